@@ -1,0 +1,77 @@
+"""The values of a field for some samples, as a stage sees them. Knows tensors, not where they lie.
+
+A column is one of three things, by its field:
+  dims "N" or "N 3 4"   a torch tensor, samples first
+  dims "N T ..."        a `Ragged`: the samples' rows one after the other, and their lengths
+  dtype "str"           a list of texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of differing length. `values` [sum of lengths, *inner]; `lengths` one whole number a sample."""
+
+    values: torch.Tensor
+    lengths: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self) -> list[torch.Tensor]:
+        """One view a sample, [length, *inner]."""
+        return list(self.values.split(list(self.lengths)))
+
+    @staticmethod
+    def of(rows: Sequence[torch.Tensor]) -> Ragged:
+        """From one tensor a sample. At least one row."""
+        import torch
+
+        return Ragged(torch.cat(list(rows)), tuple(len(row) for row in rows))
+
+
+Column: TypeAlias = "torch.Tensor | Ragged | list[str]"
+Columns: TypeAlias = "dict[str, Column]"
+
+
+def size_bytes(column: Column) -> int:
+    """Payload of a column; a text counts its UTF-8 bytes."""
+    if isinstance(column, list):
+        return sum(len(text.encode()) for text in column)
+    values = column.values if isinstance(column, Ragged) else column
+    return values.numel() * values.element_size()
+
+
+def take(column: Column, index: Sequence[int]) -> Column:
+    """The samples at `index`, in that order, copied."""
+    import torch
+
+    if isinstance(column, list):
+        return [column[i] for i in index]
+    if isinstance(column, Ragged):
+        rows = column.rows()
+        if not index:
+            return Ragged(column.values[:0].clone(), ())
+        return Ragged.of([rows[i] for i in index])
+    return column[torch.as_tensor(list(index), dtype=torch.long)]
+
+
+def concat(columns: Sequence[Column]) -> Column:
+    """Several columns of one field, one after the other. At least one."""
+    import torch
+
+    first = columns[0]
+    if isinstance(first, list):
+        return [text for column in columns for text in column]  # type: ignore[union-attr]
+    if isinstance(first, Ragged):
+        ragged: list[Ragged] = list(columns)  # type: ignore[arg-type]
+        return Ragged(torch.cat([c.values for c in ragged]), tuple(n for c in ragged for n in c.lengths))
+    return torch.cat(list(columns))  # type: ignore[arg-type]

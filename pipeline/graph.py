@@ -1,0 +1,121 @@
+"""What the user writes: `Graph`, `Model`, `WorkerGroup`, `Schedule`. Frozen descriptions; nothing runs here.
+
+    Graph(name="grpo",
+          source=Prompts("train.jsonl", batch=32),
+          stages=(Rollout(policy, on=sampler, samples_per_prompt=8), Reward(exact_match), ...),
+          schedule=Schedule(steps=100))
+
+Edges come from field names. `pipeline.plan` turns a Graph into a Plan, or into every problem that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.stage import Location, Stage, caller
+
+
+class _Located:
+    location: Location
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = super().__new__(cls)
+        object.__setattr__(self, "location", caller(1))
+        return self
+
+
+@dataclass(frozen=True)
+class Model(_Located):
+    """A language model by name.
+
+    source      a folder with a Hugging Face model, a hub name, or, with `config`, any name
+    config      a Hugging Face configuration as a dict with `model_type`: the model is built from it, at random
+    alphabet    with `config`: the characters that its tokenizer knows, one token each
+    warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
+    seed        of the random weights, where there is a `config`
+    trainable   False for a frozen copy (a reference model)
+    """
+
+    source: str
+    config: Mapping[str, Any] | None = None
+    alphabet: str | None = None
+    warm_start: Any = None
+    seed: int = 0
+    trainable: bool = True
+
+    def frozen(self) -> Model:
+        """The same model as it is before training starts, never updated."""
+        return replace(self, trainable=False)
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.trainable, self.seed))
+
+
+@dataclass(frozen=True)
+class WorkerGroup(_Located):
+    """Processes that share a backend.
+
+    name       in this graph
+    backend    who computes: "torch" for models, "python" for plain functions
+    workers    processes; a stage that is `per` sample or group is spread over them
+    gpus       of the whole group, divided evenly over its workers
+    cpus       of each worker, for Ray's placement
+    threads    torch threads of each worker; 0 leaves torch's choice
+    """
+
+    name: str
+    backend: str = "python"
+    workers: int = 1
+    gpus: int = 0
+    cpus: float = 1.0
+    threads: int = 0
+
+
+HOST = "host"  # the worker group of stages that name none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How far the graph runs.
+
+    steps             batches to train on
+    max_staleness     policy versions that rollout may run ahead of train; 0 is synchronous
+    capacity          groups that may be in flight; None means (max_staleness + 1) batches
+    checkpoint_every  steps between checkpoints; 0 writes only the one at the start and the one at the end
+    keep_groups       groups of each step whose texts are kept in the run directory
+    seed              of everything random in the run
+    """
+
+    steps: int
+    max_staleness: int = 0
+    capacity: int | None = None
+    checkpoint_every: int = 0
+    keep_groups: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph(_Located):
+    """One training step, declared. `source` makes the prompts; `stages` are in any order."""
+
+    name: str
+    source: Stage
+    stages: Sequence[Stage]
+    schedule: Schedule
+    host: WorkerGroup = field(default_factory=lambda: WorkerGroup(HOST, backend="python"))
+
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The source and the stages."""
+        return (self.source, *self.stages)
+
+    @property
+    def group_size(self) -> int:
+        """Samples a prompt: what the one stage that makes samples says, 1 where none does."""
+        return next((stage.group_size for stage in self.stages if stage.group_size), 1)
+
+    @property
+    def batch(self) -> int:
+        """Groups a step, as the source says."""
+        return int(getattr(self.source, "batch", 1))

@@ -1,0 +1,225 @@
+"""`KVBatchMeta`, the handle that stages exchange: it names rows of the data plane and holds no tensor.
+
+It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, tags, extra_info) and adds what
+a reader needs to find and cut the columns: lengths, where each key lies, unit, attempt and a schema hash. `fields`
+are those of *this* put, not of the schema. The logical unit is the sample; what one row of the store holds is
+chosen at the put, and `Placement` records it.
+
+    handle.select("reward").slice(0, 16)
+    KVBatchMeta.join([rollout_handle, reward_handle], fields=("response", "reward"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+SIZE_CAP_BYTES_PER_SAMPLE = 1024
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys of a handle lie: one row index, one position and one start offset a key.
+
+    `rows` are distinct row names; `row[i]` indexes them; `position[i]` counts samples inside the row;
+    `offsets[dim][i]` counts entries of the ragged dimension `dim` inside the row before key i.
+    """
+
+    rows: tuple[str, ...]
+    row: tuple[int, ...]
+    position: tuple[int, ...]
+    offsets: dict[str, tuple[int, ...]]
+
+    def at(self, index: Sequence[int]) -> Placement:
+        """The same for the keys at `index`; rows that no key uses any more are left out."""
+        used: dict[int, int] = {}
+        row = tuple(used.setdefault(self.row[i], len(used)) for i in index)
+        return Placement(
+            tuple(self.rows[i] for i in used),
+            row,
+            tuple(self.position[i] for i in index),
+            {dim: tuple(offsets[i] for i in index) for dim, offsets in self.offsets.items()},
+        )
+
+    @staticmethod
+    def chain(parts: Sequence[Placement]) -> Placement:
+        """Several placements, one after the other."""
+        used: dict[str, int] = {}
+        row = tuple(used.setdefault(part.rows[r], len(used)) for part in parts for r in part.row)
+        dims = parts[0].offsets.keys()
+        return Placement(
+            tuple(used),
+            row,
+            tuple(p for part in parts for p in part.position),
+            {dim: tuple(o for part in parts for o in part.offsets[dim]) for dim in dims},
+        )
+
+
+class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """A handle on the columns of some samples. Frozen; every method returns a new handle.
+
+    keys              one a sample, distinct, `{admission:08d}_g{i:03d}`
+    partition_id      the namespace they lie in
+    fields            names that are present for every key
+    lengths           ragged dimension -> entries, one a key ("T" are response tokens)
+    placements        where the keys lie; `placement_of[field]` indexes them
+    tags              one dict of small values a key
+    extra_info        one dict a handle; never shared between instances
+    unit              "sample", "group" or "batch"
+    attempt           of the put that made it
+    schema_hash       of the fields as they were registered
+    """
+
+    keys: tuple[str, ...]
+    partition_id: str
+    fields: tuple[str, ...]
+    lengths: dict[str, tuple[int, ...]] = {}
+    placements: tuple[Placement, ...] = ()
+    placement_of: dict[str, int] = {}
+    tags: tuple[dict[str, Any], ...] = ()
+    extra_info: dict[str, Any] = {}
+    unit: str = "sample"
+    attempt: int = 0
+    schema_hash: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tags and len(self.tags) != len(self.keys):
+            raise ValueError(f"{len(self.tags)} tags for {len(self.keys)} keys")
+        if len(set(self.keys)) != len(self.keys):
+            raise ValueError("the keys of a handle are not distinct")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Response tokens, one a key."""
+        return self.lengths.get("T", ())
+
+    def placement(self, field: str) -> Placement:
+        """Where `field` lies. Raises KeyError where this handle does not name the field."""
+        return self.placements[self.placement_of[field]]
+
+    def select(self, *fields: str) -> KVBatchMeta:
+        """The same keys with fewer fields. Raises KeyError for a field that this handle does not name."""
+        if missing := [field for field in fields if field not in self.fields]:
+            raise KeyError(f"handle has {', '.join(self.fields)}; asked for {', '.join(missing)}")
+        return self._with(fields=fields, placement_of={f: self.placement_of[f] for f in fields if f in self.placement_of})
+
+    def reorder(self, index: Sequence[int]) -> KVBatchMeta:
+        """The keys at `index`, in that order, with their tags and lengths. A slice, a shard and a permutation are this."""
+        return self._with(
+            keys=tuple(self.keys[i] for i in index),
+            lengths={dim: tuple(lengths[i] for i in index) for dim, lengths in self.lengths.items()},
+            placements=tuple(placement.at(index) for placement in self.placements),
+            tags=tuple(self.tags[i] for i in index) if self.tags else (),
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Keys `start` to `stop`, as a list slice does."""
+        return self.reorder(range(len(self))[start:stop])
+
+    def chunk(self, count: int) -> list[KVBatchMeta]:
+        """`count` handles of as equal size as possible, in order; fewer where there are fewer keys."""
+        count = min(count, len(self)) or 1
+        edges = [len(self) * i // count for i in range(count + 1)]
+        return [self.slice(a, b) for a, b in zip(edges, edges[1:])]
+
+    @staticmethod
+    def concat(handles: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """Other keys, same fields, one after the other. Raises ValueError across partitions or where fields differ."""
+        first = handles[0]
+        if len({handle.partition_id for handle in handles}) > 1:
+            raise ValueError(f"handles of partitions {sorted({h.partition_id for h in handles})} cannot be concatenated")
+        if len({frozenset(handle.fields) for handle in handles}) > 1:
+            raise ValueError("handles with different fields cannot be concatenated; select the common ones first")
+        # One placement a distinct combination over all parts, so that fields that lie together stay together.
+        combinations: dict[tuple[int, ...], int] = {}
+        placement_of = {}
+        for field in first.fields:
+            if field in first.placement_of:
+                combination = tuple(handle.placement_of[field] for handle in handles)
+                placement_of[field] = combinations.setdefault(combination, len(combinations))
+        dims = set.intersection(*(set(handle.lengths) for handle in handles))
+        return first._with(
+            keys=tuple(key for handle in handles for key in handle.keys),
+            lengths={dim: tuple(n for h in handles for n in h.lengths[dim]) for dim in first.lengths if dim in dims},
+            placements=tuple(
+                Placement.chain([handle.placements[i] for handle, i in zip(handles, combination)])
+                for combination in combinations
+            ),
+            placement_of=placement_of,
+            tags=tuple(tag for handle in handles for tag in handle.tags) if all(h.tags for h in handles) else (),
+            extra_info={key: value for handle in handles for key, value in handle.extra_info.items()},
+            attempt=max(handle.attempt for handle in handles),
+        )
+
+    @staticmethod
+    def join(handles: Sequence[KVBatchMeta], fields: Iterable[str] | None = None) -> KVBatchMeta:
+        """Same keys in the same order, other fields, side by side. A later handle wins where both name a field.
+
+        Raises ValueError where keys or partitions differ.
+        """
+        first = handles[0]
+        if any(handle.keys != first.keys or handle.partition_id != first.partition_id for handle in handles):
+            raise ValueError("handles to join do not name the same keys of one partition in the same order")
+        placements: list[Placement] = []
+        placement_of: dict[str, int] = {}
+        for handle in handles:
+            base = len(placements)
+            placements += handle.placements
+            placement_of |= {field: base + i for field, i in handle.placement_of.items()}
+        names = dict.fromkeys(field for handle in handles for field in handle.fields)
+        joined = first._with(
+            fields=tuple(names),
+            lengths={dim: lengths for handle in handles for dim, lengths in handle.lengths.items()},
+            placements=tuple(placements),
+            placement_of=placement_of,
+            tags=tuple(
+                {name: value for handle in handles if handle.tags for name, value in handle.tags[i].items()}
+                for i in range(len(first))
+            )
+            if any(handle.tags for handle in handles)
+            else (),
+            extra_info={key: value for handle in handles for key, value in handle.extra_info.items()},
+            attempt=max(handle.attempt for handle in handles),
+        )
+        return joined._pruned() if fields is None else joined.select(*fields)._pruned()
+
+    def encode(self) -> bytes:
+        """msgpack. Raises ValueError above the size cap: a handle travels through the driver and stays small."""
+        data = msgspec.msgpack.encode(self)
+        if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
+            raise ValueError(
+                f"handle of {len(self)} samples takes {len(data)} bytes, more than {SIZE_CAP_BYTES_PER_SAMPLE} a sample; "
+                "tags and extra_info are for small values"
+            )
+        return data
+
+    @staticmethod
+    def decode(data: bytes) -> KVBatchMeta:
+        """The inverse of `encode`. Raises msgspec.ValidationError on anything else."""
+        return msgspec.msgpack.decode(data, type=KVBatchMeta)
+
+    def _with(self, **changes: Any) -> KVBatchMeta:
+        changes.setdefault("extra_info", dict(self.extra_info))
+        return msgspec.structs.replace(self, **changes)
+
+    def _pruned(self) -> KVBatchMeta:
+        used = dict.fromkeys(self.placement_of.values())
+        renumbered = {old: new for new, old in enumerate(used)}
+        return self._with(
+            placements=tuple(self.placements[i] for i in used),
+            placement_of={field: renumbered[i] for field, i in self.placement_of.items()},
+        )
+
+
+def sample_key(admission: int, index: int) -> str:
+    """The key of sample `index` of the group that was admitted as number `admission`."""
+    return f"{admission:08d}_g{index:03d}"
+
+
+def group_of(key: str) -> int:
+    """The admission number in a key."""
+    return int(key[:8])

@@ -1,0 +1,171 @@
+"""A stage: what it reads, what it writes, on which workers, and the code that turns one into the other.
+
+A `Stage` is a frozen description. It loads neither torch nor ray; `setup` runs once in each worker that hosts
+it and returns the runner, which does the work. The runner gets exactly the columns that the stage reads and returns
+exactly those that it writes, so it is tested with a dict and no engine at all:
+
+    @dataclass(frozen=True)
+    class Shout(Stage):
+        reads = (RESPONSE,)
+        writes = (Field("shout", dtype="str"),)
+
+        def setup(self, context):
+            return lambda columns, task: {"shout": [text.upper() for text in columns["response"]]}
+
+Three shapes. *map*: `runner(columns, task)` returns the columns, or an `Output` that adds metrics. *stream*:
+`runner(columns, task)` is an async generator of `Output`s, each for the samples that its `index` names. *transfer*:
+`runner(rendezvous, task)` runs on two worker groups at the same time, once with `rendezvous.side == "source"` and
+once with `"target"`; it returns an `Output` on the target side.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import msgspec
+
+from pipeline.columns import Columns
+from pipeline.errors import Problem
+from pipeline.fields import Field
+
+if TYPE_CHECKING:
+    from pipeline.graph import Graph, Model, WorkerGroup
+
+Per = Literal["sample", "group", "batch"]
+Shape = Literal["map", "stream", "transfer"]
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage on one handle. `groups` are admission numbers in canonical order; `attempt` counts retries.
+
+    `version` is the policy version that was published when the task was handed out.
+    """
+
+    stage: str
+    step: int
+    groups: tuple[int, ...] = ()
+    attempt: int = 0
+    version: int = 0
+
+
+@dataclass
+class Output:
+    """What a runner returns when it has more to say than columns.
+
+    `metrics` are numbers, named without the stage (`reward/mean` comes from the stage `reward` and `mean`, unless
+    the name has a slash already); a batch's metrics are the mean over its tasks, weighted by samples. `index` names the
+    samples of the task that these columns are for (all of them where it is None). `weights` is the acknowledged
+    (version, sha256) of a stage that writes weights.
+    """
+
+    columns: Columns = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    index: Sequence[int] | None = None
+    weights: tuple[int, str] | None = None
+
+
+class Rendezvous(Protocol):
+    """Where the two sides of a transfer meet. The executor makes one for each transfer."""
+
+    side: Literal["source", "target"]
+
+    def offer(self, payload: Any) -> None:
+        """Source: hand the payload (names to CPU tensors, and plain values) to the other side."""
+
+    def take(self) -> Any:
+        """Target: the payload. The tensors may be shared memory: read them, do not write them."""
+
+
+@dataclass
+class StageContext:
+    """What a worker gives to `Stage.setup`.
+
+    `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
+    `group_size` is the number of samples a prompt in this graph; `checkpoint` a folder to start from, or None.
+    """
+
+    group: WorkerGroup
+    rank: int
+    seed: int
+    group_size: int
+    run_dir: Path | None
+    shared: dict[Any, Any]
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where in the user's file a description was written."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def caller(depth: int) -> Location:
+    """The location of the code `depth` frames above the caller of this function."""
+    frame = sys._getframe(depth + 1)
+    return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+class Stage:
+    """Base of all stages. Subclasses are frozen dataclasses; what they leave out has the value below.
+
+    name        of the stage in this graph; the class's name in lower case unless given
+    reads       the fields it reads, all at the same step
+    writes      the fields it writes; no other stage writes them
+    reads_back  the fields of an *earlier* step that it waits for (rollout: the served weights)
+    per         what it can start on: each sample, each group, or only the whole batch
+    uses        the models whose weights it reads while it runs
+    updates     the model whose weights it changes, if any
+    on          the worker group it runs on; None is the graph's host group
+    group_size  samples it makes of each prompt (rollout), else None
+    every       it runs at every n-th step, counted from 1; 1 is every step
+    """
+
+    name: str = ""
+    reads: Sequence[Field] = ()
+    writes: Sequence[Field] = ()
+    reads_back: Sequence[Field] = ()
+    per: Per = "sample"
+    shape: ClassVar[Shape] = "map"
+    on: WorkerGroup | None = None
+    group_size: int | None = None
+    every: int = 1
+    location: Location
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
+        self = super().__new__(cls)
+        object.__setattr__(self, "location", caller(1))
+        if not cls.name or "name" not in cls.__dict__:
+            object.__setattr__(self, "name", kwargs.get("name") or cls.name or cls.__name__.lower())
+        return self
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        """The models whose weights the stage reads while it runs."""
+        return ()
+
+    @property
+    def updates(self) -> Model | None:
+        """The model whose weights the stage changes."""
+        return None
+
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The worker groups it runs on: one, or source and target of a transfer; empty means the host group."""
+        return (self.on,) if self.on else ()
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Problems of this stage in this graph, beyond those that every stage is checked for. Loads no torch."""
+        return ()
+
+    def setup(self, context: StageContext) -> Callable[..., Any]:
+        """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
+        of every checkpoint."""
+        raise TypeError(f"stage {self.name!r} ({type(self).__name__}) does not define setup()")

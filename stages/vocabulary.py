@@ -1,0 +1,18 @@
+"""The standard fields of RL post-training. `N` samples, `P` prompt tokens, `T` response tokens."""
+
+from pipeline import Field
+
+PROMPT = Field("prompt", dtype="str")
+ANSWER = Field("answer", dtype="str")
+PROMPT_IDS = Field("prompt_ids", dtype="int64", dims="N P", unit="token", low=0)
+RESPONSE = Field("response", dtype="str")
+RESPONSE_IDS = Field("response_ids", dtype="int64", dims="N T", unit="token", low=0)
+TOKEN_VERSIONS = Field("token_versions", dtype="int32", dims="N T", unit="version", low=0)
+ROLLOUT_LOGPROBS = Field("rollout_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
+TRUNCATED = Field("truncated", dtype="bool")
+REWARD = Field("reward", dtype="float32")
+PREV_LOGPROBS = Field("prev_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
+REF_LOGPROBS = Field("ref_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
+ADVANTAGE = Field("advantage", dtype="float32")
+TRAINED_WEIGHTS = Field("trained_weights", dtype="weights", dims="", unit="version")
+SERVED_WEIGHTS = Field("served_weights", dtype="weights", dims="", unit="version")
