@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.graph import Graph, Model, WorkerGroup
 
 Per = Literal["sample", "group", "batch"]
-Shape = Literal["map", "stream", "transfer"]
+Shape = Literal["map", "stream", "transfer", "external"]
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,8 @@ class StageContext:
     """What a worker gives to `Stage.setup`.
 
     `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
-    `group_size` is the number of samples a prompt in this graph; `checkpoint` a folder to start from, or None.
+    `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
+    nothing is recorded.
     """
 
     group: WorkerGroup
@@ -126,7 +127,8 @@ class Stage:
     updates     the model whose weights it changes, if any
     on          the worker group it runs on; None is the graph's host group
     group_size  samples it makes of each prompt (rollout), else None
-    every       it runs at every n-th step, counted from 1; 1 is every step
+    every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
+    corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
     """
 
     name: str = ""
@@ -138,6 +140,7 @@ class Stage:
     on: WorkerGroup | None = None
     group_size: int | None = None
     every: int = 1
+    corrects_off_policy: bool = False
     location: Location
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
@@ -169,3 +172,21 @@ class Stage:
         """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
         of every checkpoint."""
         raise TypeError(f"stage {self.name!r} ({type(self).__name__}) does not define setup()")
+
+
+@dataclass(frozen=True)
+class External(Stage):
+    """Fields that a process outside the graph writes straight into the data plane.
+
+    Nothing runs for it. The store is asked once a second; `timeout_s` after the batch was admitted, a field that has
+    not arrived ends the run with an error that names it.
+    """
+
+    fields: tuple[Field, ...]
+    name: str = "external"
+    timeout_s: float = 600.0
+    shape: ClassVar[Shape] = "external"
+
+    @property
+    def writes(self) -> Sequence[Field]:  # type: ignore[override]
+        return self.fields

@@ -1,0 +1,82 @@
+"""Prints the table of a benchmark and writes it as JSON with what is needed to judge and repeat it.
+
+    report("data_plane", rows, columns=["keys", "put_ms"], notes="medians of 20", out=Path("data_plane.json"))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "trl")
+
+
+def report(
+    name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], notes: str, out: Path | str | None = None
+) -> dict[str, Any]:
+    """Print `columns` of `rows` and `notes`; write everything to `out` where it is given. Returns what is written."""
+    table = Table(title=name)
+    for column in columns:
+        table.add_column(column, justify="left" if rows and isinstance(rows[0].get(column), str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column, "")) for column in columns))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(notes, markup=False)
+    result = {
+        "name": name,
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "notes": notes,
+        "hardware": hardware(),
+        "versions": versions(),
+        "columns": list(columns),
+        "rows": [dict(row) for row in rows],
+    }
+    if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"wrote {out}", markup=False)
+    return result
+
+
+def hardware() -> dict[str, Any]:
+    """Cores that this process may use, memory in GiB, processor, and GPUs where torch is loaded and sees some."""
+    found: dict[str, Any] = {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "processor": _processor(),
+    }
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of those of PACKAGES that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(
+        value, float) else str(value)

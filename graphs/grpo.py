@@ -1,0 +1,59 @@
+"""GRPO for any Hugging Face causal language model and a JSONL file with the columns `prompt` and `answer`.
+
+python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl --gpus 2
+"""
+
+from ops.rewards import exact_match
+from pipeline import Graph, Model, Schedule, WorkerGroup
+from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, RefLogprobs, Reward, Rollout, Train
+
+
+def graph(
+    model: str,
+    data: str,
+    generator: str = "torch",
+    trainer: str = "torch",
+    gpus: int = 0,
+    steps: int = 100,
+    seed: int = 0,
+    prompts_per_step: int = 32,
+    samples_per_prompt: int = 8,
+    max_tokens: int = 512,
+    microbatch: int = 8,
+    minibatches: int = 4,
+    lr: float = 1e-6,
+    kl: float = 0.001,
+) -> Graph:
+    """Group-relative policy optimisation with an exact-match reward.
+
+    model               a folder, or a hub name
+    data                a JSONL file
+    generator, trainer  backends that sample and that train
+    gpus                0 computes on the CPU; 2 gives one each to sampler and learner
+    steps               batches to train on
+    seed                of every random number
+    prompts_per_step    groups of a batch
+    samples_per_prompt  responses to each prompt
+    max_tokens          of a response
+    microbatch          samples in one pass of the trainer
+    minibatches         optimizer updates of each batch
+    lr                  learning rate
+    kl                  weight of the divergence from the model as it was before training; above 0
+    """
+    policy = Model(model)
+    sampler = WorkerGroup("sampler", backend=generator, gpus=gpus // 2)
+    learner = WorkerGroup("learner", backend=trainer, gpus=gpus - gpus // 2)
+    return Graph(
+        name="grpo",
+        source=Prompts(data, batch=prompts_per_step),
+        stages=(
+            Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
+            Reward(exact_match),
+            PrevLogprobs(policy, on=learner, microbatch=microbatch),
+            RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
+            Advantage("group_relative"),
+            Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=microbatch),
+            Refit(policy, source=learner, target=sampler),
+        ),
+        schedule=Schedule(steps=steps, seed=seed),
+    )

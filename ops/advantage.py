@@ -1,0 +1,40 @@
+"""Advantages from rewards. Samples lie group by group: group g is the rows g * group_size to (g + 1) * group_size.
+
+Legend: N samples, B groups, G samples a group, N = B * G.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_relative(reward_N: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
+    """(R - mean) / (std + eps) within each group, [N]: GRPO (arXiv 2402.03300, section 4.1.2).
+
+    The standard deviation divides by G - 1. Equal rewards, and therefore a group of one, give exactly 0. Raises
+    ValueError where N is not a multiple of `group_size`, or the rewards are not floating-point numbers.
+    """
+    reward_BG = _groups(reward_N, group_size)
+    if group_size == 1:
+        return torch.zeros_like(reward_N)
+    centred_BG = reward_BG - reward_BG.mean(1, keepdim=True)
+    scaled_BG = centred_BG / (reward_BG.std(1, keepdim=True, correction=1) + eps)
+    # The rounded mean of equal rewards may differ from them, and the quotient by eps would make that large.
+    return scaled_BG.masked_fill(_equal(reward_BG)[:, None], 0.0).reshape(-1)
+
+
+def zero_spread_groups(reward_N: torch.Tensor, group_size: int) -> int:
+    """How many groups have equal rewards and so teach nothing. Raises ValueError as `group_relative` does."""
+    return int(_equal(_groups(reward_N, group_size)).sum())
+
+
+def _groups(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
+    if not reward_N.is_floating_point():
+        raise ValueError(f"rewards are {reward_N.dtype}, not floating-point numbers")
+    if reward_N.dim() != 1 or group_size < 1 or len(reward_N) % group_size:
+        raise ValueError(f"rewards of shape {tuple(reward_N.shape)} are not whole groups of {group_size}")
+    return reward_N.reshape(-1, group_size)
+
+
+def _equal(reward_BG: torch.Tensor) -> torch.Tensor:
+    return (reward_BG == reward_BG[:, :1]).all(1)

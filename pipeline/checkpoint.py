@@ -1,0 +1,133 @@
+"""Checkpoints: a folder written beside, synced, renamed, and described by a manifest that is written last.
+
+    checkpoints/step_000100/   manifest.json  train/...   (what the stages saved: safetensors and JSON, never pickle)
+
+`read` accepts a folder only when every file has the size and the sha256 of the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import CheckpointError, Problem
+from pipeline.rundir import RunDir
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class SavedFile(msgspec.Struct, frozen=True):
+    """A file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`steps` are behind it, `version` is the policy version it holds; `next_group` is the next admission number."""
+
+    format: int
+    graph: str
+    steps: int
+    version: int
+    next_group: int
+    seed: int
+    files: dict[str, SavedFile]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files.values())
+
+
+def write(run: RunDir, *, graph: str, steps: int, batch: int, seed: int, save: Callable[[Path], None]) -> tuple[Path, Manifest]:
+    """Have `save(folder)` fill a temporary folder, sync it, describe it and move it into place.
+
+    Until the final rename the folder has another name, so a checkpoint that exists is whole.
+    """
+    final = run.checkpoint(steps)
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save(partial)
+    files = {}
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        files[str(path.relative_to(partial))] = SavedFile(path.stat().st_size, _sha256(path))
+        _sync(path)
+    for folder in [p for p in partial.rglob("*") if p.is_dir()]:
+        _sync(folder)
+    manifest = Manifest(
+        format=FORMAT, graph=graph, steps=steps, version=steps, next_group=steps * batch, seed=seed, files=files
+    )
+    (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync(partial / MANIFEST)
+    _sync(partial)
+    if final.exists():  # a run that was resumed earlier than this step writes the step again
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(run.checkpoints)
+    return final, manifest
+
+
+def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest]:
+    """The newest whole checkpoint, or the one after `steps`. Raises CheckpointError where there is none.
+
+    Without `steps`, a damaged checkpoint is passed over for the one before; the error lists them all when none is left.
+    """
+    damaged = []
+    for number in [steps] if steps is not None else reversed(run.checkpoint_steps()):
+        folder = run.checkpoint(number)
+        problem = _damage(folder)
+        if problem is None:
+            return folder, msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        damaged.append(problem)
+    raise CheckpointError(
+        *(damaged or [
+            Problem(
+                where=str(run.checkpoints), what="there is no checkpoint", why="a resume starts from one",
+                fix="start the run anew, with --checkpoint-every",
+            )  # fmt: skip
+        ])
+    )  # fmt: skip
+
+
+def _damage(folder: Path) -> Problem | None:
+    fix = "resume from another step (--resume STEP)"
+    if not (folder / MANIFEST).is_file():
+        why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
+        return Problem(where=str(folder), what="manifest.json is not there", why=why, fix=fix)
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        return Problem(where=str(folder / MANIFEST), what=f"it cannot be read: {error}", why="its format is fixed", fix=fix)
+    if manifest.format != FORMAT:
+        return Problem(
+            where=str(folder / MANIFEST), what=f"format {manifest.format}", why=f"this version reads format {FORMAT}", fix=fix
+        )
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return Problem(where=str(folder / MANIFEST), what=f"it names {name!r}", why="that lies outside it", fix=fix)
+        if not path.is_file():
+            return Problem(where=str(path), what="it is not there", why="the manifest lists it", fix=fix)
+        if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
+            return Problem(where=str(path), what="size or sha256 differ from the manifest", why="it was damaged", fix=fix)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,303 @@
+"""The static checks of a graph. Each yields problems; none stops at the first. Loads neither torch nor ray."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import networkx as nx
+
+from pipeline.errors import Problem
+from pipeline.fields import Field
+from pipeline.graph import Graph, Model, Schedule, WorkerGroup
+from pipeline.stage import Stage
+
+
+def structure(graph: Graph) -> Iterator[Problem]:
+    """Types and names: what the other checks take for granted."""
+    where = str(graph.location)
+    if not graph.name.replace("-", "").replace("_", "").isalnum():
+        yield Problem(
+            where=where, what=f"graph name {graph.name!r} is not usable as a folder name",
+            why="it names run directories and the data plane partition", fix="use letters, digits, '-' and '_'",
+        )  # fmt: skip
+    if not isinstance(graph.schedule, Schedule):
+        yield Problem(
+            where=where, what=f"schedule is a {type(graph.schedule).__name__}", why="a graph runs by a Schedule",
+            fix="schedule=Schedule(steps=100)",
+        )  # fmt: skip
+    if isinstance(graph.stages, Stage):
+        yield Problem(
+            where=where, what="stages is one stage", why="a graph has a tuple of stages", fix="stages=(Rollout(...), ...)"
+        )
+        return
+    everything = [("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))]
+    for at, stage in everything:
+        if not isinstance(stage, Stage):
+            hint = f"{stage.__name__}(...)" if isinstance(stage, type) else "a Stage"
+            yield Problem(
+                where=where, what=f"{at} is {stage!r:.80}", why="sources and stages are Stage objects", fix=f"pass {hint}"
+            )
+    stages = [stage for _, stage in everything if isinstance(stage, Stage)]
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            places = " and ".join(str(stage.location) for stage in stages if stage.name == name)
+            yield Problem(
+                where=places, what=f"{count} stages are named {name!r}", why="a name stands for one stage",
+                fix=f"give one of them name={name + '_2'!r}",
+            )  # fmt: skip
+    for stage in stages:
+        if stage.name == "samples":
+            yield Problem(
+                where=str(stage.location), what="a stage is named 'samples'",
+                why="every plan adds a stage of that name, which keeps texts in the run directory", fix="choose another name",
+            )  # fmt: skip
+
+
+def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
+    """Every check of a graph whose structure is right."""
+    yield from _schedule(graph)
+    yield from _source(graph)
+    yield from _writers(stages)
+    yield from _cycles(stages)
+    yield from _shapes(stages)
+    yield from _groups(graph, stages, gpus)
+    yield from _models(stages)
+    seen: set[Problem] = set()
+    for stage in graph.all_stages():
+        for problem in stage.check(graph):
+            if problem not in seen:  # two stages on one worker group report its backend once
+                seen.add(problem)
+                yield problem
+
+
+def _schedule(graph: Graph) -> Iterator[Problem]:
+    schedule, where = graph.schedule, str(graph.location)
+    for name, low in (("steps", 1), ("max_staleness", 0), ("checkpoint_every", 0), ("keep_groups", 0), ("seed", 0)):
+        value = getattr(schedule, name)
+        if not isinstance(value, int) or value < low:
+            yield Problem(
+                where=where, what=f"Schedule({name}={value!r})", why=f"{name} is a whole number, {low} or more",
+                fix=f"{name}={low}",
+            )  # fmt: skip
+            return
+    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
+        yield Problem(
+            where=where, what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
+            why="samples of an older policy bias the gradient", fix="max_staleness=0, or a loss with an off-policy correction",
+        )  # fmt: skip
+    needed = (schedule.max_staleness + 1) * graph.batch
+    if schedule.capacity is not None and schedule.capacity < needed:
+        yield Problem(
+            where=where, what=f"Schedule(capacity={schedule.capacity}) groups",
+            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once", fix=f"capacity={needed} or more",
+        )  # fmt: skip
+
+
+def _source(graph: Graph) -> Iterator[Problem]:
+    source = graph.source
+    if source.reads:
+        yield Problem(
+            where=str(source.location), what=f"source {source.name!r} reads {_names(source.reads)}",
+            why="a source makes prompts from nothing", fix="put it among the stages and use Prompts(...) as source",
+        )  # fmt: skip
+    if graph.batch < 1:
+        yield Problem(
+            where=str(source.location), what=f"batch={graph.batch}", why="a step has one prompt at least", fix="batch=32"
+        )
+    makers = [stage for stage in graph.stages if stage.group_size is not None]
+    if len(makers) > 1:
+        yield Problem(
+            where=" and ".join(str(stage.location) for stage in makers),
+            what=f"{len(makers)} stages make samples ({_names(makers)})", why="all groups of a graph have one size",
+            fix="keep one rollout",
+        )  # fmt: skip
+    for maker in makers:
+        if not 1 <= (maker.group_size or 0) <= 999:
+            yield Problem(
+                where=str(maker.location), what=f"samples_per_prompt={maker.group_size}",
+                why="a prompt has 1 to 999 samples", fix="samples_per_prompt=8",
+            )  # fmt: skip
+
+
+def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
+    writers: dict[str, list[tuple[Stage, Field]]] = {}
+    for stage in stages:
+        for field in stage.writes:
+            writers.setdefault(field.name, []).append((stage, field))
+    for name, pairs in writers.items():
+        if len(pairs) > 1:
+            both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
+            transfers = all(stage.shape == "transfer" for stage, _ in pairs)
+            yield Problem(
+                where=str(pairs[1][0].location), what=f"field {name!r} is written by {both}",
+                why="a served model has one Refit" if transfers else "a field has one writer",
+                fix="remove one Refit" if transfers else "remove one of them, or rename its field",
+            )  # fmt: skip
+    read: set[str] = set()
+    for stage in stages:
+        for field in (*stage.reads, *stage.reads_back):
+            read.add(field.name)
+            if field.name not in writers:
+                near = difflib.get_close_matches(field.name, writers, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"add a stage that writes {field.name!r}"
+                yield Problem(
+                    where=str(stage.location), what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
+                    why="every read has a writer", fix=hint,
+                )  # fmt: skip
+                continue
+            by, written = writers[field.name][0]
+            if not written.agrees_with(field):
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, {by.name!r} writes {_type(written)}",
+                    why="dtype, dims and unit agree across an edge", fix=f"declare it as {_type(written)} in {stage.name!r}",
+                )  # fmt: skip
+    for name, pairs in writers.items():
+        if name not in read:
+            yield Problem(
+                where=str(pairs[0][0].location), what=f"field {name!r} of {pairs[0][0].name!r} is read by nobody",
+                why="it is put and cleared for nothing", fix="remove it, or add its reader", warning=True,
+            )  # fmt: skip
+
+
+def dependence(stages: Sequence[Stage]) -> nx.DiGraph:
+    """Stages and the fields between them within one step; an edge has its field's name."""
+    graph = nx.DiGraph()
+    writer = {field.name: stage.name for stage in stages for field in stage.writes}
+    graph.add_nodes_from(stage.name for stage in stages)
+    for stage in stages:
+        for field in stage.reads:
+            if field.name in writer:
+                graph.add_edge(writer[field.name], stage.name, field=field.name)
+    return graph
+
+
+def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
+    graph = dependence(stages)
+    where = {stage.name: str(stage.location) for stage in stages}
+    for component in nx.strongly_connected_components(graph):
+        if len(component) > 1 or any(graph.has_edge(name, name) for name in component):
+            cycle = nx.find_cycle(graph.subgraph(component), source=min(component))
+            path = " ".join(f"{a} -[{graph.edges[a, b]['field']}]->" for a, b in cycle) + f" {cycle[0][0]}"
+            yield Problem(
+                where=where[cycle[0][0]], what=f"the stages form a cycle: {path}",
+                why="within a step a field comes before its readers",
+                fix="read one of these fields from the step before (reads_back), or remove the read",
+            )  # fmt: skip
+
+
+def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
+    for stage in stages:
+        where, groups = str(stage.location), stage.groups()
+        if stage.shape == "transfer" and len({group.name for group in groups}) != 2:
+            yield Problem(
+                where=where, what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
+                why="weights move from one worker group to another", fix="source=learner, target=sampler",
+            )  # fmt: skip
+        if stage.per not in ("sample", "group", "batch"):
+            yield Problem(
+                where=where, what=f"stage {stage.name!r} has per={stage.per!r}", why="a unit is a sample, a group or a batch",
+                fix="per='sample', 'group' or 'batch'",
+            )  # fmt: skip
+        if not isinstance(stage.every, int) or stage.every < 1:
+            yield Problem(
+                where=where, what=f"stage {stage.name!r} has every={stage.every!r}", why="it runs at every n-th step, n >= 1",
+                fix="every=1",
+            )  # fmt: skip
+        elif stage.every > 1 and any(not field.per_step for field in stage.writes):
+            yield Problem(
+                where=where, what=f"stage {stage.name!r} runs at every {stage.every}th step and writes {_names(stage.writes)}",
+                why="its readers would wait for ever in between", fix="every=1",
+            )  # fmt: skip
+
+
+def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
+    groups: dict[str, WorkerGroup] = {}
+    for group in (graph.host, *(group for stage in stages for group in stage.groups())):
+        known = groups.setdefault(group.name, group)
+        if known != group:
+            yield Problem(
+                where=str(group.location), what=f"worker group {group.name!r} is declared twice, differently",
+                why="a name stands for one group of processes", fix="build it once and pass the same object",
+            )  # fmt: skip
+    for group in groups.values():
+        where = str(group.location)
+        if group.workers < 1 or group.gpus < 0 or group.cpus < 0 or group.threads < 0:
+            yield Problem(
+                where=where,
+                what=f"WorkerGroup({group.name!r}, workers={group.workers}, gpus={group.gpus}, cpus={group.cpus}, "
+                f"threads={group.threads})",
+                why="workers are 1 or more, the rest 0 or more", fix="workers=1",
+            )  # fmt: skip
+        elif group.gpus % group.workers:
+            yield Problem(
+                where=where, what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
+                why="GPUs are divided evenly over the workers", fix=f"gpus={group.workers} or a multiple",
+            )  # fmt: skip
+        elif graph.batch % group.workers:
+            yield Problem(
+                where=where, what=f"worker group {group.name!r} has {group.workers} workers, a batch has {graph.batch} groups",
+                why="the data-parallel size divides the batch", fix=f"a batch that is a multiple of {group.workers}",
+            )  # fmt: skip
+        elif group.workers > 1:
+            for stage in stages:
+                if group in stage.groups() and (stage.uses or stage.updates):
+                    yield Problem(
+                        where=str(stage.location),
+                        what=f"stage {stage.name!r} runs a model on {group.name!r}, which has {group.workers} workers",
+                        why="a model runs in one worker in this version", fix="workers=1",
+                    )  # fmt: skip
+    asked = sum(group.gpus for group in groups.values())
+    if gpus is not None and asked > gpus:
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in groups.values() if group.gpus)
+        yield Problem(
+            where=str(graph.location), what=f"the worker groups ask for {asked} GPUs ({parts}), there are {gpus}",
+            why="every group holds its GPUs for the whole run", fix="fewer GPUs a group, or more machines",
+        )  # fmt: skip
+
+
+def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
+    trainers = [stage for stage in stages if stage.updates]
+    transfers = [stage for stage in stages if stage.shape == "transfer"]
+    for stage in trainers:
+        if stage.updates and not stage.updates.trainable:
+            yield Problem(
+                where=str(stage.location), what=f"stage {stage.name!r} updates the frozen model {stage.updates.source!r}",
+                why="a frozen model never changes", fix="pass the model itself, not model.frozen()",
+            )  # fmt: skip
+    updated: dict[Model, Stage] = {}
+    for stage in trainers:
+        if stage.updates:
+            other = updated.setdefault(stage.updates, stage)
+            if other is not stage:
+                yield Problem(
+                    where=str(stage.location), what=f"{other.name!r} and {stage.name!r} both update {stage.updates.source!r}",
+                    why="a model's weights have one owner", fix="remove one of them",
+                )  # fmt: skip
+    for stage in stages:
+        for model in stage.uses if stage.shape != "transfer" else ():
+            trainer = updated.get(model)
+            if trainer is None or stage.groups() == trainer.groups():
+                continue
+            if not any(t.groups()[1:] == stage.groups() and model in t.uses for t in transfers):
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, where nothing brings it up to date",
+                    why=f"{trainer.name!r} updates it on {_names(trainer.groups())}",
+                    fix=f"run it on {_names(trainer.groups())}, or add a Refit to {_names(stage.groups())}",
+                )  # fmt: skip
+
+
+def model_name(model: Model) -> str:
+    """How a plan writes a model."""
+    return model.source if model.trainable else f"{model.source} (frozen)"
+
+
+def _names(items: Iterable) -> str:
+    return ", ".join(repr(item.name) for item in items) or "the host group"
+
+
+def _type(field: Field) -> str:
+    return f"{field.dtype} [{field.dims or 'a step'}] in {field.unit!r}"

@@ -1,0 +1,173 @@
+"""What a run prints: problems, the plan, a progress line, the final table. Colours only on a terminal (NO_COLOR honoured)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.errors import Problem
+from pipeline.plan import Plan, PlannedStage
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console of the terminal's width, or 100 columns where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 100, highlight=False, soft_wrap=True)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """One line each, on stderr."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+
+
+def print_plan(plan: Plan) -> None:
+    """The graph from top to bottom, the placement, what each edge carries and how long it lives."""
+    from rich.table import Table
+
+    out = console()
+    out.print(f"[bold]{plan.name}[/]  {plan.steps} steps of {plan.batch} prompts x {plan.group_size} samples")
+    out.print()
+    for line in drawing(plan):
+        out.print(line, markup=False)
+    out.print()
+    placement = Table("worker group", "backend", "workers", "GPUs", "stages", box=None, padding=(0, 2, 0, 0))
+    for group in plan.groups:
+        placement.add_row(group.name, group.backend, str(group.workers), str(group.gpus), " ".join(group.stages))
+    out.print(placement)
+    out.print()
+    edges = Table("field", "from", "bytes a step", "cleared after", box=None, padding=(0, 2, 0, 0))
+    for life in plan.lifetimes:
+        edge = next((edge for edge in plan.edges if edge.field == life.field), None)
+        edges.add_row(life.field, life.writer, _volume(plan, edge), " ".join(life.readers) or "nobody reads it")
+    out.print(edges)
+    if plan.fences:
+        out.print()
+        for fence in plan.fences:
+            when = "of the step before" if fence.lag else "of the same step"
+            out.print(f"{fence.after} waits for {fence.before} {when}: {fence.why}", markup=False)
+
+
+def drawing(plan: Plan) -> list[str]:
+    """The stages layer by layer, each with what it reads and from whom, as lines of text."""
+    writer = {life.field: life.writer for life in plan.lifetimes}
+    lines = []
+    for depth, layer in enumerate(plan.layers):
+        if depth:
+            lines.append("        |")
+            lines.append("        v")
+        for stage in layer:
+            lines.append(_box(stage, writer))
+    for edge in plan.edges:
+        if edge.back:
+            lines.append(f"        ^ {edge.field}: {edge.writer} -> {edge.reader} of a later step")
+    return lines
+
+
+def _box(stage: PlannedStage, writer: dict[str, str]) -> str:
+    where = " -> ".join(stage.groups) or "outside"
+    by_writer: dict[str, list[str]] = {}
+    for field in stage.reads:
+        by_writer.setdefault(writer[field], []).append(field)
+    sources = "  ".join(f"{name}({', '.join(fields)})" for name, fields in by_writer.items())
+    return f"[ {stage.name} ] on {where}" + (f"  <-  {sources}" if sources else "")
+
+
+def _volume(plan: Plan, edge: object | None) -> str:
+    from pipeline.plan import Edge
+
+    if not isinstance(edge, Edge) or not edge.bytes_per_sample:
+        return "-"
+    samples = plan.batch * plan.group_size
+    if edge.ragged:
+        return f"{samples} x {edge.bytes_per_sample} B x {edge.ragged}"
+    size = samples * edge.bytes_per_sample
+    return f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
+
+
+class Progress:
+    """A line that follows the run: rewritten in place on a terminal, a plain line a step elsewhere."""
+
+    def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
+        self._plan, self._start = plan, start
+        self._live = sys.stdout.isatty() and not plain
+        self._begun_s = time.monotonic()
+        self._done = start
+        self.evaluations: list[tuple[int, float]] = []
+        self.last: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """The first step is about to start: from here on, time left is estimated."""
+        self._begun_s = time.monotonic()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A step is done; -1 is the evaluation before the first."""
+        if "eval/exact_match" in metrics:
+            self.evaluations.append((step + 1, metrics["eval/exact_match"]))
+        if step < 0:
+            self.begin()
+            if self.evaluations:
+                self._print(f"before training  exact match {self.evaluations[-1][1]:.3f}", keep=True)
+            return
+        self.last = metrics
+        self._done = step + 1
+        evaluated = "eval/exact_match" in metrics
+        self._print(self._line(metrics), keep=evaluated or self._done == self._plan.steps)
+
+    def end(self) -> None:
+        """Leave the last line where it is."""
+        if self._live:
+            print()
+
+    def _line(self, metrics: dict[str, float]) -> str:
+        step_s = metrics.get("time/step_s", 0.0)
+        parts = [f"step {self._done}/{self._plan.steps}"]
+        if "reward/mean" in metrics:
+            parts.append(f"reward {metrics['reward/mean']:.3f}")
+        if self.evaluations:
+            parts.append(f"exact match {self.evaluations[-1][1]:.3f}")
+        if "rollout/length_mean" in metrics and step_s:
+            tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
+            parts.append(f"{tokens / step_s:,.0f} tok/s")
+        stages = {name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}
+        if stages:
+            slowest = max(stages, key=lambda name: stages[name])
+            parts.append(f"{step_s:.2f} s/step, slowest {slowest} {stages[slowest]:.2f} s")
+        behind = self._done - self._start
+        if behind:
+            left_s = (time.monotonic() - self._begun_s) / behind * (self._plan.steps - self._done)
+            parts.append(f"{left_s:.0f} s left")
+        return "  ".join(parts)
+
+    def _print(self, text: str, *, keep: bool) -> None:
+        if self._live:
+            print(f"\r\x1b[2K{text}", end="\n" if keep else "", flush=True)
+        elif keep or self._done % 10 == 0 or self._plan.steps <= 20:
+            print(text, flush=True)
+
+
+def print_summary(plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]) -> None:
+    """The final table: what was reached, where it lies, what to do next."""
+    from rich.table import Table
+
+    out = console()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    if progress.evaluations:
+        (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
+        name = "exact match on held-out prompts"
+        table.add_row(name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})")
+    if "reward/mean" in progress.last:
+        table.add_row("reward of the last step", f"{progress.last['reward/mean']:.3f}")
+    table.add_row("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s")
+    table.add_row("wall time", f"{wall_s:.1f} s, start-up included")
+    table.add_row("run directory", run_dir)
+    for label, command in commands:
+        table.add_row(label, command)
+    out.print(table)

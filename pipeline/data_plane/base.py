@@ -1,0 +1,162 @@
+"""What both stores share: `put`, `get` and `adopt` on top of "write these rows" and "read these rows".
+
+A store is a subclass with `_write`, `_read`, `_remove`, `presence`, `row_count`, `drain`, `evict` and `close`; checks,
+row layout and handles are the same for all of them, and live here and in `checks` and `rows`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from pipeline.columns import Column, Columns
+from pipeline.data_plane.checks import Partition, broken, check_get, check_put
+from pipeline.data_plane.rows import Block, assemble, lay_out
+from pipeline.errors import DataPlaneError
+from pipeline.fields import Field
+from pipeline.meta import KVBatchMeta
+
+
+class RowPlane:
+    """Base of the stores. Safe from any thread as far as the subclass's primitives are."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[str, Partition] = {}
+        self._registering = threading.Lock()
+
+    def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
+        """Store the blocks, all or (where a row has other bytes for a field) none. Keeps no reference to them."""
+        raise TypeError(f"{type(self).__name__} does not define _write")
+
+    def _read(self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str) -> list[dict[str, Block]]:
+        """For each tuple of rows its fields, in new memory. Raises DataPlaneError where one is not there."""
+        raise TypeError(f"{type(self).__name__} does not define _read")
+
+    def _remove(self, partition: str, rows: Sequence[str]) -> None:
+        """Remove rows; those that are not there are no error."""
+        raise TypeError(f"{type(self).__name__} does not define _remove")
+
+    def register(self, partition: str, fields: Sequence[Field], readers: Sequence[str]) -> None:
+        """Declare a partition; see `DataPlane.register`."""
+        declared = Partition.of(partition, fields, readers)
+        with self._registering:
+            before = self._partitions.setdefault(partition, declared)
+        if before != declared:
+            different = sorted(
+                {f.name for f in before.fields.values()} ^ {f.name for f in declared.fields.values()}
+                | {n for n, f in declared.fields.items() if before.fields.get(n, f) != f}
+                | (before.readers ^ declared.readers)
+            )
+            raise broken(
+                f"partition {partition!r}", f"it is registered already with another {', '.join(different)}",
+                "a partition is declared once, alike in every process", "use one declaration, or another partition",
+            )  # fmt: skip
+
+    def put(
+        self, keys: Sequence[str], columns: Mapping[str, Column], *, partition: str, stage: str, attempt: int = 0,
+        unit: str = "sample", tags: Sequence[dict] | None = None,
+    ) -> KVBatchMeta:  # fmt: skip
+        """Write columns and return the handle on them; see `DataPlane.put`."""
+        where = f"stage {stage!r}, put into {partition!r}"
+        declared = self._declared(partition, where)
+        lengths = check_put(declared, keys, columns, stage=stage, tags=tags)
+        layout = lay_out(keys, attempt, lengths)
+        blocks = {name: layout.block(declared.fields[name], column, lengths) for name, column in columns.items()}
+        self._write(partition, layout.names, blocks, where)
+        return KVBatchMeta(
+            keys=tuple(keys), partition_id=partition, fields=tuple(columns), lengths=lengths,
+            placements=(layout.placement,), placement_of=dict.fromkeys(columns, 0),
+            tags=tuple(dict(tag) for tag in tags) if tags else (), unit=unit, attempt=attempt,
+            schema_hash=declared.schema_hash,
+        )  # fmt: skip
+
+    def get(self, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> Columns:
+        """The named columns, in the order of `meta.keys`; see `DataPlane.get`."""
+        where = f"reader {reader!r}, get from {meta.partition_id!r}"
+        declared = self._declared(meta.partition_id, where)
+        check_get(declared, meta, fields, reader=reader)
+        wanted: dict[tuple[str, ...], list[str]] = {}
+        for name in dict.fromkeys(fields):
+            wanted.setdefault(meta.placement(name).rows, []).append(name)
+        blocks: dict[str, Block] = {}
+        if len(meta):
+            for found in self._read(meta.partition_id, wanted, where):
+                blocks |= found
+        return {
+            name: assemble(where, declared.fields[name], blocks[name], meta.placement(name), meta.lengths, meta.keys)
+            if len(meta)
+            else _empty(declared.fields[name])
+            for name in fields
+        }
+
+    def adopt(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], lengths: Mapping[str, Sequence[int]],
+        *, attempt: int = 0,
+    ) -> KVBatchMeta:  # fmt: skip
+        """The handle on rows that a process outside the graph wrote; see `DataPlane.adopt`."""
+        where = f"adopt from {partition!r}"
+        declared = self._declared(partition, where)
+        for name in fields:
+            if name not in declared.fields:
+                raise broken(where, f"field {name!r} is not declared", "only declared fields are read", "register it")
+        needed = {dim for name in fields if (dim := declared.fields[name].ragged)}
+        own = {dim: tuple(lengths[dim]) for dim in sorted(needed) if dim in lengths}
+        if missing := sorted(needed - own.keys()):
+            raise broken(where, f"no lengths of {missing[0]}", "a ragged column is cut by them", "give one length a key")
+        layout = lay_out(keys, attempt, own)
+        for name, start, stop in zip(layout.names, layout.edges, layout.edges[1:]):
+            indices = [int(key.partition("_g")[2]) for key in keys[start:stop]]
+            if indices != list(range(len(indices))):
+                raise broken(
+                    where, f"keys {keys[start]} to {keys[stop - 1]} of row {name}", "a row is read from its first sample on",
+                    "adopt whole groups, in key order",
+                )  # fmt: skip
+        return KVBatchMeta(
+            keys=tuple(keys), partition_id=partition, fields=tuple(fields), lengths=own,
+            placements=(layout.placement,), placement_of=dict.fromkeys(fields, 0), attempt=attempt,
+            schema_hash=declared.schema_hash,
+        )  # fmt: skip
+
+    def clear(self, meta: KVBatchMeta) -> None:
+        """Remove every row that the handle names; see `DataPlane.clear`."""
+        self._declared(meta.partition_id, f"clear in {meta.partition_id!r}")
+        rows = tuple(dict.fromkeys(row for placement in meta.placements for row in placement.rows))
+        if rows:
+            self._remove(meta.partition_id, rows)
+
+    def _declared(self, partition: str, where: str) -> Partition:
+        declared = self._partitions.get(partition)
+        if declared is None:
+            raise broken(
+                where, f"partition {partition!r} is not registered in this process",
+                "fields and readers are declared before use", "call register(partition, fields, readers) first",
+            )  # fmt: skip
+        return declared
+
+
+def absent(where: str, field: str, row: str) -> DataPlaneError:
+    """The error of a read of what was never written, or was cleared."""
+    return broken(
+        where, f"field {field!r} of row {row} is not there", "it was not produced yet, or it was cleared",
+        "read after the stage that writes it, and before its last reader has acknowledged",
+    )  # fmt: skip
+
+
+def conflict(where: str, field: str, row: str) -> DataPlaneError:
+    """The error of a second put of other bytes by the same attempt."""
+    return broken(
+        where, f"field {field!r} of row {row} is there already with other bytes", "one attempt writes a field once",
+        "put the repeat as the next attempt",
+    )  # fmt: skip
+
+
+def _empty(field: Field) -> Column:
+    """The column of no samples."""
+    if field.dtype == "str":
+        return []
+    import torch
+
+    from pipeline.columns import Ragged
+
+    values = torch.empty((0, *field.inner), dtype=getattr(torch, field.dtype))
+    return Ragged(values, ()) if field.ragged else values

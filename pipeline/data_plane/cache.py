@@ -1,0 +1,99 @@
+"""What one process wrote or fetched, kept up to a number of bytes. Knows rows and fields; knows no store.
+
+Rows of one put share memory, which is given back when the last of them is forgotten: that is what is counted, so
+the bound holds whatever is forgotten first. The row that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.data_plane.rows import Block
+
+OVERHEAD_BYTES = 256  # counted for each value of a row beside its payload, so that many small values are bounded too
+
+
+class _Shared:
+    """The memory of one field of one put, and how many rows still use it."""
+
+    __slots__ = ("rows", "size_bytes")
+
+    def __init__(self, size_bytes: int, rows: int) -> None:
+        self.size_bytes = size_bytes
+        self.rows = rows
+
+
+class RowCache:
+    """Least recently used rows of all partitions. Values are never handed out: `get` copies."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.size_bytes = 0
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[tuple[str, str], dict[str, tuple[Any, _Shared]]] = OrderedDict()
+        self._partitions: dict[str, set[str]] = {}
+
+    def keep(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block]) -> None:
+        """Take a copy of the blocks of `rows`. A block larger than the whole cache is left out."""
+        copies = {}
+        for field, block in blocks.items():
+            size = block.size_bytes() + OVERHEAD_BYTES * len(rows)
+            if size <= self.capacity_bytes:
+                values = block.values if isinstance(block.values, list) else block.values.clone()
+                copies[field] = (Block(values, block.sizes).parts(), _Shared(size, len(rows)))
+        if not copies:
+            return
+        with self._lock:
+            for i, row in enumerate(rows):
+                held = self._rows.setdefault((partition, row), {})
+                self._rows.move_to_end((partition, row))
+                self._partitions.setdefault(row, set()).add(partition)
+                for field, (parts, shared) in copies.items():
+                    if before := held.get(field):
+                        self._release(before[1])
+                    held[field] = (parts[i], shared)
+            self.size_bytes += sum(shared.size_bytes for _, shared in copies.values())
+            while self.size_bytes > self.capacity_bytes:
+                self._drop(next(iter(self._rows)))
+
+    def get(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> dict[str, Block]:
+        """Those of the fields that are here for all of the rows, in new memory."""
+        with self._lock:
+            held = [self._rows.get((partition, row)) for row in rows]
+            if not all(held):
+                return {}
+            found = {f: [h[f][0] for h in held] for f in fields if all(f in h for h in held)}  # type: ignore[index,union-attr]
+            if found:
+                for row in rows:
+                    self._rows.move_to_end((partition, row))
+        return {field: Block.of(parts) for field, parts in found.items()}
+
+    def forget(self, rows: Sequence[str]) -> None:
+        """Drop rows, in whatever partitions they are."""
+        with self._lock:
+            for row in rows:
+                for partition in tuple(self._partitions.get(row, ())):
+                    self._drop((partition, row))
+
+    def forget_all(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._rows.clear()
+            self._partitions.clear()
+            self.size_bytes = 0
+
+    def _drop(self, at: tuple[str, str]) -> None:
+        for _, shared in self._rows.pop(at).values():
+            self._release(shared)
+        partition, row = at
+        self._partitions[row].discard(partition)
+        if not self._partitions[row]:
+            del self._partitions[row]
+
+    def _release(self, shared: _Shared) -> None:
+        shared.rows -= 1
+        if not shared.rows:
+            self.size_bytes -= shared.size_bytes

@@ -1,0 +1,227 @@
+"""What every put and get is checked for, whichever store is behind it. Knows fields and columns; knows no store.
+
+A failed check raises `DataPlaneError` with one `Problem` that names the stage, the key and the field. Everything is
+checked before anything is written, so a put that raises here leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.columns import Column, Ragged
+from pipeline.errors import DataPlaneError, Problem
+from pipeline.fields import TENSOR_DTYPES, Field
+from pipeline.meta import KVBatchMeta
+
+if TYPE_CHECKING:
+    import torch
+
+_KEY = re.compile(r"\d{8,}_g\d{3,}\Z")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What `register` declared: the fields by name, and who reads."""
+
+    name: str
+    fields: Mapping[str, Field]
+    readers: frozenset[str]
+
+    @staticmethod
+    def of(name: str, fields: Sequence[Field], readers: Sequence[str]) -> Partition:
+        """Raises DataPlaneError where two fields share a name."""
+        by_name = {field.name: field for field in fields}
+        if len(by_name) != len(fields):
+            twice = sorted({f.name for f in fields if sum(g.name == f.name for g in fields) > 1})
+            raise broken(
+                f"partition {name!r}", f"field {twice[0]!r} is declared twice", "a field has one type", "declare it once"
+            )
+        return Partition(name, by_name, frozenset(readers))
+
+    @property
+    def schema_hash(self) -> str:
+        """Of what a reader relies on (name, dtype, dims, unit); bounds may be tighter in the process that writes."""
+        columns = sorted((f.name, f.dtype, f.dims, f.unit) for f in self.fields.values())
+        return hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
+
+
+def broken(where: str, what: str, why: str, fix: str) -> DataPlaneError:
+    """One problem, as an error to raise."""
+    return DataPlaneError(Problem(where=where, what=what, why=why, fix=fix))
+
+
+def check_put(
+    partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str, tags: Sequence[dict] | None
+) -> dict[str, tuple[int, ...]]:
+    """Raises DataPlaneError where the put breaks the contract. Returns the lengths, ragged dimension -> one a key."""
+    where = f"stage {stage!r}, put into {partition.name!r}"
+    _check_keys(where, keys)
+    if tags is not None and len(tags) != len(keys):
+        raise broken(where, f"{len(tags)} tags for {len(keys)} keys", "tags go one to one with keys", "give one dict a key")
+    if not columns:
+        raise broken(where, "no column", "a put makes at least one field present", "give the columns that the stage writes")
+    lengths: dict[str, tuple[int, ...]] = {}
+    said_by: dict[str, str] = {}
+    for name, column in columns.items():
+        field = partition.fields.get(name)
+        if field is None:
+            raise broken(
+                where, f"field {name!r} is not declared", f"the partition declares {_names(partition.fields)}",
+                "write a declared field, or add it to the stage's `writes`",
+            )  # fmt: skip
+        _check_column(where, field, column, keys)
+        if field.ragged:
+            own = column.lengths  # type: ignore[union-attr]
+            if (other := lengths.setdefault(field.ragged, own)) != own:
+                i = next(i for i, (a, b) in enumerate(zip(other, own)) if a != b)
+                raise broken(
+                    where,
+                    f"field {name!r} has {own[i]} entries for key {keys[i]}, field {said_by[field.ragged]!r} has {other[i]}",
+                    f"fields that share the dimension {field.ragged} share its lengths",
+                    "return both from the same responses",
+                )
+            said_by.setdefault(field.ragged, name)
+    return lengths
+
+
+def check_get(partition: Partition, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> None:
+    """Raises DataPlaneError where the reader, a field or the handle is not what was declared."""
+    where = f"reader {reader!r}, get from {partition.name!r}"
+    if reader not in partition.readers:
+        raise broken(
+            where, f"{reader!r} is not a declared reader", f"the partition declares {_names(partition.readers)}",
+            "register the partition with every reader",
+        )  # fmt: skip
+    for name in fields:
+        if name not in partition.fields:
+            raise broken(
+                where, f"field {name!r} is not declared", f"the partition declares {_names(partition.fields)}",
+                "read a declared field",
+            )  # fmt: skip
+        if name not in meta.placement_of:
+            raise broken(
+                where, f"the handle does not name field {name!r} for key {meta.keys[0] if meta.keys else '(none)'}",
+                f"it names {_names(meta.placement_of)}", "join the handle of the stage that writes the field",
+            )  # fmt: skip
+        ragged = partition.fields[name].ragged
+        if ragged and ragged not in meta.lengths:
+            raise broken(
+                where, f"the handle has no lengths of {ragged} for field {name!r}", "a ragged column is cut by them",
+                "join the handle that its put returned",
+            )  # fmt: skip
+    if meta.schema_hash and meta.schema_hash != partition.schema_hash:
+        raise broken(
+            where, f"the handle was made for schema {meta.schema_hash}, this process declares {partition.schema_hash}",
+            "writer and reader declare a partition alike", "register the same fields in both processes",
+        )  # fmt: skip
+
+
+def _check_keys(where: str, keys: Sequence[str]) -> None:
+    if not keys:
+        raise broken(where, "no key", "an empty batch has no row", "skip the put where there is nothing to write")
+    for i, key in enumerate(keys):
+        if not _KEY.match(key):
+            raise broken(where, f"key {key!r}", "a key is `{admission:08d}_g{index:03d}`", "use pipeline.meta.sample_key")
+        if i and key <= keys[i - 1]:
+            same = key in keys[:i]
+            raise broken(
+                where, f"key {key} " + ("is given twice" if same else f"stands after {keys[i - 1]}"),
+                "keys are distinct and in canonical (ascending) order", "put in the order of the task's keys",
+            )  # fmt: skip
+
+
+def _check_column(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
+    """Type, dtype, shape, row count and range of one column."""
+    if field.dtype not in TENSOR_DTYPES:
+        if field.dtype != "str":
+            raise broken(
+                where, f"field {field.name!r} holds weights", "weights stay in the model; handles carry version and hash",
+                "return them as Output(weights=...)",
+            )  # fmt: skip
+        if not isinstance(column, (list, tuple)):
+            raise _mistyped(where, field, column, "a list of texts")
+        for i, text in enumerate(column):
+            if not isinstance(text, str):
+                key = keys[i] if i < len(keys) else f"row {i}"
+                raise broken(where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "give a text")
+        return _check_count(where, field, len(column), keys)
+    import torch
+
+    values = column.values if isinstance(column, Ragged) else column
+    if isinstance(column, Ragged) != bool(field.ragged) or not isinstance(values, torch.Tensor) or values.is_nested:
+        raise _mistyped(where, field, column, "a Ragged" if field.ragged else "a tensor")
+    if values.dtype != getattr(torch, field.dtype):
+        raise broken(
+            where, f"field {field.name!r} has dtype {str(values.dtype).removeprefix('torch.')}",
+            f"it is declared {field.dtype}", f"convert the column with .to(torch.{field.dtype})",
+        )  # fmt: skip
+    if tuple(values.shape[1:]) != field.inner or not values.dim():
+        raise broken(
+            where, f"field {field.name!r} has shape {list(values.shape)}", f"its dims are {field.dims!r}",
+            f"give [{'sum of lengths' if field.ragged else 'samples'}{''.join(f', {n}' for n in field.inner)}]",
+        )  # fmt: skip
+    _check_count(where, field, len(column), keys)
+    if isinstance(column, Ragged) and (sum(column.lengths) != len(values) or min(column.lengths) < 0):
+        raise broken(
+            where, f"field {field.name!r} has {len(values)} entries and lengths that add up to {sum(column.lengths)}",
+            "the rows of a ragged column lie one after the other", "build the column with Ragged.of(rows)",
+        )  # fmt: skip
+    _check_range(where, field, column, keys)
+
+
+def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> None:
+    if count != len(keys):
+        raise broken(
+            where, f"field {field.name!r} has {count} rows for {len(keys)} keys ({keys[0]} to {keys[-1]})",
+            "a column has one row a key", "return one row for every sample of the task",
+        )  # fmt: skip
+
+
+def _check_range(where: str, field: Field, column: torch.Tensor | Ragged, keys: Sequence[str]) -> None:
+    """One pass over the values: a minimum or maximum that is NaN or infinite shows a value that is."""
+    import torch
+
+    values = (column.values if isinstance(column, Ragged) else column).detach()
+    floating = values.dtype.is_floating_point
+    if not values.numel() or values.dtype == torch.bool or (not floating and field.low is None and field.high is None):
+        return
+    smallest, largest = (bound.item() for bound in torch.aminmax(values))
+    low, high = field.low, field.high
+    if floating and (smallest - smallest != 0 or largest - largest != 0):
+        bad, why = ~torch.isfinite(values), "NaN and infinity never pass"
+    elif low is not None and smallest < low:
+        bad, why = values < low, f"it is at least {low:g}"
+    elif high is not None and largest > high:
+        bad, why = values > high, f"it is at most {high:g}"
+    else:
+        return
+    at = int(bad.flatten().nonzero()[0])
+    value = values.flatten()[at].item()
+    entry = at // max(1, values[0].numel())
+    key = _key_of(column, entry, keys)
+    raise broken(where, f"field {field.name!r}, key {key}: value {value:g}", why, "mend the stage, or widen the field's bounds")
+
+
+def _key_of(column: torch.Tensor | Ragged, entry: int, keys: Sequence[str]) -> str:
+    if not isinstance(column, Ragged):
+        return keys[entry]
+    for key, length in zip(keys, column.lengths):
+        if entry < length:
+            return f"{key} entry {entry}"
+        entry -= length
+    return keys[-1]
+
+
+def _mistyped(where: str, field: Field, column: object, wanted: str) -> DataPlaneError:
+    return broken(
+        where, f"field {field.name!r} is a {type(column).__name__}", f"dtype {field.dtype}, dims {field.dims!r} is {wanted}",
+        f"return {wanted}",
+    )  # fmt: skip
+
+
+def _names(names: object) -> str:
+    return ", ".join(sorted(names)) or "nothing"  # type: ignore[call-overload]

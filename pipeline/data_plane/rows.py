@@ -1,0 +1,175 @@
+"""Samples to rows of the store and back: pure arithmetic over keys, lengths and tensors. Knows no store.
+
+Consecutive keys of one group that are written together are one row. The row of a whole group is `row_name(key,
+attempt)`; a part that starts later than sample 0 has the number of its first sample added, so parts never collide:
+
+    00000012.0        samples from 0 on of group 12, attempt 0
+    00000012.0.g004   a part of it from sample 4 on, put by another worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from pipeline.columns import Column, Ragged
+from pipeline.data_plane import row_name
+from pipeline.data_plane.checks import broken
+from pipeline.fields import Field
+from pipeline.meta import Placement
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A field in some rows: `values` of the rows one after the other, `sizes` entries in each row."""
+
+    values: torch.Tensor | list[str]
+    sizes: Sequence[int]
+
+    def parts(self) -> list[torch.Tensor] | list[list[str]]:
+        """One view (texts: one list) a row."""
+        if isinstance(self.values, list):
+            edges = [0, *accumulate(self.sizes)]
+            return [self.values[a:b] for a, b in pairwise(edges)]
+        return list(self.values.split(list(self.sizes)))
+
+    @staticmethod
+    def of(parts: Sequence[torch.Tensor] | Sequence[list[str]]) -> Block:
+        """One block of new memory from the rows' values. At least one row."""
+        sizes = [len(part) for part in parts]
+        if isinstance(parts[0], list):
+            return Block([text for part in parts for text in part], sizes)
+        import torch
+
+        return Block(torch.cat(list(parts)), sizes)  # type: ignore[arg-type]
+
+    def size_bytes(self) -> int:
+        """Payload; a text counts its UTF-8 bytes."""
+        if isinstance(self.values, list):
+            return sum(len(text.encode()) for text in self.values)
+        return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the keys of one put are cut into rows: `edges` are the rows' first keys, and the number of keys."""
+
+    names: tuple[str, ...]
+    edges: tuple[int, ...]
+    placement: Placement
+
+    def block(self, field: Field, column: Column, lengths: Mapping[str, Sequence[int]]) -> Block:
+        """The column as the store keeps it: on the CPU, contiguous, without a gradient; no copy where it is so already."""
+        if isinstance(column, (list, tuple)):
+            return Block(list(column), [b - a for a, b in pairwise(self.edges)])
+        values = column.values if isinstance(column, Ragged) else column
+        if field.ragged:
+            sizes = [sum(lengths[field.ragged][a:b]) for a, b in pairwise(self.edges)]
+        else:
+            sizes = [b - a for a, b in pairwise(self.edges)]
+        return Block(values.detach().cpu().contiguous(), sizes)
+
+
+def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[int]]) -> Layout:
+    """The rows of a put with these keys, in canonical order."""
+    names: list[str] = []
+    edges: list[int] = []
+    row: list[int] = []
+    position: list[int] = []
+    group = None
+    for i, key in enumerate(keys):
+        prefix, _, index = key.partition("_")
+        if prefix != group:
+            group = prefix
+            whole = row_name(key, attempt)
+            names.append(whole if index == "g000" else f"{whole}.{index}")
+            edges.append(i)
+        row.append(len(names) - 1)
+        position.append(i - edges[-1])
+    edges.append(len(keys))
+    offsets = {dim: _starts(row, counts) for dim, counts in lengths.items()}
+    return Layout(tuple(names), tuple(edges), Placement(tuple(names), tuple(row), tuple(position), offsets))
+
+
+def _starts(row: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Entries before each key inside its row."""
+    starts: list[int] = []
+    at, current = 0, -1
+    for r, count in zip(row, counts):
+        if r != current:
+            at, current = 0, r
+        starts.append(at)
+        at += count
+    return tuple(starts)
+
+
+def assemble(
+    where: str, field: Field, block: Block, placement: Placement, lengths: Mapping[str, Sequence[int]], keys: Sequence[str]
+) -> Column:
+    """The column of the placement's keys, in their order, from the rows that the placement names.
+
+    `block` is new memory that the caller of get may own; it is returned as it is where the keys are all of it, in order.
+    Raises DataPlaneError where the rows do not hold what the field's type and the placement say.
+    """
+    base = [0, *accumulate(block.sizes)]
+    within = placement.offsets[field.ragged] if field.ragged else placement.position
+    counts = lengths[field.ragged] if field.ragged else [1] * len(keys)
+    starts = [base[r] + start for r, start in zip(placement.row, within)]
+    _check_block(where, field, block, placement, base, starts, counts, keys)
+    values = _gather(block.values, starts, counts)
+    return Ragged(values, tuple(counts)) if field.ragged else values  # type: ignore[arg-type,return-value]
+
+
+def _gather(values: torch.Tensor | list[str], starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor | list[str]:
+    """Entries [start, start + count) of each key, one after the other; one slice where they are consecutive."""
+    total = sum(counts)
+    first = starts[0] if starts else 0
+    consecutive = all(a + n == b for a, n, b in zip(starts, counts, starts[1:]))
+    if isinstance(values, list):
+        return values[first : first + total] if consecutive else [values[start] for start in starts]
+    if consecutive:
+        return values if total == len(values) else values[first : first + total].clone()
+    import torch
+
+    shift = torch.tensor([start - before for start, before in zip(starts, [0, *accumulate(counts)])])
+    return values[torch.arange(total) + shift.repeat_interleave(torch.tensor(counts))]
+
+
+def _check_block(
+    where: str, field: Field, block: Block, placement: Placement, base: Sequence[int], starts: Sequence[int],
+    counts: Sequence[int], keys: Sequence[str],
+) -> None:  # fmt: skip
+    """What a process outside the graph wrote was checked by nobody: type and extent are checked here."""
+    fix = "write the row as pipeline/data_plane/__init__.py describes"
+    if isinstance(block.values, list):
+        found, fits = "texts", field.dtype == "str"
+    else:
+        found = f"{str(block.values.dtype).removeprefix('torch.')} {list(block.values.shape[1:])}"
+        fits = found == f"{field.dtype} {list(field.inner)}"
+    if not fits:
+        raise broken(
+            where, f"field {field.name!r}, key {keys[0]}: the store holds {found}",
+            f"it is declared {field.dtype}, dims {field.dims!r}", fix,
+        )  # fmt: skip
+    for i, (row, start, count) in enumerate(zip(placement.row, starts, counts)):
+        if start + count > base[row + 1]:
+            raise broken(
+                where, f"field {field.name!r}, key {keys[i]}: row {placement.rows[row]} has {block.sizes[row]} entries",
+                f"the key's lie at {start - base[row]} to {start - base[row] + count}", fix,
+            )  # fmt: skip
+
+
+def same_bytes(a: torch.Tensor | list[str], b: torch.Tensor | list[str]) -> bool:
+    """Whether two values of a row are the same, bit for bit."""
+    if isinstance(a, list) or isinstance(b, list):
+        return a == b
+    import torch
+
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

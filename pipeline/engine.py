@@ -1,0 +1,289 @@
+"""Drives one run: the scheduler decides, the executor acts, the trace remembers.
+
+    run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
+    run.execute()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline import checkpoint, trace
+from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
+from pipeline.executors import Executor
+from pipeline.graph import Graph
+from pipeline.handles import HandleTable
+from pipeline.meta import sample_key
+from pipeline.plan import Plan, with_samples
+from pipeline.rundir import RunDir
+from pipeline.scheduler import Admit, Clear, Decision, Event, Finished, Landed, Run, Save, Saved, Scheduler, StepDone
+from pipeline.stage import Task
+from pipeline.worker import TaskResult, WorkerSettings, register
+
+POLL_S = 1.0  # how often the store is asked for what a process outside the graph wrote
+StepListener = Callable[[int, dict[str, float]], None]
+
+
+class Engine:
+    """One run of a graph. `execute` runs it to the end or raises what ended it; either way everything is put away.
+
+    `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long the
+    run may go without any task finishing.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        executor: Executor,
+        *,
+        run_dir: RunDir | None = None,
+        start: int = 0,
+        on_step: StepListener | None = None,
+        deadline_s: float = 3600.0,
+    ) -> None:
+        self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
+        self.start, self.on_step, self.deadline_s = start, on_step, deadline_s
+        self.scheduler = Scheduler(plan, start=start)
+        self.handles = HandleTable(plan.group_size)
+        self.weights: dict[int, str] = {}  # the last published version and its hash
+        self._trace = trace.TraceWriter(run_dir.events if run_dir else None)
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._admitted_s: dict[int, float] = {}
+        self._outstanding: dict[tuple[str, int], int] = {}
+        self._last_progress_s = time.monotonic()
+        self._last_poll_s = time.monotonic()
+        self._external = [stage for stage in plan.stages if stage.shape == "external"]
+
+    def execute(self) -> None:
+        """Run every step that is left. Raises SluiceError; KeyboardInterrupt passes through."""
+        settings = WorkerSettings(
+            partition=self.plan.partition, group_size=self.plan.group_size, steps=self.plan.steps,
+            seed=self.graph.schedule.seed, run_dir=self.run_dir.path if self.run_dir else None,
+        )  # fmt: skip
+        restore = checkpoint.read(self.run_dir, self.start)[0] if self.run_dir and self.start else None
+        self._trace.write(
+            trace.Started(
+                graph=self.plan.name, start=self.start, steps=self.plan.steps, executor=self.executor.name,
+                monotonic_s=time.monotonic(), wall_s=time.time(),
+            )  # fmt: skip
+        )
+        try:
+            self.executor.start(self.graph, self.plan, settings, restore)
+            register(self.executor.plane, self.plan.partition, with_samples(self.graph))
+            self._loop()
+            self._end()
+        except SluiceError as error:
+            self._trace.write(
+                trace.Failed(
+                    stage=None, step=None, error=type(error).__name__, problems=tuple(map(str, error.problems)),
+                    at_s=time.monotonic(),
+                )  # fmt: skip
+            )
+            raise
+        finally:
+            self.executor.close()
+            self._trace.close()
+
+    def _loop(self) -> None:
+        self._last_progress_s = time.monotonic()
+        decisions = self.scheduler.begin()
+        while True:
+            while decisions:
+                events = [event for decision in decisions for event in self._act(decision)]
+                decisions = [decision for event in events for decision in self.scheduler.handle(event)]
+            self._trace.flush()
+            if self.scheduler.done:
+                return
+            results = self.executor.wait(POLL_S)
+            events = [event for result in results for event in self._take(result)]
+            if time.monotonic() - self._last_poll_s >= POLL_S:
+                events += self._ask_the_store()
+            if results or events:
+                self._last_progress_s = time.monotonic()
+            else:
+                self._check_progress()
+            decisions = [decision for event in events for decision in self.scheduler.handle(event)]
+
+    def _act(self, decision: Decision) -> list[Event]:
+        match decision:
+            case Admit():
+                now_s = self._admitted_s[decision.step] = time.monotonic()
+                self._trace.write(
+                    trace.Admitted(step=decision.step, groups=decision.groups, version=self.scheduler.version, at_s=now_s)
+                )
+            case Run():
+                self._submit(decision.task)
+            case Clear():
+                self._clear(decision)
+            case Save():
+                return [self._save(decision.step)]
+            case StepDone():
+                self._step_done(decision.step)
+        return []
+
+    def _submit(self, task: Task) -> None:
+        planned = self.plan.stage(task.stage)
+        fields = [field for field in planned.reads if field not in self.plan.weights_fields]
+        meta = self.handles.handle(task.step, task.groups, fields) if fields and task.groups else None
+        self._outstanding[task.stage, task.step] = self._outstanding.get((task.stage, task.step), 0) + len(task.groups or "1")
+        self._trace.write(
+            trace.Submitted(
+                stage=task.stage, step=task.step, attempt=task.attempt, group=planned.groups[0], worker=0,
+                samples=len(task.groups) * self.plan.group_size, version=task.version, at_s=time.monotonic(),
+            )  # fmt: skip
+        )
+        self.executor.submit(task, meta)
+
+    def _take(self, result: TaskResult) -> list[Event]:
+        """What a worker reported, as events."""
+        task = result.task
+        for event in result.events:
+            self._trace.write(event)
+        if result.error:
+            raise result.error
+        planned = self.plan.stage(task.stage)
+        events: list[Event] = [self.handles.add(task.step, handle) for handle in result.handles]
+        weights = tuple(field for field in planned.writes if field in self.plan.weights_fields)
+        if weights and result.weights:
+            version, sha256 = result.weights
+            if planned.shape == "transfer":
+                self.weights = {version: sha256}
+                self._trace.write(
+                    trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=time.monotonic())
+                )
+                if task.step in self._admitted_s:
+                    self._metric(task.step, {"time/step_s": time.monotonic() - self._admitted_s[task.step]}, 1.0)
+            events.append(Landed(task.step, (), weights))
+        share = len(task.groups) / self.plan.batch if task.groups else 1.0
+        self._metric(task.step, result.metrics, share)
+        ran = [event for event in result.events if isinstance(event, trace.Ran)]
+        self._metric(task.step, {f"time/{task.stage}_s": sum(span.end_s - span.start_s for span in ran)}, 1.0)
+        left = self._outstanding[task.stage, task.step] - len(task.groups or "1")
+        if left:
+            self._outstanding[task.stage, task.step] = left
+        else:
+            del self._outstanding[task.stage, task.step]
+        return [*events, Finished(task)]
+
+    def _metric(self, step: int, values: dict[str, float], share: float) -> None:
+        metrics = self._metrics.setdefault(step, {})
+        for name, value in values.items():
+            metrics[name] = metrics.get(name, 0.0) + share * value
+
+    def _clear(self, decision: Clear) -> None:
+        start_s = time.monotonic()
+        handles = self.handles.rows(decision.step, decision.groups)
+        for handle in handles:
+            self.executor.plane.clear(handle)
+        self.executor.cleared([row for handle in handles for placement in handle.placements for row in placement.rows])
+        self._trace.write(
+            trace.Cleared(step=decision.step, groups=decision.groups, start_s=start_s, end_s=time.monotonic())
+        )
+
+    def _save(self, step: int) -> Saved:
+        if self.run_dir:
+            start_s = time.monotonic()
+            try:
+                folder, manifest = checkpoint.write(
+                    self.run_dir, graph=self.plan.name, steps=step + 1, batch=self.plan.batch,
+                    seed=self.graph.schedule.seed, save=self.executor.save,
+                )  # fmt: skip
+            except OSError as error:
+                raise CheckpointError(
+                    Problem(
+                        where=str(self.run_dir.checkpoints), what=f"a checkpoint could not be written: {error}",
+                        why="the run must be able to resume; earlier checkpoints are whole", fix="make room, then --resume",
+                    )  # fmt: skip
+                ) from error
+            self._trace.write(
+                trace.Checkpointed(
+                    step=step, folder=folder.name, size_bytes=manifest.size_bytes, start_s=start_s, end_s=time.monotonic()
+                )
+            )
+        return Saved(step)
+
+    def _step_done(self, step: int) -> None:
+        self.handles.forget(step)
+        admitted_s = self._admitted_s.pop(step, None)
+        metrics = self._metrics.pop(step, {})
+        if admitted_s is not None:
+            metrics.setdefault("time/step_s", time.monotonic() - admitted_s)
+        line = {"step": step + 1, "version": self.scheduler.version, **dict(sorted(metrics.items()))}
+        if self.run_dir:
+            with self.run_dir.metrics.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        self._trace.write(trace.StepEnded(step=step, metrics=metrics, at_s=time.monotonic()))
+        if self.on_step:
+            self.on_step(step, metrics)
+
+    def _ask_the_store(self) -> list[Event]:
+        """Fields that a process outside the graph has written since the last time."""
+        self._last_poll_s = time.monotonic()
+        events: list[Event] = []
+        plane, partition = self.executor.plane, self.plan.partition
+        for stage in self._external:
+            for step in self.scheduler.steps_in_flight():
+                for field in stage.writes:
+                    groups = self.scheduler.absent(step, field)
+                    keys = [sample_key(group, i) for group in groups for i in range(self.plan.group_size)]
+                    if not keys:
+                        continue
+                    there = plane.presence(partition, keys, [field])[field]
+                    found = [key for key, present in zip(keys, there) if present]
+                    if found:
+                        now_s = time.monotonic()
+                        handle = plane.adopt(partition, found, [field], {})
+                        landed = self.handles.add(step, handle)
+                        events.append(landed)
+                        self._trace.write(
+                            trace.Put(
+                                stage=stage.name, step=step, attempt=0, fields=(field,), groups=landed.groups,
+                                samples=len(found), size_bytes=0, start_s=now_s, end_s=now_s,
+                            )  # fmt: skip
+                        )
+                    elif stage.timeout_s and time.monotonic() - self._admitted_s.get(step, time.monotonic()) > stage.timeout_s:
+                        raise StageError(
+                            Problem(
+                                where=stage.where, what=f"field {field!r} of step {step + 1} did not arrive in {stage.timeout_s:g} s",
+                                why="a process outside the graph writes it", fix="start that process, or raise timeout_s",
+                            )  # fmt: skip
+                        )
+        return events
+
+    def _check_progress(self) -> None:
+        idle_s = time.monotonic() - self._last_progress_s
+        waits = "; ".join(
+            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}" for step, stage, what in self.scheduler.waiting()
+        )
+        if not self._outstanding and not self._external:
+            raise StageError(
+                Problem(
+                    where=f"run of {self.plan.name}", what=f"nothing can start: {waits}", why="no task is running",
+                    fix="report this graph: the checks should have refused it",
+                )  # fmt: skip
+            )
+        if idle_s > self.deadline_s:
+            running = ", ".join(f"{stage} at step {step + 1}" for stage, step in self._outstanding)
+            raise StageError(
+                Problem(
+                    where=f"run of {self.plan.name}", what=f"no task finished in {self.deadline_s:g} s; running: {running or 'none'}",
+                    why=f"every wait has a deadline; {waits}", fix="raise --deadline-s, or mend the stage that hangs",
+                )  # fmt: skip
+            )
+
+    def _end(self) -> None:
+        plane = self.executor.plane
+        rows = plane.row_count(self.plan.partition)
+        plane.drain()
+        self._trace.write(trace.Ended(steps=self.plan.steps, rows_left=rows, at_s=time.monotonic()))
+
+
+def checkpoint_folder(run: RunDir, steps: int | None) -> tuple[int, Path]:
+    """The step to resume after and its checkpoint."""
+    folder, manifest = checkpoint.read(run, steps)
+    return manifest.steps, folder

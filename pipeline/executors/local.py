@@ -1,0 +1,97 @@
+"""Runs a graph in this process: one worker a worker group, one task after the other, columns in memory.
+
+The tasks of a step run in the order of submission, so a run is as deterministic as a hand-written loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.data_plane import DataPlane
+from pipeline.data_plane.memory import MemoryPlane
+from pipeline.graph import Graph
+from pipeline.meta import KVBatchMeta
+from pipeline.plan import Plan, with_samples, worker_groups
+from pipeline.stage import Task
+from pipeline.worker import TaskResult, Worker, WorkerSettings
+
+
+class LocalExecutor:
+    """The in-process executor."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.plane: DataPlane = MemoryPlane()
+        self._queue: deque[tuple[Task, KVBatchMeta | None]] = deque()
+        self._workers: dict[str, Worker] = {}
+        self._groups_of: dict[str, tuple[str, ...]] = {}
+
+    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> None:
+        stages = with_samples(graph)
+        by_name = {stage.name: stage for stage in stages}
+        self._groups_of = {stage.name: stage.groups for stage in plan.stages}
+        groups = {group.name: group for group in worker_groups(stages, graph.host)}
+        for placed in plan.groups:
+            hosted = [by_name[name] for name in placed.stages]
+            worker = self._workers[placed.name] = Worker(groups[placed.name], 0, hosted, stages, settings)
+            if error := worker.setup():
+                raise error
+            worker.connect(self.plane)
+            if restore:
+                worker.restore(restore)
+
+    def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
+        self._queue.append((task, meta))
+
+    def wait(self, timeout_s: float) -> list[TaskResult]:
+        if not self._queue:
+            return []
+        task, meta = self._queue.popleft()
+        groups = self._groups_of[task.stage]
+        if len(groups) == 1:
+            return [self._workers[groups[0]].run(task, meta)]
+        source, target = (self._workers[name] for name in groups)
+        meeting = _Meeting()
+        sent = source.transfer(task, meeting.end("source"))
+        if sent.error:
+            return [sent]
+        received = target.transfer(task, meeting.end("target"))
+        received.events[:0] = sent.events
+        received.metrics = sent.metrics | received.metrics
+        return [received]
+
+    def save(self, folder: Path) -> None:
+        for worker in self._workers.values():
+            worker.save(folder)
+
+    def cleared(self, rows: Sequence[str]) -> None:
+        return None  # the store is in this process: there is no second cache
+
+    def close(self) -> None:
+        self._queue.clear()
+        self.plane.close()
+
+
+class _Meeting:
+    """Both sides run one after the other in one process: the payload waits here."""
+
+    def __init__(self) -> None:
+        self.payload: Any = None
+
+    def end(self, side: Literal["source", "target"]) -> _End:
+        return _End(self, side)
+
+
+class _End:
+    def __init__(self, meeting: _Meeting, side: Literal["source", "target"]) -> None:
+        self._meeting, self.side = meeting, side
+
+    def offer(self, payload: Any) -> None:
+        self._meeting.payload = payload
+
+    def take(self) -> Any:
+        return self._meeting.payload

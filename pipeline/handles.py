@@ -1,0 +1,73 @@
+"""The driver's table of handles: what each put of a step named, and the handle of any task made from it.
+
+Knows keys and fields, not columns. It also says which groups a put has completed, which is what the scheduler hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pipeline.meta import KVBatchMeta, group_of, sample_key
+from pipeline.scheduler import Landed
+
+
+class HandleTable:
+    """Handles of the steps in flight."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._handles: dict[int, dict[str, list[KVBatchMeta]]] = {}  # step -> field -> puts
+        self._counts: dict[tuple[int, str, int], int] = {}  # (step, field, group) -> samples, while incomplete
+
+    def add(self, step: int, handle: KVBatchMeta) -> Landed:
+        """Take a put's handle; the groups that it completes, for all of its fields."""
+        fields = self._handles.setdefault(step, {})
+        counts: dict[int, int] = {}
+        for key in handle.keys:
+            group = group_of(key)
+            counts[group] = counts.get(group, 0) + 1
+        complete: dict[int, int] = dict.fromkeys(counts, 0)
+        for field in handle.fields:
+            fields.setdefault(field, []).append(handle)
+            for group, count in counts.items():
+                total = self._counts.pop((step, field, group), 0) + count
+                if total == self._group_size:
+                    complete[group] += 1
+                else:
+                    self._counts[step, field, group] = total
+        whole = tuple(group for group, number in complete.items() if number == len(handle.fields))
+        return Landed(step, whole, handle.fields)
+
+    def handle(self, step: int, groups: Sequence[int], fields: Iterable[str]) -> KVBatchMeta | None:
+        """The handle of all samples of `groups`, in canonical order, with `fields`; None where there are no fields."""
+        keys = tuple(sample_key(group, i) for group in groups for i in range(self._group_size))
+        by_puts: dict[tuple[int, ...], tuple[list[KVBatchMeta], list[str]]] = {}
+        for field in fields:
+            puts = self._handles[step][field]
+            by_puts.setdefault(tuple(map(id, puts)), (puts, []))[1].append(field)
+        parts = [_cut([put.select(*names) for put in puts], keys) for puts, names in by_puts.values()]
+        return KVBatchMeta.join(parts) if parts else None
+
+    def rows(self, step: int, groups: Sequence[int]) -> list[KVBatchMeta]:
+        """Handles that together name every row of `groups`."""
+        wanted = set(groups)
+        distinct = {id(put): put for puts in self._handles.get(step, {}).values() for put in puts}
+        found = []
+        for put in distinct.values():
+            index = [i for i, key in enumerate(put.keys) if group_of(key) in wanted]
+            if index:
+                found.append(put if len(index) == len(put) else put.reorder(index))
+        return found
+
+    def forget(self, step: int) -> None:
+        """The step is over."""
+        self._handles.pop(step, None)
+
+
+def _cut(puts: list[KVBatchMeta], keys: tuple[str, ...]) -> KVBatchMeta:
+    """One handle on exactly `keys` from puts that together hold at least those."""
+    whole = puts[0] if len(puts) == 1 else KVBatchMeta.concat(puts)
+    if whole.keys == keys:
+        return whole
+    at = {key: i for i, key in enumerate(whole.keys)}
+    return whole.reorder([at[key] for key in keys])

@@ -1,0 +1,251 @@
+"""Graph -> Plan, or every problem at once. Pure: loads neither torch nor ray, claims nothing.
+
+The Plan is plain data: what the scheduler runs, what `plan.json` stores and what `--plan` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import networkx as nx
+
+from pipeline import checks
+from pipeline.errors import GraphError, Problem
+from pipeline.fields import ITEM_BYTES, Field
+from pipeline.graph import Graph, WorkerGroup
+from pipeline.samples import KeepSamples
+from pipeline.stage import Stage
+
+
+class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer."""
+
+    name: str
+    kind: str
+    shape: str
+    per: str
+    groups: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    reads_back: tuple[str, ...]
+    uses: tuple[str, ...]
+    updates: str | None
+    every: int
+    layer: int
+    where: str
+    timeout_s: float | None = None
+
+    def runs_at(self, step: int, steps: int) -> bool:
+        """Whether it runs at `step` of `steps`. Step -1 is before the first."""
+        return step < 0 or (step + 1) % self.every == 0 or step == steps - 1
+
+
+class Edge(msgspec.Struct, frozen=True, kw_only=True):
+    """One field from its writer to one reader. `back` edges lead to a later step.
+
+    A batch carries `samples x bytes_per_sample`, or, where `ragged` names a dimension, that for each of its entries.
+    """
+
+    field: str
+    writer: str
+    reader: str
+    back: bool
+    bytes_per_sample: int
+    ragged: str | None
+
+
+class Fence(msgspec.Struct, frozen=True, kw_only=True):
+    """`after` at step k waits until `before` has finished at step k - lag."""
+
+    before: str
+    after: str
+    lag: int
+    why: str
+
+
+class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
+    """A field lies in the data plane from its writer until the last of its readers has acknowledged."""
+
+    field: str
+    writer: str
+    readers: tuple[str, ...]
+
+
+class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker group and the stages that it hosts."""
+
+    name: str
+    backend: str
+    workers: int
+    gpus: int
+    cpus: float
+    threads: int
+    stages: tuple[str, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the scheduler and the executors need to know about a graph."""
+
+    name: str
+    source: str
+    batch: int
+    group_size: int
+    steps: int
+    max_staleness: int
+    capacity: int
+    checkpoint_every: int
+    stages: tuple[PlannedStage, ...]
+    edges: tuple[Edge, ...]
+    fences: tuple[Fence, ...]
+    lifetimes: tuple[Lifetime, ...]
+    groups: tuple[PlacedGroup, ...]
+    weights_fields: tuple[str, ...]
+
+    @property
+    def layers(self) -> list[list[PlannedStage]]:
+        """Stages that may run at the same time, in order of dependence."""
+        depth = max((stage.layer for stage in self.stages), default=-1) + 1
+        return [[stage for stage in self.stages if stage.layer == layer] for layer in range(depth)]
+
+    @property
+    def partition(self) -> str:
+        """The data plane partition of the graph's samples."""
+        return self.name
+
+    def stage(self, name: str) -> PlannedStage:
+        """Raises KeyError for a stage that the plan does not have."""
+        return {stage.name: stage for stage in self.stages}[name]
+
+
+def with_samples(graph: Graph) -> tuple[Stage, ...]:
+    """The graph's stages and the one that keeps texts and rewards for whoever looks at the run."""
+    stages = graph.all_stages()
+    kept = tuple(
+        field
+        for stage in stages
+        if stage.shape != "external"
+        for field in stage.writes
+        if not field.per_step and not field.ragged and not field.inner
+    )
+    return (*stages, KeepSamples(fields=kept, keep=graph.schedule.keep_groups))
+
+
+def worker_groups(stages: Sequence[Stage], host: WorkerGroup) -> list[WorkerGroup]:
+    """The distinct worker groups of `stages`, in order of first use; the host group last."""
+    named = {group.name: group for stage in stages for group in stage.groups()}
+    return [*named.values(), *([host] if host.name not in named else [])]
+
+
+def sample_fields(stages: Sequence[Stage]) -> list[Field]:
+    """The fields that lie in the data plane, in order of writing."""
+    return [field for stage in stages for field in stage.writes if not field.per_step]
+
+
+def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]:
+    """The plan and its warnings. Raises GraphError with every problem of the graph.
+
+    `gpus` is how many there are; None leaves that check to the moment when the cluster is joined.
+    """
+    problems = list(checks.structure(graph))
+    if problems:
+        raise GraphError(*problems)
+    stages = with_samples(graph)
+    problems = list(checks.all_checks(graph, stages, gpus=gpus))
+    errors = [problem for problem in problems if not problem.warning]
+    if errors:
+        raise GraphError(*errors)
+    return _build(graph, stages), [problem for problem in problems if problem.warning]
+
+
+def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
+    writer = {field.name: stage.name for stage in stages for field in stage.writes}
+    dag = checks.dependence(stages)
+    layer = {name: depth for depth, names in enumerate(nx.topological_generations(dag)) for name in names}
+    host = graph.host.name
+    schedule = graph.schedule
+    planned = tuple(
+        PlannedStage(
+            name=stage.name,
+            kind=type(stage).__name__,
+            shape=stage.shape,
+            per=stage.per,
+            groups=tuple(group.name for group in stage.groups()) or ((host,) if stage.shape != "external" else ()),
+            reads=tuple(field.name for field in stage.reads),
+            writes=tuple(field.name for field in stage.writes),
+            reads_back=tuple(field.name for field in stage.reads_back),
+            uses=tuple(checks.model_name(model) for model in stage.uses),
+            updates=checks.model_name(stage.updates) if stage.updates else None,
+            every=stage.every,
+            layer=layer[stage.name],
+            where=str(stage.location),
+            timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
+        )
+        for stage in stages
+    )
+    edges = tuple(
+        Edge(
+            field=field.name, writer=writer[field.name], reader=stage.name, back=back,
+            bytes_per_sample=_entry_bytes(field), ragged=field.ragged,
+        )
+        for stage in stages
+        for fields, back in ((stage.reads, False), (stage.reads_back, True))
+        for field in fields
+    )  # fmt: skip
+    return Plan(
+        name=graph.name,
+        source=graph.source.name,
+        batch=graph.batch,
+        group_size=graph.group_size,
+        steps=schedule.steps,
+        max_staleness=schedule.max_staleness,
+        capacity=schedule.capacity or (schedule.max_staleness + 1) * graph.batch,
+        checkpoint_every=schedule.checkpoint_every,
+        stages=planned,
+        edges=edges,
+        fences=tuple(_fences(stages)),
+        lifetimes=tuple(
+            Lifetime(field=name, writer=by, readers=tuple(e.reader for e in edges if e.field == name))
+            for name, by in writer.items()
+        ),
+        groups=tuple(
+            PlacedGroup(
+                name=group.name, backend=group.backend, workers=group.workers, gpus=group.gpus, cpus=group.cpus,
+                threads=group.threads, stages=tuple(stage.name for stage in planned if group.name in stage.groups),
+            )
+            for group in worker_groups(stages, graph.host)
+        ),
+        weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
+    )  # fmt: skip
+
+
+def _fences(stages: Sequence[Stage]) -> list[Fence]:
+    """Order among stages that share the mutable weights of a model, which presence alone does not give."""
+    fences = []
+    transfers = [stage for stage in stages if stage.shape == "transfer"]
+    for trainer in (stage for stage in stages if stage.updates):
+        home = trainer.groups()
+        for user in stages:
+            if user is not trainer and user.shape != "transfer" and user.groups() == home and trainer.updates in user.uses:
+                fences += [
+                    Fence(before=trainer.name, after=user.name, lag=1, why="sees the weights of the step before"),
+                    Fence(before=user.name, after=trainer.name, lag=0, why="the weights must not change under it"),
+                ]
+        for transfer in transfers:
+            if transfer.groups()[:1] == home:
+                fences.append(
+                    Fence(before=transfer.name, after=trainer.name, lag=1, why="the weights must not change while sent")
+                )
+    for transfer in transfers:
+        target = transfer.groups()[1:]
+        for user in stages:
+            if user.shape != "transfer" and user.groups() == target and user.uses and not user.reads_back:
+                fences.append(Fence(before=user.name, after=transfer.name, lag=1, why="uses the weights served so far"))
+    return fences
+
+
+def _entry_bytes(field: Field) -> int:
+    size = ITEM_BYTES[field.dtype]
+    for extent in field.inner:
+        size *= extent
+    return size

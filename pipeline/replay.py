@@ -1,0 +1,92 @@
+"""Keeps the inputs of a failed task and runs the task again on them, in this process, without a data plane.
+
+    runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.columns import Columns, Ragged
+from pipeline.errors import GraphError, Problem
+from pipeline.graph import Graph
+from pipeline.stage import Output, StageContext, Task
+
+
+def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
+    """Write task and columns below `folder`, which is made. Texts go to JSON, tensors to safetensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, Any] = {}
+    tensors = {}
+    for name, column in columns.items():
+        if isinstance(column, list):
+            texts[name] = column
+        elif isinstance(column, Ragged):
+            tensors[name] = column.values.contiguous()
+            texts[f"{name}.lengths"] = column.lengths
+        else:
+            tensors[name] = column.contiguous()
+    save_file(tensors, folder / "columns.safetensors")
+    (folder / "columns.json").write_bytes(msgspec.json.encode(texts))
+    (folder / "task.json").write_bytes(msgspec.json.encode(task))
+
+
+def load_inputs(folder: Path) -> tuple[Task, Columns]:
+    """The inverse. Raises GraphError where the folder is not one that `save_inputs` wrote."""
+    from safetensors.torch import load_file
+
+    missing = [name for name in ("task.json", "columns.json", "columns.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}", what=f"{missing[0]} is not there", why="a replay needs the inputs of a failed task",
+                fix="name a folder below RUN/failures",
+            )  # fmt: skip
+        )
+    texts = msgspec.json.decode((folder / "columns.json").read_bytes())
+    columns: Columns = {name: texts[name] for name in texts if not name.endswith(".lengths")}
+    for name, tensor in load_file(folder / "columns.safetensors").items():
+        lengths = texts.get(f"{name}.lengths")
+        columns[name] = tensor if lengths is None else Ragged(tensor, tuple(lengths))
+    return msgspec.json.decode((folder / "task.json").read_bytes(), type=Task), columns
+
+
+def run_again(graph: Graph, folder: Path) -> Output:
+    """Run the failed task on its saved inputs and return what it gives now. What it raises passes through.
+
+    A stage that runs a model has the weights that the model starts with, not those of the failed step.
+    """
+    task, columns = load_inputs(folder)
+    stages = {stage.name: stage for stage in graph.all_stages()}
+    stage = stages.get(task.stage)
+    if stage is None or stage.shape in ("transfer", "external"):
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}", what=f"stage {task.stage!r} cannot be run on its own",
+                why="it is not in this graph" if stage is None else f"it is a {stage.shape}",
+                fix=f"one of {', '.join(sorted(stages))}",
+            )  # fmt: skip
+        )
+    group = stage.groups()[0] if stage.groups() else graph.host
+    context = StageContext(
+        group=group, rank=0, seed=graph.schedule.seed, group_size=graph.group_size, run_dir=None, shared={},
+        steps=graph.schedule.steps,
+    )  # fmt: skip
+    runner = stage.setup(context)
+    if stage.shape != "stream":
+        produced = runner(columns, task)
+        return produced if isinstance(produced, Output) else Output(columns=produced or {})
+
+    async def last() -> Output:
+        output = Output()
+        async for output in runner(columns, task):
+            pass
+        return output
+
+    return asyncio.run(last())

@@ -1,0 +1,81 @@
+"""Names and layout of a run directory, in one place. Knows no content.
+
+    runs/quickstart-20260101-120000/
+      run.json  graph.py  plan.json  events.jsonl  metrics.jsonl
+      samples/step_000001.jsonl  checkpoints/step_000100/  failures/step_000003_reward/  logs/
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory by its path. Steps are counted from 1 in file names: a name says how many are behind."""
+
+    path: Path
+
+    @staticmethod
+    def new(parent: Path, name: str) -> RunDir:
+        """A fresh directory below `parent`, named by graph and local time; a number is added where it exists."""
+        stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+            path = parent / f"{stem}{suffix}"
+            if not path.exists():
+                return RunDir(path).create()
+        raise FileExistsError(f"{parent / stem} and 999 like it exist")
+
+    def create(self) -> RunDir:
+        """Make the directory and its folders."""
+        for folder in (self.path, self.path / "samples", self.checkpoints, self.failures, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def graph(self) -> Path:
+        return self.path / "graph.py"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def samples(self, step: int) -> Path:
+        return self.path / "samples" / f"step_{step + 1:06d}.jsonl"
+
+    def checkpoint(self, done: int) -> Path:
+        """The checkpoint after `done` steps."""
+        return self.checkpoints / f"step_{done:06d}"
+
+    def failure(self, step: int, stage: str) -> Path:
+        return self.failures / f"step_{step + 1:06d}_{stage}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the finished checkpoints, ascending."""
+        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step_*") if path.name[5:].isdigit())

@@ -1,0 +1,385 @@
+"""The scheduler: events in, decisions out. Pure: no clock, no I/O, no Ray; its state changes in place.
+
+It holds which fields are present for which groups, and from that alone it decides what may start. The same code drives
+real actors, the in-process executor and a simulation.
+
+    scheduler = Scheduler(plan)
+    decisions = scheduler.begin()
+    decisions = scheduler.handle(Landed(step=0, groups=(0, 1), fields=("response",)))
+
+A stage starts on a group when the last field that it reads has landed (the whole batch, where it is `per` batch) and
+the fences before it are behind; each (stage, group) is handed out exactly once. A group is cleared when every stage
+that reads or writes it has acknowledged it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from pipeline.plan import Plan, PlannedStage
+from pipeline.stage import Task
+from pipeline.staleness import admissible
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """Fields are present for whole groups (or, with no groups, for the step: weights)."""
+
+    step: int
+    groups: tuple[int, ...]
+    fields: tuple[str, ...]
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A task has acknowledged: it reads no more, and all that it writes has landed."""
+
+    task: Task
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The checkpoint after `step` is on disk."""
+
+    step: int
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Groups enter; their keys are minted now."""
+
+    step: int
+    groups: tuple[int, ...]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Hand this task to its worker group."""
+
+    task: Task
+
+
+class Clear(msgspec.Struct, frozen=True):
+    """Nobody will read these groups again."""
+
+    step: int
+    groups: tuple[int, ...]
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write a checkpoint: the weights are those after `step`."""
+
+    step: int
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """Every stage of the step has acknowledged."""
+
+    step: int
+
+
+Event: TypeAlias = Landed | Finished | Saved
+Decision: TypeAlias = Admit | Run | Clear | Save | StepDone
+
+
+class _Reader:
+    """What a stage waits for in one step."""
+
+    __slots__ = ("blockers", "done", "handed", "missing", "ready", "stage", "total")
+
+    def __init__(self, stage: PlannedStage, blockers: set[str], total: int) -> None:
+        self.stage = stage
+        self.blockers = blockers  # fences and weights still ahead
+        self.missing: dict[int, int] = {}  # group -> sample fields still ahead; groups that lack none are absent
+        self.ready: list[int] = []  # groups that lack nothing and are not handed out
+        self.handed = 0
+        self.done = 0
+        self.total = total  # groups a step; 1 where the stage reads and writes no sample field
+
+
+class _Step:
+    """One batch in flight."""
+
+    def __init__(self, groups: range) -> None:
+        self.groups = groups
+        self.readers: dict[str, _Reader] = {}
+        self.landed: dict[str, set[int]] = {}
+        self.holders: dict[int, int] = {}  # group -> stages that have not acknowledged it
+        self.unfinished = 0  # stages that have not acknowledged everything
+        self.present: set[str] = set()  # weights fields
+
+
+class Scheduler:
+    """Runs a plan from `start` (steps behind) on. One instance a run."""
+
+    def __init__(self, plan: Plan, *, start: int = 0) -> None:
+        self.plan = plan
+        self.start = start
+        self.version = start - 1
+        self.stages = sorted((s for s in plan.stages if s.shape != "external"), key=lambda stage: stage.layer)
+        self._by_name = {stage.name: stage for stage in self.stages}
+        self._sample_fields = {field for stage in plan.stages for field in stage.writes} - set(plan.weights_fields)
+        self._transfers = [stage for stage in self.stages if stage.shape == "transfer"]
+        self._publishes = {field for stage in self._transfers for field in stage.writes}
+        self._sample_reads = {s.name: tuple(f for f in s.reads if f in self._sample_fields) for s in plan.stages}
+        self._readers_of: dict[str, list[str]] = {}
+        for name, fields in self._sample_reads.items():
+            for field in fields:
+                self._readers_of.setdefault(field, []).append(name)
+        self._holders = sum(1 for stage in self.stages if self._holds(stage))
+        self._before: dict[str, list[tuple[str, int]]] = {stage.name: [] for stage in self.stages}
+        self._after: dict[str, list[tuple[str, int]]] = {stage.name: [] for stage in self.stages}
+        for fence in plan.fences:
+            self._before[fence.after].append((fence.before, fence.lag))
+            self._after[fence.before].append((fence.after, fence.lag))
+        self._trainers = {stage.name for stage in self.stages if stage.updates}
+        self._steps: dict[int, _Step] = {}
+        self._saving: set[int] = set()
+        self._admitted = start
+        self._steps_done = start
+
+    @property
+    def done(self) -> bool:
+        """Every step has been trained and acknowledged, and every checkpoint written."""
+        return self._steps_done == self.plan.steps and not self._steps and not self._saving
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were admitted and not yet cleared."""
+        return sum(len(step.holders) for step in self._steps.values())
+
+    def begin(self) -> list[Decision]:
+        """The first decisions: publish the weights that the run starts from, or, without a Refit, admit at once.
+
+        What reads nothing but published weights (an evaluation) also runs once before the first step of a new run.
+        """
+        if not self._transfers:
+            self.version = self.start
+            return self._admit()
+        before = self.start - 1
+        step = self._steps[before] = _Step(range(0))
+        opening = {stage.name for stage in self._transfers}
+        if self.start == 0:
+            opening |= {s.name for s in self.stages if s.reads and set(s.reads) <= self._publishes}
+        for stage in self.stages:
+            if stage.name in opening:
+                waits = set() if stage.shape == "transfer" else set(stage.reads)
+                step.readers[stage.name] = _Reader(stage, waits, 1)
+                step.unfinished += 1
+        return self._dispatch(before, step)
+
+    def handle(self, event: Event) -> list[Decision]:
+        """Take one event, return what follows from it."""
+        match event:
+            case Landed():
+                return self._landed(event)
+            case Finished():
+                return self._finish(event.task)
+            case Saved():
+                self._saving.discard(event.step)
+                decisions: list[Decision] = []
+                for number, step in list(self._steps.items()):
+                    for reader in step.readers.values():
+                        reader.blockers.discard(f"checkpoint {event.step + 1}")
+                    decisions += self._dispatch(number, step)
+                return decisions
+
+    def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
+        """(step, stage, what it waits for) of every stage in flight that has not started on everything."""
+        rows = []
+        for number, step in self._steps.items():
+            for reader in step.readers.values():
+                if reader.handed < reader.total:
+                    absent = [
+                        field
+                        for field in self._sample_reads[reader.stage.name]
+                        if len(step.landed.get(field, ())) < len(step.groups)
+                    ]
+                    rows.append((number, reader.stage.name, tuple(sorted(reader.blockers) + absent)))
+        return rows
+
+    def absent(self, step: int, field: str) -> list[int]:
+        """The groups of a step for which a sample field has not landed."""
+        state = self._steps.get(step)
+        return [g for g in state.groups if g not in state.landed.get(field, ())] if state else []
+
+    def steps_in_flight(self) -> list[int]:
+        """Steps with anything unfinished, ascending."""
+        return sorted(self._steps)
+
+    def _holds(self, stage: PlannedStage) -> bool:
+        return bool(self._sample_reads[stage.name]) or any(field in self._sample_fields for field in stage.writes)
+
+    def _admit(self) -> list[Decision]:
+        decisions: list[Decision] = []
+        batch = self.plan.batch
+        while self._admitted < self.plan.steps:
+            allowed = admissible(
+                version=self.version,
+                max_staleness=self.plan.max_staleness,
+                batch=batch,
+                capacity=self.plan.capacity,
+                trained=self.version * batch,
+                in_flight=(self._admitted - self.version) * batch,
+            )
+            if allowed < batch:
+                break
+            decisions += self._open(self._admitted)
+            self._admitted += 1
+        return decisions
+
+    def _open(self, number: int) -> list[Decision]:
+        batch = self.plan.batch
+        step = self._steps[number] = _Step(range(number * batch, (number + 1) * batch))
+        groups = tuple(step.groups)
+        step.holders = dict.fromkeys(groups, self._holders)
+        for stage in self.stages:
+            if not stage.runs_at(number, self.plan.steps):
+                if self._holds(stage):
+                    for group in groups:
+                        step.holders[group] -= 1
+                continue
+            blockers = {field for field in stage.reads if field not in self._sample_fields}
+            for before, lag in self._before[stage.name]:
+                if self._is_ahead(before, number, lag):
+                    blockers.add(f"{before} {number - lag}")
+            if stage.name in self._trainers:
+                blockers |= {f"checkpoint {saving + 1}" for saving in self._saving}
+            reader = step.readers[stage.name] = _Reader(stage, blockers, batch if self._holds(stage) else 1)
+            reads = self._sample_reads[stage.name]
+            if reads:
+                reader.missing = dict.fromkeys(groups, len(reads))
+            elif self._holds(stage):
+                reader.ready = list(groups)
+            step.unfinished += 1
+        return [Admit(number, groups), *self._dispatch(number, step)]
+
+    def _is_ahead(self, stage: str, number: int, lag: int) -> bool:
+        if lag == 0:
+            return self._by_name[stage].runs_at(number, self.plan.steps)
+        step = self._steps.get(number - lag)
+        reader = step.readers.get(stage) if step else None
+        return reader is not None and reader.done < reader.total
+
+    def _landed(self, event: Landed) -> list[Decision]:
+        step = self._steps.get(event.step)
+        if step is None:
+            return []
+        touched: set[str] = set()
+        for field in event.fields:
+            if field not in self._sample_fields:
+                touched |= self._weights_landed(event.step, step, field)
+                continue
+            landed = step.landed.setdefault(field, set())
+            fresh = [group for group in event.groups if group not in landed]
+            landed.update(fresh)
+            for name in self._readers_of.get(field, ()):
+                reader = step.readers.get(name)
+                if reader is None:
+                    continue
+                touched.add(name)
+                missing = reader.missing
+                for group in fresh:
+                    left = missing[group] - 1
+                    if left:
+                        missing[group] = left
+                    else:
+                        del missing[group]
+                        reader.ready.append(group)
+        return self._dispatch(event.step, step, touched) + (self._admit() if self._publishes & set(event.fields) else [])
+
+    def _weights_landed(self, number: int, step: _Step, field: str) -> set[str]:
+        """Weights are there for a step. A published version opens the gate of admission."""
+        step.present.add(field)
+        if field in self._publishes:
+            self.version = number + 1
+        touched = set()
+        for name, reader in step.readers.items():
+            if field in reader.blockers:
+                reader.blockers.discard(field)
+                touched.add(name)
+        return touched
+
+    def _finish(self, task: Task) -> list[Decision]:
+        step = self._steps[task.step]
+        reader = step.readers[task.stage]
+        decisions: list[Decision] = []
+        reader.done += len(task.groups) or 1
+        if reader.total > 1 or task.groups:
+            cleared = []
+            for group in task.groups:
+                left = step.holders[group] - 1
+                if left:
+                    step.holders[group] = left
+                else:
+                    del step.holders[group]
+                    cleared.append(group)
+            if cleared:
+                decisions.append(Clear(task.step, tuple(cleared)))
+        if reader.done < reader.total:
+            return decisions
+        step.unfinished -= 1
+        decisions += self._fences_passed(task.stage, task.step)
+        settles = reader.stage.shape == "transfer" if self._transfers else task.stage in self._trainers
+        if settles and task.step >= self.start and self._checkpoint_due(task.step):
+            decisions += self._save(task.step)
+        if not step.unfinished:
+            decisions += self._close(task.step)
+        return decisions
+
+    def _fences_passed(self, stage: str, number: int) -> list[Decision]:
+        decisions: list[Decision] = []
+        for after, lag in self._after[stage]:
+            step = self._steps.get(number + lag)
+            reader = step.readers.get(after) if step else None
+            if step and reader:
+                reader.blockers.discard(f"{stage} {number}")
+                decisions += self._dispatch(number + lag, step, (after,))
+        return decisions
+
+    def _checkpoint_due(self, number: int) -> bool:
+        every = self.plan.checkpoint_every
+        last = number == self.plan.steps - 1
+        return bool(self._trainers) and (last or bool(every and (number + 1) % every == 0))
+
+    def _save(self, number: int) -> list[Decision]:
+        self._saving.add(number)
+        for later, step in self._steps.items():
+            if later > number:
+                for name in self._trainers & step.readers.keys():
+                    step.readers[name].blockers.add(f"checkpoint {number + 1}")
+        return [Save(number)]
+
+    def _close(self, number: int) -> list[Decision]:
+        del self._steps[number]
+        if number < self.start:
+            return [StepDone(number)] if number < 0 else []
+        self._steps_done += 1
+        if self._transfers:
+            return [StepDone(number)]
+        self.version = self._steps_done  # with no weights to publish, a finished step counts as one version
+        return [StepDone(number), *self._admit()]
+
+    def _dispatch(self, number: int, step: _Step, names: Iterable[str] | None = None) -> list[Decision]:
+        decisions: list[Decision] = []
+        for name in self._order(step, names):
+            reader = step.readers[name]
+            if reader.blockers or reader.handed == reader.total:
+                continue
+            if not self._holds(reader.stage):
+                reader.handed = 1
+                decisions.append(Run(self._task(name, number, ())))
+            elif reader.ready and (reader.stage.per != "batch" or len(reader.ready) == reader.total):
+                groups = tuple(sorted(reader.ready))
+                reader.ready = []
+                reader.handed += len(groups)
+                decisions.append(Run(self._task(name, number, groups)))
+        return decisions
+
+    def _order(self, step: _Step, names: Iterable[str] | None) -> Sequence[str]:
+        """Plan order, so that decisions do not depend on the order of a set."""
+        if names is None:
+            return list(step.readers)
+        chosen = set(names)
+        return [name for name in step.readers if name in chosen] if len(chosen) > 1 else list(chosen)
+
+    def _task(self, stage: str, number: int, groups: tuple[int, ...]) -> Task:
+        return Task(stage=stage, step=number, groups=groups, version=max(self.version, 0))

@@ -1,0 +1,237 @@
+"""One process of a worker group: it holds the runners of its stages and turns handles into handles.
+
+It fetches the columns that a stage reads, calls the runner, puts what the runner returns, and reports spans. It knows no
+Ray: the executors wrap it. Whatever user code raises leaves here as a `StageError`, its inputs saved for `--replay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline import replay, trace
+from pipeline.columns import Columns, size_bytes
+from pipeline.data_plane import DataPlane
+from pipeline.errors import Problem, SluiceError, StageError
+from pipeline.graph import WorkerGroup
+from pipeline.meta import KVBatchMeta, group_of, sample_key
+from pipeline.rundir import RunDir
+from pipeline.stage import Output, Rendezvous, Stage, StageContext, Task
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What every worker of a run is told."""
+
+    partition: str
+    group_size: int
+    steps: int
+    seed: int
+    run_dir: Path | None
+
+
+class TaskResult(msgspec.Struct, kw_only=True):
+    """What a worker reports. `error` is set and the rest is partial where the task failed."""
+
+    task: Task
+    handles: list[KVBatchMeta] = []
+    samples: int = 0
+    metrics: dict[str, float] = {}
+    weights: tuple[int, str] | None = None
+    events: list[trace.Got | trace.Put | trace.Ran] = []
+    error: Any = None
+
+
+class Worker:
+    """Rank `rank` of `group`. Call `setup`, then `connect`, then `run` and `transfer` as tasks come."""
+
+    def __init__(
+        self, group: WorkerGroup, rank: int, stages: Sequence[Stage], all_stages: Sequence[Stage], settings: WorkerSettings
+    ) -> None:
+        self.group, self.rank, self.settings = group, rank, settings
+        self.stages = {stage.name: stage for stage in stages}
+        self._all_stages = all_stages
+        self._runners: dict[str, Any] = {}
+        self._plane: DataPlane | None = None
+
+    def setup(self) -> SluiceError | None:
+        """Build the runners, which loads models."""
+        context = StageContext(
+            group=self.group, rank=self.rank, seed=self.settings.seed, group_size=self.settings.group_size,
+            run_dir=self.settings.run_dir, shared={}, steps=self.settings.steps,
+        )  # fmt: skip
+        for stage in self.stages.values():
+            try:
+                self._runners[stage.name] = stage.setup(context)
+            except Exception as error:  # noqa: BLE001 - user code enters here
+                return self._as_stage_error(stage, error, "setup failed")
+        return None
+
+    def connect(self, plane: DataPlane) -> None:
+        """Join the data plane and declare the graph's partition."""
+        self._plane = plane
+        register(plane, self.settings.partition, self._all_stages)
+
+    def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:
+        """A map or stream task on the samples of `meta`; `cleared` rows are forgotten first."""
+        assert self._plane is not None, "connect() comes before run()"
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), time.monotonic()
+        columns: Columns = {}
+        try:
+            if cleared:
+                self._plane.evict(cleared)
+            fields = [field.name for field in stage.reads if not field.per_step]
+            if meta is not None and fields:
+                columns = self._get(stage, task, meta, fields, result)
+            keys = meta.keys if meta is not None else self._mint(task)
+            result.samples = len(keys)
+            for output in self._outputs(stage, task, columns):
+                self._keep(stage, task, keys, output, result)
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, columns, error)
+        self._span(task, result, start_s)
+        return result
+
+    def transfer(self, task: Task, rendezvous: Rendezvous) -> TaskResult:
+        """One side of a transfer task."""
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), time.monotonic()
+        try:
+            output = _as_output(self._runners[stage.name](rendezvous, task))
+            result.metrics, result.weights = output.metrics, output.weights
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, {}, error)
+        self._span(task, result, start_s)
+        return result
+
+    def save(self, folder: Path) -> list[str]:
+        """Write the state of every runner that has one below `folder`; the names of those stages."""
+        names = [name for name, runner in self._runners.items() if hasattr(runner, "save")]
+        for name in names:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            self._runners[name].save(folder / name)
+        return names
+
+    def restore(self, folder: Path) -> None:
+        """The inverse of `save`."""
+        for name, runner in self._runners.items():
+            if hasattr(runner, "restore"):
+                runner.restore(folder / name)
+
+    def close(self) -> None:
+        """Let go of the data plane."""
+        if self._plane is not None:
+            self._plane.close()
+
+    def _mint(self, task: Task) -> tuple[str, ...]:
+        return tuple(sample_key(group, i) for group in task.groups for i in range(self.settings.group_size))
+
+    def _get(self, stage: Stage, task: Task, meta: KVBatchMeta, fields: list[str], result: TaskResult) -> Columns:
+        assert self._plane is not None
+        start_s = time.monotonic()
+        columns = self._plane.get(meta, fields, reader=stage.name)
+        result.events.append(
+            trace.Got(
+                stage=stage.name, step=task.step, fields=tuple(fields), samples=len(meta),
+                size_bytes=sum(map(size_bytes, columns.values())), start_s=start_s, end_s=time.monotonic(),
+            )  # fmt: skip
+        )
+        return columns
+
+    def _outputs(self, stage: Stage, task: Task, columns: Columns) -> Iterator[Output]:
+        produced = self._runners[stage.name](columns, task)
+        if stage.shape != "stream":
+            yield _as_output(produced)
+            return
+        loop = asyncio.new_event_loop()
+        try:
+            while True:
+                try:
+                    yield _as_output(loop.run_until_complete(anext(produced)))
+                except StopAsyncIteration:
+                    return
+        finally:
+            loop.run_until_complete(produced.aclose())
+            loop.close()
+
+    def _keep(self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult) -> None:
+        """Put one output and add its metrics, weighted by samples."""
+        assert self._plane is not None
+        declared = {field.name for field in stage.writes if not field.per_step}
+        if output.columns.keys() != declared:
+            raise _wrong_columns(stage, declared, set(output.columns))
+        index = range(len(keys)) if output.index is None else output.index
+        if declared:
+            chosen = keys if output.index is None else tuple(keys[i] for i in index)
+            start_s = time.monotonic()
+            handle = self._plane.put(
+                chosen, output.columns, partition=self.settings.partition, stage=stage.name, attempt=task.attempt, unit=stage.per
+            )
+            result.handles.append(handle)
+            result.events.append(
+                trace.Put(
+                    stage=stage.name, step=task.step, attempt=task.attempt, fields=handle.fields,
+                    groups=tuple(dict.fromkeys(map(group_of, chosen))), samples=len(chosen),
+                    size_bytes=sum(map(size_bytes, output.columns.values())), start_s=start_s, end_s=time.monotonic(),
+                )  # fmt: skip
+            )
+        share = len(index) / len(keys) if keys else 1.0
+        for name, value in output.metrics.items():
+            full = name if "/" in name else f"{stage.name}/{name}"
+            result.metrics[full] = result.metrics.get(full, 0.0) + share * value
+        result.weights = output.weights or result.weights
+
+    def _span(self, task: Task, result: TaskResult, start_s: float) -> None:
+        result.events.append(
+            trace.Ran(
+                stage=task.stage, step=task.step, attempt=task.attempt, group=self.group.name, worker=self.rank,
+                groups=task.groups, start_s=start_s, end_s=time.monotonic(), metrics=result.metrics,
+            )  # fmt: skip
+        )
+
+    def _failed(self, stage: Stage, task: Task, columns: Columns, error: Exception) -> SluiceError:
+        if self.settings.run_dir:
+            folder = RunDir(self.settings.run_dir).failure(task.step, stage.name)
+            replay.save_inputs(folder, task, columns)
+            log = RunDir(self.settings.run_dir).logs / f"{self.group.name}-{self.rank}.log"
+            with log.open("a") as file:
+                traceback.print_exception(error, file=file)
+        return self._as_stage_error(stage, error, f"failed at step {task.step + 1}")
+
+    def _as_stage_error(self, stage: Stage, error: Exception, when: str) -> SluiceError:
+        if isinstance(error, SluiceError):
+            return error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return StageError(
+            Problem(
+                where=f"{last.filename}:{last.lineno}", what=f"stage {stage.name!r} {when}: {type(error).__name__}: {error}",
+                why=f"the stage of {stage.location} raised", fix="mend the stage, then resume",
+            )  # fmt: skip
+        )
+
+
+def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
+    """Declare the partition of a graph: its sample fields, and its stages as readers."""
+    fields = [field for stage in stages for field in stage.writes if not field.per_step]
+    plane.register(partition, fields, [stage.name for stage in stages])
+
+
+def _as_output(produced: Output | Columns | None) -> Output:
+    return produced if isinstance(produced, Output) else Output(columns=produced or {})
+
+
+def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageError:
+    parts = [f"lacks {', '.join(sorted(declared - got))}"] if declared - got else []
+    parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
+    return StageError(
+        Problem(
+            where=str(stage.location), what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
+            why="a stage returns exactly the columns that it declares in writes", fix="mend writes, or what the runner returns",
+        )  # fmt: skip
+    )

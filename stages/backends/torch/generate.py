@@ -1,0 +1,143 @@
+"""Samples responses token by token. Knows a network and random numbers; it does not know groups, stages or text.
+
+The random number of (sample, token) is given, and the token is where it falls in the cumulative distribution over
+the vocabulary, so a sample depends on its own numbers only. Each distinct prompt is computed once, and its key-value
+cache is then shared out to its samples.
+
+Legend: N samples, B rows in the network (distinct prompts first, unfinished samples later), P prompt, T response,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from pipeline.columns import Ragged
+from stages.backends import Generation, Sampling
+from stages.backends.torch.padding import pad_left, unpad_right
+
+
+@torch.no_grad()
+def generate(
+    network: PreTrainedModel,
+    prompt_ids: Ragged,
+    sampling: Sampling,
+    uniforms: np.ndarray | None,
+    *,
+    closing: Sequence[int],
+    pad: int,
+) -> Generation:
+    """Responses to N prompts. `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it."""
+    device = network.device
+    prompts, prompt_of = _distinct(prompt_ids)
+    of_sample = torch.tensor(prompt_of, device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    prompts_BP = pad_left(prompts, pad).to(device)
+    padded = bool((lengths != prompts_BP.shape[1]).any())
+    mask_BP = _prompt_mask(lengths, prompts_BP.shape[1]) if padded else None
+    cache = DynamicCache(config=network.config)
+    logits_BV = network(
+        input_ids=prompts_BP,
+        attention_mask=mask_BP,
+        position_ids=(mask_BP.cumsum(-1) - 1).clamp(min=0) if mask_BP is not None else None,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    logits_BV, mask_B, next_B = logits_BV[of_sample], mask_BP, lengths[of_sample]
+    cache.batch_select_indices(of_sample)
+    if mask_B is not None:
+        mask_B = mask_B[of_sample]
+
+    count = len(prompt_of)
+    ends = torch.tensor(sorted(closing), device=device)
+    uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
+    tokens_NT = torch.full((count, sampling.max_tokens), pad, device=device)
+    logprobs_NT = torch.zeros(count, sampling.max_tokens, device=device)
+    lengths_N = torch.zeros(count, dtype=torch.long, device=device)
+    closed_N = torch.zeros(count, dtype=torch.bool, device=device)
+    rows_B = torch.arange(count, device=device)
+    for t in range(sampling.max_tokens):
+        chosen_B, chosen_logprobs_B = choose(
+            logits_BV, sampling, None if uniforms_NT is None else uniforms_NT[rows_B, t]
+        )
+        open_B = ~closed_N[rows_B]
+        tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, pad)
+        logprobs_NT[rows_B, t] = chosen_logprobs_B
+        lengths_N[rows_B] += open_B
+        closed_N[rows_B] |= torch.isin(chosen_B, ends)
+        open_B = ~closed_N[rows_B]
+        remaining = int(open_B.sum())
+        if remaining == 0 or t + 1 == sampling.max_tokens:
+            break
+        if remaining * 2 <= len(rows_B):  # finished rows cost as much as open ones; copying the cache costs once
+            keep = open_B.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            rows_B, chosen_B, next_B = rows_B[keep], chosen_B[keep], next_B[keep]
+            mask_B = None if mask_B is None else mask_B[keep]
+        if mask_B is not None:
+            mask_B = torch.cat([mask_B, mask_B.new_ones(len(mask_B), 1)], dim=1)
+        logits_BV = network(
+            input_ids=chosen_B[:, None],
+            attention_mask=mask_B,
+            position_ids=None if mask_B is None else (next_B + t)[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+    sizes = lengths_N.tolist()
+    return Generation(unpad_right(tokens_NT, sizes), unpad_right(logprobs_NT, sizes), ~closed_N.cpu())
+
+
+def choose(
+    logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
+
+    The tail is cut by top_k and then top_p (Holtzman et al. 2020: the smallest set that holds top_p); the cumulative
+    sum is float64, so that a large vocabulary loses nothing.
+    """
+    logits_BV = logits_BV.float()
+    if sampling.greedy:
+        logprobs_BV = logits_BV.log_softmax(-1)
+        tokens_B = logprobs_BV.argmax(-1)
+    else:
+        if uniform_B is None:
+            raise ValueError("sampling needs one uniform number a token")
+        logprobs_BV = (logits_BV / sampling.temperature).log_softmax(-1)
+        cumulative_BV = _cut(logprobs_BV.exp(), sampling).double().cumsum(-1)
+        total_B1 = cumulative_BV[:, -1:]
+        # Below the total even after rounding, so that the token found has a probability above 0.
+        target_B1 = torch.minimum(uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+        tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Zero outside the top_k and top_p sets; a tie at the edge goes to the lower token id."""
+    width = probabilities_BV.shape[-1]
+    if (sampling.top_k == 0 or sampling.top_k >= width) and sampling.top_p >= 1.0:
+        return probabilities_BV
+    sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
+    if 0 < sampling.top_k < width:
+        sorted_BV[:, sampling.top_k :] = 0.0
+    before_BV = sorted_BV.double().cumsum(-1) - sorted_BV
+    sorted_BV[before_BV >= sampling.top_p * sorted_BV.double().sum(-1, keepdim=True)] = 0.0
+    return torch.zeros_like(probabilities_BV).scatter(-1, order_BV, sorted_BV)
+
+
+def _distinct(prompt_ids: Ragged) -> tuple[list[torch.Tensor], list[int]]:
+    """The distinct prompts in order of first appearance, and which of them each sample has."""
+    place: dict[tuple[int, ...], int] = {}
+    rows = prompt_ids.rows()
+    index = [place.setdefault(tuple(row.tolist()), len(place)) for row in rows]
+    first = {p: i for i, p in reversed(list(enumerate(index)))}
+    return [rows[first[p]] for p in range(len(place))], index
+
+
+def _prompt_mask(lengths_B: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, P], 1 where there is a token; padding is on the left."""
+    return (torch.arange(width, device=lengths_B.device) >= width - lengths_B[:, None]).long()

@@ -1,0 +1,106 @@
+"""Loads or builds a model and its tokenizer. It knows Hugging Face; it does not know what the model is used for.
+
+    network, tokenizer = load(Model("Qwen/Qwen3-0.6B"), dtype=torch.bfloat16, device=torch.device("cuda"))
+
+A `Model` with a `config` is built at random from its seed, with one token a character of its alphabet. Two keys of the
+config are ours: `embedding_std` draws the embedding anew with this standard deviation, and `vocab_size` may be
+left out. The result of `save` is a folder that AutoModelForCausalLM and AutoTokenizer load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from pipeline import Model, StageError
+from pipeline.errors import Problem
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+def load(model: Model, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The network in eval mode, warm start applied, and its tokenizer. Deterministic in the model and its seed.
+
+    Raises StageError where the source cannot be loaded.
+    """
+    if model.config is not None:
+        network, tokenizer = _build(model)
+        network = network.to(device=device, dtype=dtype)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model.source, trust_remote_code=False)
+            network = AutoModelForCausalLM.from_pretrained(
+                model.source, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            ).to(device)
+        except (OSError, ValueError) as error:
+            raise StageError(
+                Problem(
+                    where=str(model.location),
+                    what=f"model {model.source!r} cannot be loaded: {' '.join(str(error).split())[:300]}",
+                    why="it must be a folder or a hub name of a Hugging Face causal language model",
+                    fix="a folder that save_pretrained wrote, or a name that this machine can download",
+                )
+            ) from error
+    network.eval()
+    if model.warm_start is not None:
+        model.warm_start.run(network, tokenizer, model.seed)
+        network.eval()
+    return network, tokenizer
+
+
+def save(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A Hugging Face folder: config, safetensors, tokenizer."""
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token a character; ids 0 and 1 are padding and end of sequence. A text with another character raises."""
+    vocabulary = {token: i for i, token in enumerate((PAD, EOS, *alphabet))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a response: those of the generation config, the config and the tokenizer."""
+    found: set[int] = set()
+    for ids in (
+        network.generation_config.eos_token_id if network.generation_config else None,
+        network.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(found))
+
+
+def _build(model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = dict(model.config or {})
+    embedding_std = config.pop("embedding_std", None)
+    tokenizer = character_tokenizer(model.alphabet or "")
+    config.setdefault("vocab_size", len(tokenizer))
+    if config["vocab_size"] < len(tokenizer):
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"vocab_size is {config['vocab_size']} and the alphabet needs {len(tokenizer)} tokens",
+                why="every character, the padding and the end of sequence have a row of the embedding",
+                fix="leave vocab_size out, or make it larger",
+            )
+        )
+    config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        network = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="sdpa", dtype=torch.float32
+        )
+        if embedding_std is not None:
+            torch.nn.init.normal_(network.get_input_embeddings().weight, std=embedding_std)
+    return network, tokenizer

@@ -1,0 +1,41 @@
+"""Ragged rows to rectangles and back. Prompts are padded on the left, responses on the right.
+
+Legend: N samples, P longest prompt, T longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipeline.columns import Ragged
+
+
+def pad_left(rows: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+    """[N, P], the rows at the right edge."""
+    width = max(len(row) for row in rows)
+    if all(len(row) == width for row in rows):
+        return torch.stack(list(rows))
+    padded_NP = rows[0].new_full((len(rows), width), fill)
+    for i, row in enumerate(rows):
+        padded_NP[i, width - len(row) :] = row
+    return padded_NP
+
+
+def pad_right(column: Ragged, fill: float = 0) -> torch.Tensor:
+    """[N, T], the rows at the left edge."""
+    lengths = torch.tensor(column.lengths)
+    width = int(lengths.max())
+    if len(column.values) == width * len(lengths):
+        return column.values.view(len(lengths), width)
+    padded_NT = column.values.new_full((len(lengths), width), fill)
+    padded_NT[(torch.arange(width) < lengths[:, None]).to(padded_NT.device)] = column.values
+    return padded_NT
+
+
+def unpad_right(padded_NT: torch.Tensor, lengths: Sequence[int]) -> Ragged:
+    """The first `lengths[i]` entries of each row, on the CPU."""
+    padded_NT = padded_NT.cpu()
+    kept_NT = torch.arange(padded_NT.shape[1]) < torch.tensor(lengths)[:, None]
+    return Ragged(padded_NT[kept_NT], tuple(lengths))

@@ -1,0 +1,120 @@
+"""Logprobs of the sampled tokens under the trainer's model before its update, and under the frozen model.
+
+    PrevLogprobs(policy, on=learner), RefLogprobs(policy.frozen(), on=learner)
+
+Both compute at the temperature at which the tokens were sampled. Their microbatches are runs of samples in canonical
+order, so the numbers do not depend on when samples arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline.columns import Columns
+from pipeline.errors import Problem
+from stages.backends import backend_problems, engine, model_problems
+from stages.rollout import Rollout
+from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+
+
+@dataclass(frozen=True)
+class _Logprobs(Stage):
+    model: Model
+    _: KW_ONLY
+    on: WorkerGroup | None = None
+    microbatch: int = 0
+    temperature: float = 1.0
+
+    reads = (PROMPT_IDS, RESPONSE_IDS)
+    per = "batch"
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        """The model that scores."""
+        return (self.model,)
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Backend, model, ranges, and the rollout's temperature."""
+        yield from backend_problems(self.on)
+        yield from model_problems(self.model)
+        yield from scoring_problems(self, graph, self.temperature, self.microbatch)
+
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
+        """Opens the backend and its copy of the model."""
+        backend = engine(context)
+        field: Field = self.writes[0]
+
+        def run(columns: Columns, task: Task) -> Output:
+            prompt_ids: Any = columns[PROMPT_IDS.name]
+            response_ids: Any = columns[RESPONSE_IDS.name]
+            logprobs = backend.score(
+                self.model, prompt_ids, response_ids, temperature=self.temperature, microbatch=self.microbatch
+            )
+            return Output({field.name: logprobs}, {"logprob_mean": logprobs.values.mean().item()})
+
+        return run
+
+
+@dataclass(frozen=True)
+class PrevLogprobs(_Logprobs):
+    """Logprobs under the trained model before this step's first update: the denominator of the ratio.
+
+    microbatch   samples in one forward pass; 0 is all
+    temperature  the rollout's
+    """
+
+    name = "prev_logprobs"
+    writes = (PREV_LOGPROBS,)
+
+
+@dataclass(frozen=True)
+class RefLogprobs(_Logprobs):
+    """Logprobs under a frozen model, for the KL term of the loss. Give it `model.frozen()`.
+
+    microbatch   samples in one forward pass; 0 is all
+    temperature  the rollout's
+    """
+
+    name = "ref_logprobs"
+    writes = (REF_LOGPROBS,)
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """As for every scoring stage; and the model is frozen."""
+        yield from super().check(graph)
+        if self.model.trainable:
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} scores with the trained copy of {self.model.source!r}",
+                why="the reference does not change during training",
+                fix="RefLogprobs(model.frozen(), ...)",
+            )
+
+
+def scoring_problems(stage: Stage, graph: Graph, temperature: float, microbatch: int) -> Iterable[Problem]:
+    """Ranges of a stage that recomputes logprobs, and whether its temperature is that of the samples."""
+    where = str(stage.location)
+    if not temperature > 0:
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has temperature={temperature}",
+            why="temperature is above 0",
+            fix="the rollout's temperature",
+        )
+    if microbatch < 0:
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has microbatch={microbatch}",
+            why="microbatch is samples in one pass, or 0 for all",
+            fix="microbatch=0",
+        )
+    for rollout in graph.stages:
+        if isinstance(rollout, Rollout) and rollout.temperature != temperature:
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has temperature={temperature}, stage {rollout.name!r} {rollout.temperature}",
+                why="logprobs at another temperature are those of another policy, and every ratio would be wrong",
+                fix=f"temperature={rollout.temperature}",
+            )

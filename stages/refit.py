@@ -1,0 +1,90 @@
+"""Refit: the trained weights become the served weights. Two-sided; both worker groups are inside it together.
+
+    Refit(policy, source=learner, target=sampler)
+
+The receiving side hashes the weights that it now serves, and a difference from the sender's hash is an error, so an
+acknowledged version says which bytes generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+
+from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.errors import Problem
+from pipeline.stage import Rendezvous
+from stages.backends import backend_problems, engine, model_problems
+from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
+
+
+@dataclass(frozen=True)
+class Refit(Stage):
+    """Pushes the trained copy of `model` on `source` into the served copy on `target`.
+
+    It publishes the version after the one that was published when it was handed out; before the first step it
+    publishes that version itself, so that the sampler starts from the trainer's weights. Metric: `size_bytes`.
+    """
+
+    model: Model
+    _: KW_ONLY
+    source: WorkerGroup
+    target: WorkerGroup
+
+    name = "refit"
+    shape = "transfer"
+    reads = (TRAINED_WEIGHTS,)
+    writes = (SERVED_WEIGHTS,)
+    per = "batch"
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        """The model whose weights travel."""
+        return (self.model,)
+
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """Source and target."""
+        return (self.source, self.target)
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Both backends; the model; weights that are the same type at both ends."""
+        yield from backend_problems(self.source)
+        if self.target != self.source:
+            yield from backend_problems(self.target)
+        yield from model_problems(self.model)
+        if (self.source.gpus > 0) != (self.target.gpus > 0):
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} goes from {self.source.gpus} GPUs to {self.target.gpus}",
+                why="the torch backend has bfloat16 weights on a GPU and float32 weights on a CPU",
+                fix="gpus on both worker groups, or on neither",
+            )
+
+    def setup(self, context: StageContext) -> Callable[[Rendezvous, Task], Output]:
+        """Opens the backend; which copy of the model is meant depends on the side."""
+        backend = engine(context)
+
+        def run(rendezvous: Rendezvous, task: Task) -> Output:
+            version = task.version if task.step < 0 else task.version + 1
+            if rendezvous.side == "source":
+                weights = backend.trained_weights(self.model)
+                rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})
+                return Output()
+            payload = rendezvous.take()
+            backend.serve(self.model, payload["weights"])
+            served = backend.served_weights(self.model)
+            sha256 = backend.weight_hash(served)
+            if (version, sha256) != (payload["version"], payload["sha256"]):
+                raise StageError(
+                    Problem(
+                        where=f"stage {self.name!r}, step {task.step}",
+                        what=f"sent version {payload['version']} with sha256 {payload['sha256'][:12]}, "
+                        f"now serving version {version} with {sha256[:12]}",
+                        why="rollout must sample from exactly the weights that were trained",
+                        fix="resume from the last checkpoint; if it happens again, the transfer between the groups is broken",
+                    )
+                )
+            size = sum(tensor.numel() * tensor.element_size() for tensor in served.values())
+            return Output(metrics={"size_bytes": float(size)}, weights=(version, sha256))
+
+        return run

@@ -1,0 +1,110 @@
+"""Tasks whose prompts can all be enumerated, with exact answers and prompts that training never sees.
+
+    task = Generated("reverse", digits=4)
+    task.train(0)              # ("r7310>", "0137")
+    task.held_out_pairs(100)   # 100 pairs that train() never gives
+
+Knows no model and no tokenizer; loads numpy when the first pair is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LETTERS = {"reverse": "r", "sort": "s", "add": "a"}
+MAX_DIGITS = 6
+_SPLIT_STREAM = 2**32 - 1  # of the permutation that decides what is held out; the epochs count up from 0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """All prompts of one task, in an order fixed by `seed`, split into held-out and training prompts.
+
+    task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234) or "add" (a12+34> gives 046)
+    digits    in a prompt: 1 to 6; for "add" of both numbers together, so even. There are 10**digits prompts
+    held_out  prompts that training never sees
+    seed      of what is held out
+
+    Every answer has the same length. Raises ValueError with the allowed range where a parameter is outside of it.
+    """
+
+    task: Literal["reverse", "sort", "add"] = "reverse"
+    digits: int = 4
+    held_out: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in LETTERS:
+            raise ValueError(f"task {self.task!r} is not one of {', '.join(LETTERS)}")
+        if not (_whole(self.digits) and 1 <= self.digits <= MAX_DIGITS):
+            raise ValueError(f"digits={self.digits!r} is not a whole number from 1 to {MAX_DIGITS}")
+        if self.task == "add" and self.digits % 2:
+            raise ValueError(f"digits={self.digits} is odd; 'add' has two numbers of equal length: 2, 4 or 6 digits")
+        if not (_whole(self.held_out) and 0 <= self.held_out < self.size):
+            raise ValueError(
+                f"held_out={self.held_out!r} is not a whole number from 0 to {self.size - 1}: "
+                f"{self.digits} digits make {self.size} prompts, and one at least is for training"
+            )
+        if not (_whole(self.seed) and 0 <= self.seed < 2**64):
+            raise ValueError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1")
+
+    @property
+    def size(self) -> int:
+        """Prompts in all, held out or not."""
+        return 10**self.digits
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts and answers, each once."""
+        return "0123456789" + LETTERS[self.task] + ("+>" if self.task == "add" else ">")
+
+    @property
+    def max_answer(self) -> int:
+        """Characters of an answer."""
+        return self.digits // 2 + 1 if self.task == "add" else self.digits
+
+    def train(self, index: int, order: int = 0) -> tuple[str, str]:
+        """(prompt, answer) number `index` >= 0 of an endless stream: each epoch has every training prompt once.
+
+        `order` is the seed of the shuffling; it does not change which prompts there are.
+        """
+        from ops.random import shuffled
+
+        if index < 0:
+            raise ValueError(f"index {index} is below 0")
+        return self._pair(int(self._split()[self.held_out + shuffled(order, index, self.size - self.held_out)]))
+
+    def held_out_pairs(self, count: int) -> list[tuple[str, str]]:
+        """The first `count` held-out (prompt, answer) pairs, always the same. Raises ValueError above `held_out`."""
+        if not 0 <= count <= self.held_out:
+            raise ValueError(f"count {count} is not in 0 to {self.held_out}, the number of held-out prompts")
+        return [self._pair(int(number)) for number in self._split()[:count]]
+
+    def _split(self) -> np.ndarray:
+        return _permutation(self.seed, self.size)
+
+    def _pair(self, number: int) -> tuple[str, str]:
+        text = f"{number:0{self.digits}d}"
+        letter = LETTERS[self.task]
+        if self.task == "reverse":
+            return f"{letter}{text}>", text[::-1]
+        if self.task == "sort":
+            return f"{letter}{text}>", "".join(sorted(text))
+        first, second = text[: self.digits // 2], text[self.digits // 2 :]
+        return f"{letter}{first}+{second}>", f"{int(first) + int(second):0{self.max_answer}d}"
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, size: int) -> np.ndarray:
+    from ops.random import permutation
+
+    return permutation(seed, _SPLIT_STREAM, size)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
