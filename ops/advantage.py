@@ -15,17 +15,23 @@ def group_relative(reward_N: torch.Tensor, group_size: int, eps: float = 1e-6) -
     ValueError where N is not a multiple of `group_size`, or the rewards are not floating-point numbers.
     """
     reward_BG = _groups(reward_N, group_size)
-    if group_size == 1:
-        return torch.zeros_like(reward_N)
-    centred_BG = reward_BG - reward_BG.mean(1, keepdim=True)
-    scaled_BG = centred_BG / (reward_BG.std(1, keepdim=True, correction=1) + eps)
+    # One group at a time: a reduction over [B, G] rounds differently for different B, and then the advantage would
+    # depend on which groups came together.
+    rows_BG = [_relative(reward_G, eps) for reward_G in reward_BG]
+    return torch.cat(rows_BG) if rows_BG else torch.zeros_like(reward_N)
+
+
+def _relative(reward_G: torch.Tensor, eps: float) -> torch.Tensor:
     # The rounded mean of equal rewards may differ from them, and the quotient by eps would make that large.
-    return scaled_BG.masked_fill(_equal(reward_BG)[:, None], 0.0).reshape(-1)
+    if bool((reward_G == reward_G[0]).all()):
+        return torch.zeros_like(reward_G)
+    return (reward_G - reward_G.mean()) / (reward_G.std(correction=1) + eps)
 
 
 def zero_spread_groups(reward_N: torch.Tensor, group_size: int) -> int:
     """How many groups have equal rewards and so teach nothing. Raises ValueError as `group_relative` does."""
-    return int(_equal(_groups(reward_N, group_size)).sum())
+    reward_BG = _groups(reward_N, group_size)
+    return int((reward_BG == reward_BG[:, :1]).all(1).sum())
 
 
 def _groups(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -34,7 +40,3 @@ def _groups(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
     if reward_N.dim() != 1 or group_size < 1 or len(reward_N) % group_size:
         raise ValueError(f"rewards of shape {tuple(reward_N.shape)} are not whole groups of {group_size}")
     return reward_N.reshape(-1, group_size)
-
-
-def _equal(reward_BG: torch.Tensor) -> torch.Tensor:
-    return (reward_BG == reward_BG[:, :1]).all(1)

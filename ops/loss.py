@@ -40,8 +40,8 @@ def clipped_policy_loss(
     ratio_NT = log_ratio_NT.detach().exp()
     bound_NT = torch.full_like(ratio_NT, 1.0 - clip_low).masked_fill(advantage_NT > 0, 1.0 + clip_high)
     clipped_NT = torch.where(advantage_NT > 0, ratio_NT > bound_NT, (ratio_NT < bound_NT) & (advantage_NT < 0))
-    # Masked entries have advantage 0 by now. What has no gradient gets the exponent 0 before exp, because the gradient of
-    # exp at NaN or at an overflow would be 0 * NaN or 0 * inf.
+    # Masked entries have advantage 0 by now. What has no gradient gets the exponent 0 before exp, because the gradient
+    # of exp at NaN or at an overflow would be 0 * NaN or 0 * inf.
     still_NT = clipped_NT | (advantage_NT == 0)
     active_NT = torch.exp(log_ratio_NT.masked_fill(still_NT, 0.0))
     return -torch.where(clipped_NT, bound_NT, active_NT) * advantage_NT, clipped_NT

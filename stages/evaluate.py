@@ -118,6 +118,5 @@ class Evaluate(Stage):
     def _pairs(self) -> list[tuple[str, str]]:
         if isinstance(self.source, Generated):
             return self.source.held_out_pairs(min(self.prompts, self.source.held_out))
-        return [
-            (prompt, answer) for prompt, answer in read_jsonl(self.source, (self.prompt, self.answer))[: self.prompts]
-        ]
+        rows = read_jsonl(self.source, (self.prompt, self.answer))
+        return [(prompt, answer) for prompt, answer in rows[: self.prompts]]

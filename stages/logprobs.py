@@ -114,7 +114,7 @@ def scoring_problems(stage: Stage, graph: Graph, temperature: float, microbatch:
         if isinstance(rollout, Rollout) and rollout.temperature != temperature:
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} has temperature={temperature}, stage {rollout.name!r} {rollout.temperature}",
+                what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} {rollout.temperature}",
                 why="logprobs at another temperature are those of another policy, and every ratio would be wrong",
                 fix=f"temperature={rollout.temperature}",
             )

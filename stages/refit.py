@@ -81,7 +81,7 @@ class Refit(Stage):
                         what=f"sent version {payload['version']} with sha256 {payload['sha256'][:12]}, "
                         f"now serving version {version} with {sha256[:12]}",
                         why="rollout must sample from exactly the weights that were trained",
-                        fix="resume from the last checkpoint; if it happens again, the transfer between the groups is broken",
+                        fix="resume from the last checkpoint; if it comes again, the transfer is broken",
                     )
                 )
             size = sum(tensor.numel() * tensor.element_size() for tensor in served.values())

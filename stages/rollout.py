@@ -97,7 +97,7 @@ class Rollout(Stage):
         async def run(columns: Columns, task: Task) -> AsyncIterator[Output]:
             size = context.group_size
             step = (self.decode_batch or len(task.groups)) * size
-            prompts = columns[PROMPT.name]
+            prompts: Any = columns[PROMPT.name]
             for start in range(0, len(prompts), step):
                 index = range(start, min(start + step, len(prompts)))
                 yield self._decode(backend, [prompts[i] for i in index], index, task, context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,53 +102,7 @@ class Train(Stage):
         yield from backend_problems(self.on)
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
-        loss = self.loss
-        low, high = loss.clip
-        batch = max(graph.batch, 1)
-        for what, legal, why, fix in (
-            (f"lr={self.lr}", self.lr > 0, "the learning rate is above 0", "lr=1e-6"),
-            (
-                f"clip={loss.clip}",
-                0 <= low < 1 and high >= 0,
-                "clip is (below 1, any), neither negative",
-                "clip=(0.2, 0.2)",
-            ),
-            (f"kl={loss.kl}", loss.kl >= 0, "the weight of the KL term is 0 (none) or more", "kl=0.0"),
-            (
-                f"aggregation={loss.aggregation!r}",
-                loss.aggregation in AGGREGATIONS,
-                "known are " + ", ".join(AGGREGATIONS),
-                "aggregation='token'",
-            ),
-            (
-                f"schedule={self.schedule!r}",
-                self.schedule in SCHEDULES,
-                "known are " + ", ".join(SCHEDULES),
-                "schedule='constant'",
-            ),
-            (f"warmup={self.warmup}", self.warmup >= 0, "warmup is updates, 0 or more", "warmup=0"),
-            (f"epochs={self.epochs}", self.epochs >= 1, "each batch is used once or more", "epochs=1"),
-            (f"clip_grad={self.clip_grad}", self.clip_grad >= 0, "clip_grad is a norm, or 0 for none", "clip_grad=1.0"),
-            (
-                f"weight_decay={self.weight_decay}",
-                self.weight_decay >= 0,
-                "weight decay is 0 or more",
-                "weight_decay=0.0",
-            ),
-            (
-                f"betas={self.betas}",
-                all(0 <= beta < 1 for beta in self.betas),
-                "betas are in [0, 1)",
-                "betas=(0.9, 0.999)",
-            ),
-            (f"eps={self.eps}", self.eps > 0, "eps is above 0", "eps=1e-8"),
-            (
-                f"minibatches={self.minibatches} and the batch has {batch} groups",
-                self.minibatches >= 1 and batch % self.minibatches == 0,
-                "minibatches are equal runs of whole groups",
-                "minibatches=" + " or ".join(str(n) for n in _divisors(batch, near=self.minibatches)),
-            ),
-        ):
+        for what, legal, why, fix in self._ranges(max(graph.batch, 1)):
             if not legal:
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
         if self.on is not None and self.on.workers > 1:
@@ -157,6 +112,38 @@ class Train(Stage):
                 why=f"the backend {self.on.backend!r} trains in one process",
                 fix="workers=1",
             )
+
+    def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
+        """(what, whether it is legal, why, fix) of every parameter."""
+        loss, (low, high) = self.loss, self.loss.clip
+        yield f"lr={self.lr}", self.lr > 0, "the learning rate is above 0", "lr=1e-6"
+        legal = 0 <= low < 1 and high >= 0
+        yield (
+            f"clip={loss.clip}",
+            legal,
+            "the ratio may fall by less than 1, and no bound is negative",
+            "clip=(0.2, 0.2)",
+        )
+        yield f"kl={loss.kl}", loss.kl >= 0, "the weight of the KL term is 0 (none) or more", "kl=0.0"
+        for name, value, known in (
+            ("aggregation", loss.aggregation, AGGREGATIONS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            yield f"{name}={value!r}", value in known, "known are " + ", ".join(known), f"{name}={known[0]!r}"
+        yield f"epochs={self.epochs}", self.epochs >= 1, "each batch is used once or more", "epochs=1"
+        for name, number, fix in (
+            ("warmup", self.warmup, "warmup=0"),
+            ("clip_grad", self.clip_grad, "clip_grad=1.0"),
+            ("weight_decay", self.weight_decay, "weight_decay=0.0"),
+        ):
+            yield f"{name}={number}", number >= 0, f"{name} is 0 (none) or more", fix
+        legal = all(0 <= beta < 1 for beta in self.betas)
+        yield f"betas={self.betas}", legal, "betas are at least 0 and below 1", "betas=(0.9, 0.999)"
+        yield f"eps={self.eps}", self.eps > 0, "eps is above 0", "eps=1e-8"
+        what = f"minibatches={self.minibatches} for {batch} groups a batch"
+        legal = self.minibatches >= 1 and batch % self.minibatches == 0
+        fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=self.minibatches))
+        yield what, legal, "minibatches are equal runs of whole groups", fix
 
     def setup(self, context: StageContext) -> TrainRunner:
         """Opens the backend, its trained copy of the model, and an optimizer."""
@@ -201,7 +188,7 @@ class TrainRunner:
         results = [
             self.learner.update(batch.part(start, stop), stage.loss, temperature=stage.temperature)
             for _ in range(stage.epochs)
-            for start, stop in zip(edges, edges[1:])
+            for start, stop in pairwise(edges)
             if stop > start
         ]
         done = [result for result in results if not result["skipped"]]

@@ -32,7 +32,7 @@ class Supervised:
     lr: float = 3e-3
 
     def run(self, model: Any, tokenizer: Any, seed: int) -> None:
-        """Trains `model` (transformers, float32 or below) in place. A function of the seed, which orders the examples."""
+        """Trains `model`, of transformers, in place. A function of the seed, which orders the examples."""
         import torch
 
         from ops.logprobs import selected_logprobs

@@ -16,6 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+# Ray reads these once, while it is imported. Who imported Ray before us has chosen already.
+if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
 import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -143,9 +147,6 @@ class RayExecutor:
         if self._address:
             options = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
         else:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            if os.environ["RAY_AUTH_MODE"] == "token":
-                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             options["num_cpus"] = max(int(needed + 0.999), os.cpu_count() or 1, 4)
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:
@@ -155,7 +156,7 @@ class RayExecutor:
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
             raise StageError(
                 Problem(
-                    where=f"--address {self._address}" if self._address else "Ray", what=f"cannot be reached: {error}",
+                    where=f"--address {self._address}" if self._address else "Ray", what=f"cannot be reached: {_one_line(error)}",
                     why="the run joins that cluster" if self._address else "the run starts its own Ray",
                     fix="check the address and the token (RAY_AUTH_TOKEN)" if self._address else "see the text above",
                 )  # fmt: skip
@@ -232,7 +233,7 @@ class RayExecutor:
 
 
 def _lost(what: str, error: RayError) -> StageError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = _one_line(error)
     died = isinstance(error, RayActorError)
     return StageError(
         Problem(
@@ -240,6 +241,12 @@ def _lost(what: str, error: RayError) -> StageError:
             why="its task has no result", fix="look into the logs of the run and of Ray, then resume",
         )  # fmt: skip
     )
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says something; Ray's texts go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
+    return lines[0] if lines else type(error).__name__
 
 
 @ray.remote(max_restarts=0, max_concurrency=1)

@@ -80,7 +80,7 @@ class Optimization:
 
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """What one update is made of. `old_logprobs` are the denominator of the ratio, `ref_logprobs` the frozen model's."""
+    """What one update is made of. `old_logprobs` divide the ratio; `ref_logprobs` are the frozen model's."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -141,7 +141,7 @@ class Engine(Protocol):
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, temperature: float, microbatch: int
     ) -> Ragged:
-        """Logprobs of the response tokens under the trained copy, or the frozen one of a model that is not trainable."""
+        """Logprobs of the response tokens: of the trained copy, or of a frozen model's frozen one."""
 
     def learner(self, model: Model, optimization: Optimization) -> Learner:
         """The trained copy with an optimizer. One a model."""

@@ -124,7 +124,7 @@ def check_aggregate(ops: ModuleType) -> None:
             total = ops.aggregate(loss, mask, mode, normalizer)
             total.backward()
             near(total.detach(), aggregate(rows, mode, normalizer))
-            share = [1 if mode == "token" else len(row) for row in rows]
+            share = [1 if mode == "token" else max(1, len(row)) for row in rows]
             near(
                 loss.grad,
                 padded([[1 / (n * normalizer)] * len(row) for n, row in zip(share, rows)], width, 0.0).tolist(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from stages.backends import Generation, Optimization, Sampling
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import generate
 from stages.backends.torch.memory import keep_freed_memory
-from stages.backends.torch.models import closing_tokens, load
+from stages.backends.torch.models import closing_tokens, load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
 
@@ -54,7 +54,7 @@ class TorchEngine:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._builds: dict[Model, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
+        self._builds: dict[Model, PreTrainedModel] = {}
         self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
@@ -73,7 +73,7 @@ class TorchEngine:
         """The model's tokenizer."""
         key = _identity(model)
         if key not in self._tokenizers:
-            self._fresh(key, keep=True)
+            self._tokenizers[key] = load_tokenizer(key)
         return self._tokenizers[key]
 
     def encode(self, model: Model, texts: Sequence[str]) -> Ragged:
@@ -141,14 +141,16 @@ class TorchEngine:
         """sha256 of weights."""
         return weight_tools.weight_hash(weights)
 
-    def _fresh(self, key: Model, keep: bool = False) -> PreTrainedModel:
-        """A copy of the model as it is before training. What is costly to make again is kept, on the CPU."""
+    def _fresh(self, key: Model) -> PreTrainedModel:
+        """The model as it is before training. What is costly to make again is kept, on the CPU."""
+        network: Any
         if key in self._builds:
-            return copy.deepcopy(self._builds[key][0]).to(self.device)
-        network, tokenizer = load(key, dtype=self.dtype, device=self.device)
-        self._tokenizers[key] = tokenizer
-        if keep or key.config is not None or key.warm_start is not None:
-            self._builds[key] = copy.deepcopy(network).to("cpu"), tokenizer
+            network = copy.deepcopy(self._builds[key])
+            return network.to(self.device)
+        network = load_network(key, self.tokenizer(key), dtype=self.dtype, device=self.device)
+        if key.warm_start is not None:
+            pristine: Any = copy.deepcopy(network)
+            self._builds[key] = pristine.to("cpu")
         return network
 
 

@@ -1,6 +1,8 @@
 """Loads or builds a model and its tokenizer. It knows Hugging Face; it does not know what the model is used for.
 
-    network, tokenizer = load(Model("Qwen/Qwen3-0.6B"), dtype=torch.bfloat16, device=torch.device("cuda"))
+    model = Model("Qwen/Qwen3-0.6B")
+    tokenizer = load_tokenizer(model)
+    network = load_network(model, tokenizer, dtype=torch.bfloat16, device=torch.device("cuda"))
 
 A `Model` with a `config` is built at random from its seed, with one token a character of its alphabet. Two keys of the
 config are ours: `embedding_std` draws the embedding anew with this standard deviation, and `vocab_size` may be
@@ -10,6 +12,7 @@ left out. The result of `save` is a folder that AutoModelForCausalLM and AutoTok
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -22,34 +25,37 @@ from pipeline.errors import Problem
 PAD, EOS = "<pad>", "<eos>"
 
 
-def load(model: Model, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The network in eval mode, warm start applied, and its tokenizer. Deterministic in the model and its seed.
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises StageError where the source cannot be loaded."""
+    if model.config is not None:
+        return character_tokenizer(model.alphabet or "")
+    try:
+        return AutoTokenizer.from_pretrained(model.source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise StageError(_not_loaded(model, error)) from error
+
+
+def load_network(
+    model: Model, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The network in eval mode, warm start applied. Deterministic in the model and its seed.
 
     Raises StageError where the source cannot be loaded.
     """
+    network: Any
     if model.config is not None:
-        network, tokenizer = _build(model)
-        network = network.to(device=device, dtype=dtype)
+        network = _build(model, tokenizer)
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model.source, trust_remote_code=False)
             network = AutoModelForCausalLM.from_pretrained(
                 model.source, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-            ).to(device)
+            )
         except (OSError, ValueError) as error:
-            raise StageError(
-                Problem(
-                    where=str(model.location),
-                    what=f"model {model.source!r} cannot be loaded: {' '.join(str(error).split())[:300]}",
-                    why="it must be a folder or a hub name of a Hugging Face causal language model",
-                    fix="a folder that save_pretrained wrote, or a name that this machine can download",
-                )
-            ) from error
-    network.eval()
+            raise StageError(_not_loaded(model, error)) from error
+    network = network.to(device=device, dtype=dtype).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
-        network.eval()
-    return network, tokenizer
+    return network
 
 
 def save(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -81,10 +87,18 @@ def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return tuple(sorted(found))
 
 
-def _build(model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _not_loaded(model: Model, error: Exception) -> Problem:
+    return Problem(
+        where=str(model.location),
+        what=f"model {model.source!r} cannot be loaded: {' '.join(str(error).split())[:300]}",
+        why="it must be a folder or a hub name of a Hugging Face causal language model",
+        fix="a folder that save_pretrained wrote, or a name that this machine can download",
+    )
+
+
+def _build(model: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = dict(model.config or {})
     embedding_std = config.pop("embedding_std", None)
-    tokenizer = character_tokenizer(model.alphabet or "")
     config.setdefault("vocab_size", len(tokenizer))
     if config["vocab_size"] < len(tokenizer):
         raise StageError(
@@ -103,4 +117,4 @@ def _build(model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
         if embedding_std is not None:
             torch.nn.init.normal_(network.get_input_embeddings().weight, std=embedding_std)
-    return network, tokenizer
+    return network

@@ -76,19 +76,17 @@ class TorchLearner:
         tokens = sum(batch.response_ids.lengths)
         step = self.settings.microbatch or count
         normalizer = tokens if loss.aggregation == "token" else count
-        sums: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "entropy": 0.0, "kl": 0.0, "ratio_max": 0.0}
+        sums = {"loss": 0.0, "clip_fraction": 0.0, "entropy": 0.0, "kl": 0.0, "ratio_max": 0.0}
         for start in range(0, count, step):
             part = self._backward(batch.part(start, start + step), loss, temperature, normalizer)
             for name, value in part.items():
                 sums[name] = max(sums[name], value) if name == "ratio_max" else sums[name] + value
         norm = self._step(sums["loss"])
-        metrics = {
-            name: value / tokens if name in ("clip_fraction", "entropy", "kl") else value
-            for name, value in sums.items()
-        }
+        for name in ("clip_fraction", "entropy", "kl"):
+            sums[name] /= tokens
         if batch.ref_logprobs is None:
-            del metrics["kl"]
-        return metrics | norm
+            del sums["kl"]
+        return sums | norm
 
     def _backward(self, part: Minibatch, loss: Any, temperature: float, normalizer: int) -> dict[str, float]:
         """Adds the gradient of one microbatch; returns sums over its tokens, and its share of the loss."""

@@ -19,14 +19,13 @@ def response_logits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits / temperature [N, T, V] that predict the response tokens, their ids [N, T], and which are real [N, T].
 
-    Only the logits of response positions are computed. Padding on the left of a prompt is masked; padding on the right of
-    a response needs no mask, because attention is causal.
+    Only the logits of response positions are computed. Padding on the left of a prompt is masked; padding on the right
+    of a response needs no mask, because attention is causal.
     """
     device = network.device
     prompts_NP = pad_left(prompt_ids.rows(), pad).to(device)
     ids_NT = pad_right(response_ids, pad).to(device)
-    N, P = prompts_NP.shape
-    T = ids_NT.shape[1]
+    P, T = prompts_NP.shape[1], ids_NT.shape[1]
     inputs_NS = torch.cat([prompts_NP, ids_NT[:, :-1]], dim=1)
     mask_NS = positions_NS = None
     if min(prompt_ids.lengths) < P:

@@ -44,7 +44,7 @@ def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(named):
         tensor = named[name].detach().to("cpu").contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()
 
 
