@@ -45,7 +45,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files.values())
 
 
-def write(run: RunDir, *, graph: str, steps: int, batch: int, seed: int, save: Callable[[Path], None]) -> tuple[Path, Manifest]:
+def write(
+    run: RunDir, *, graph: str, steps: int, batch: int, seed: int, save: Callable[[Path], None]
+) -> tuple[Path, Manifest]:
     """Have `save(folder)` fill a temporary folder, sync it, describe it and move it into place.
 
     Until the final rename the folder has another name, so a checkpoint that exists is whole.
@@ -87,13 +89,18 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest]:
             return folder, msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         damaged.append(problem)
     raise CheckpointError(
-        *(damaged or [
-            Problem(
-                where=str(run.checkpoints), what="there is no checkpoint", why="a resume starts from one",
-                fix="start the run anew, with --checkpoint-every",
-            )  # fmt: skip
-        ])
-    )  # fmt: skip
+        *(
+            damaged
+            or [
+                Problem(
+                    where=str(run.checkpoints),
+                    what="there is no checkpoint",
+                    why="a resume starts from one",
+                    fix="start the run anew, with --checkpoint-every",
+                )
+            ]
+        )
+    )
 
 
 def _damage(folder: Path) -> Problem | None:
@@ -104,10 +111,15 @@ def _damage(folder: Path) -> Problem | None:
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
-        return Problem(where=str(folder / MANIFEST), what=f"it cannot be read: {error}", why="its format is fixed", fix=fix)
+        return Problem(
+            where=str(folder / MANIFEST), what=f"it cannot be read: {error}", why="its format is fixed", fix=fix
+        )
     if manifest.format != FORMAT:
         return Problem(
-            where=str(folder / MANIFEST), what=f"format {manifest.format}", why=f"this version reads format {FORMAT}", fix=fix
+            where=str(folder / MANIFEST),
+            what=f"format {manifest.format}",
+            why=f"this version reads format {FORMAT}",
+            fix=fix,
         )
     for name, file in manifest.files.items():
         path = folder / name
@@ -116,7 +128,9 @@ def _damage(folder: Path) -> Problem | None:
         if not path.is_file():
             return Problem(where=str(path), what="it is not there", why="the manifest lists it", fix=fix)
         if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
-            return Problem(where=str(path), what="size or sha256 differ from the manifest", why="it was damaged", fix=fix)
+            return Problem(
+                where=str(path), what="size or sha256 differ from the manifest", why="it was damaged", fix=fix
+            )
     return None
 
 

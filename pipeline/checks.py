@@ -19,17 +19,24 @@ def structure(graph: Graph) -> Iterator[Problem]:
     where = str(graph.location)
     if not graph.name.replace("-", "").replace("_", "").isalnum():
         yield Problem(
-            where=where, what=f"graph name {graph.name!r} is not usable as a folder name",
-            why="it names run directories and the data plane partition", fix="use letters, digits, '-' and '_'",
-        )  # fmt: skip
+            where=where,
+            what=f"graph name {graph.name!r} is not usable as a folder name",
+            why="it names run directories and the data plane partition",
+            fix="use letters, digits, '-' and '_'",
+        )
     if not isinstance(graph.schedule, Schedule):
         yield Problem(
-            where=where, what=f"schedule is a {type(graph.schedule).__name__}", why="a graph runs by a Schedule",
+            where=where,
+            what=f"schedule is a {type(graph.schedule).__name__}",
+            why="a graph runs by a Schedule",
             fix="schedule=Schedule(steps=100)",
-        )  # fmt: skip
+        )
     if isinstance(graph.stages, Stage):
         yield Problem(
-            where=where, what="stages is one stage", why="a graph has a tuple of stages", fix="stages=(Rollout(...), ...)"
+            where=where,
+            what="stages is one stage",
+            why="a graph has a tuple of stages",
+            fix="stages=(Rollout(...), ...)",
         )
         return
     everything = [("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))]
@@ -37,22 +44,29 @@ def structure(graph: Graph) -> Iterator[Problem]:
         if not isinstance(stage, Stage):
             hint = f"{stage.__name__}(...)" if isinstance(stage, type) else "a Stage"
             yield Problem(
-                where=where, what=f"{at} is {stage!r:.80}", why="sources and stages are Stage objects", fix=f"pass {hint}"
+                where=where,
+                what=f"{at} is {stage!r:.80}",
+                why="sources and stages are Stage objects",
+                fix=f"pass {hint}",
             )
     stages = [stage for _, stage in everything if isinstance(stage, Stage)]
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             places = " and ".join(str(stage.location) for stage in stages if stage.name == name)
             yield Problem(
-                where=places, what=f"{count} stages are named {name!r}", why="a name stands for one stage",
+                where=places,
+                what=f"{count} stages are named {name!r}",
+                why="a name stands for one stage",
                 fix=f"give one of them name={name + '_2'!r}",
-            )  # fmt: skip
+            )
     for stage in stages:
         if stage.name == "samples":
             yield Problem(
-                where=str(stage.location), what="a stage is named 'samples'",
-                why="every plan adds a stage of that name, which keeps texts in the run directory", fix="choose another name",
-            )  # fmt: skip
+                where=str(stage.location),
+                what="a stage is named 'samples'",
+                why="every plan adds a stage of that name, which keeps texts in the run directory",
+                fix="choose another name",
+            )
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
@@ -78,47 +92,61 @@ def _schedule(graph: Graph) -> Iterator[Problem]:
         value = getattr(schedule, name)
         if not isinstance(value, int) or value < low:
             yield Problem(
-                where=where, what=f"Schedule({name}={value!r})", why=f"{name} is a whole number, {low} or more",
+                where=where,
+                what=f"Schedule({name}={value!r})",
+                why=f"{name} is a whole number, {low} or more",
                 fix=f"{name}={low}",
-            )  # fmt: skip
+            )
             return
     if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
         yield Problem(
-            where=where, what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
-            why="samples of an older policy bias the gradient", fix="max_staleness=0, or a loss with an off-policy correction",
-        )  # fmt: skip
+            where=where,
+            what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
+            why="samples of an older policy bias the gradient",
+            fix="max_staleness=0, or a loss with an off-policy correction",
+        )
     needed = (schedule.max_staleness + 1) * graph.batch
     if schedule.capacity is not None and schedule.capacity < needed:
         yield Problem(
-            where=where, what=f"Schedule(capacity={schedule.capacity}) groups",
-            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once", fix=f"capacity={needed} or more",
-        )  # fmt: skip
+            where=where,
+            what=f"Schedule(capacity={schedule.capacity}) groups",
+            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once",
+            fix=f"capacity={needed} or more",
+        )
 
 
 def _source(graph: Graph) -> Iterator[Problem]:
     source = graph.source
     if source.reads:
         yield Problem(
-            where=str(source.location), what=f"source {source.name!r} reads {_names(source.reads)}",
-            why="a source makes prompts from nothing", fix="put it among the stages and use Prompts(...) as source",
-        )  # fmt: skip
+            where=str(source.location),
+            what=f"source {source.name!r} reads {_names(source.reads)}",
+            why="a source makes prompts from nothing",
+            fix="put it among the stages and use Prompts(...) as source",
+        )
     if graph.batch < 1:
         yield Problem(
-            where=str(source.location), what=f"batch={graph.batch}", why="a step has one prompt at least", fix="batch=32"
+            where=str(source.location),
+            what=f"batch={graph.batch}",
+            why="a step has one prompt at least",
+            fix="batch=32",
         )
     makers = [stage for stage in graph.stages if stage.group_size is not None]
     if len(makers) > 1:
         yield Problem(
             where=" and ".join(str(stage.location) for stage in makers),
-            what=f"{len(makers)} stages make samples ({_names(makers)})", why="all groups of a graph have one size",
+            what=f"{len(makers)} stages make samples ({_names(makers)})",
+            why="all groups of a graph have one size",
             fix="keep one rollout",
-        )  # fmt: skip
+        )
     for maker in makers:
         if not 1 <= (maker.group_size or 0) <= 999:
             yield Problem(
-                where=str(maker.location), what=f"samples_per_prompt={maker.group_size}",
-                why="a prompt has 1 to 999 samples", fix="samples_per_prompt=8",
-            )  # fmt: skip
+                where=str(maker.location),
+                what=f"samples_per_prompt={maker.group_size}",
+                why="a prompt has 1 to 999 samples",
+                fix="samples_per_prompt=8",
+            )
 
 
 def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
@@ -131,10 +159,11 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
             both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
             transfers = all(stage.shape == "transfer" for stage, _ in pairs)
             yield Problem(
-                where=str(pairs[1][0].location), what=f"field {name!r} is written by {both}",
+                where=str(pairs[1][0].location),
+                what=f"field {name!r} is written by {both}",
                 why="a served model has one Refit" if transfers else "a field has one writer",
                 fix="remove one Refit" if transfers else "remove one of them, or rename its field",
-            )  # fmt: skip
+            )
     read: set[str] = set()
     for stage in stages:
         for field in (*stage.reads, *stage.reads_back):
@@ -143,23 +172,30 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 near = difflib.get_close_matches(field.name, writers, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"add a stage that writes {field.name!r}"
                 yield Problem(
-                    where=str(stage.location), what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
-                    why="every read has a writer", fix=hint,
-                )  # fmt: skip
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
+                    why="every read has a writer",
+                    fix=hint,
+                )
                 continue
             by, written = writers[field.name][0]
             if not written.agrees_with(field):
                 yield Problem(
                     where=str(stage.location),
-                    what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, {by.name!r} writes {_type(written)}",
-                    why="dtype, dims and unit agree across an edge", fix=f"declare it as {_type(written)} in {stage.name!r}",
-                )  # fmt: skip
+                    what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, "
+                    f"{by.name!r} writes {_type(written)}",
+                    why="dtype, dims and unit agree across an edge",
+                    fix=f"declare it as {_type(written)} in {stage.name!r}",
+                )
     for name, pairs in writers.items():
         if name not in read:
             yield Problem(
-                where=str(pairs[0][0].location), what=f"field {name!r} of {pairs[0][0].name!r} is read by nobody",
-                why="it is put and cleared for nothing", fix="remove it, or add its reader", warning=True,
-            )  # fmt: skip
+                where=str(pairs[0][0].location),
+                what=f"field {name!r} of {pairs[0][0].name!r} is read by nobody",
+                why="it is put and cleared for nothing",
+                fix="remove it, or add its reader",
+                warning=True,
+            )
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:
@@ -182,10 +218,11 @@ def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
             cycle = nx.find_cycle(graph.subgraph(component), source=min(component))
             path = " ".join(f"{a} -[{graph.edges[a, b]['field']}]->" for a, b in cycle) + f" {cycle[0][0]}"
             yield Problem(
-                where=where[cycle[0][0]], what=f"the stages form a cycle: {path}",
+                where=where[cycle[0][0]],
+                what=f"the stages form a cycle: {path}",
                 why="within a step a field comes before its readers",
                 fix="read one of these fields from the step before (reads_back), or remove the read",
-            )  # fmt: skip
+            )
 
 
 def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
@@ -193,24 +230,32 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
         where, groups = str(stage.location), stage.groups()
         if stage.shape == "transfer" and len({group.name for group in groups}) != 2:
             yield Problem(
-                where=where, what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
-                why="weights move from one worker group to another", fix="source=learner, target=sampler",
-            )  # fmt: skip
+                where=where,
+                what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
+                why="weights move from one worker group to another",
+                fix="source=learner, target=sampler",
+            )
         if stage.per not in ("sample", "group", "batch"):
             yield Problem(
-                where=where, what=f"stage {stage.name!r} has per={stage.per!r}", why="a unit is a sample, a group or a batch",
+                where=where,
+                what=f"stage {stage.name!r} has per={stage.per!r}",
+                why="a unit is a sample, a group or a batch",
                 fix="per='sample', 'group' or 'batch'",
-            )  # fmt: skip
+            )
         if not isinstance(stage.every, int) or stage.every < 1:
             yield Problem(
-                where=where, what=f"stage {stage.name!r} has every={stage.every!r}", why="it runs at every n-th step, n >= 1",
+                where=where,
+                what=f"stage {stage.name!r} has every={stage.every!r}",
+                why="it runs at every n-th step, n >= 1",
                 fix="every=1",
-            )  # fmt: skip
+            )
         elif stage.every > 1 and any(not field.per_step for field in stage.writes):
             yield Problem(
-                where=where, what=f"stage {stage.name!r} runs at every {stage.every}th step and writes {_names(stage.writes)}",
-                why="its readers would wait for ever in between", fix="every=1",
-            )  # fmt: skip
+                where=where,
+                what=f"stage {stage.name!r} runs at every {stage.every}th step and writes {_names(stage.writes)}",
+                why="its readers would wait for ever in between",
+                fix="every=1",
+            )
 
 
 def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
@@ -219,9 +264,11 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
         known = groups.setdefault(group.name, group)
         if known != group:
             yield Problem(
-                where=str(group.location), what=f"worker group {group.name!r} is declared twice, differently",
-                why="a name stands for one group of processes", fix="build it once and pass the same object",
-            )  # fmt: skip
+                where=str(group.location),
+                what=f"worker group {group.name!r} is declared twice, differently",
+                why="a name stands for one group of processes",
+                fix="build it once and pass the same object",
+            )
     for group in groups.values():
         where = str(group.location)
         if group.workers < 1 or group.gpus < 0 or group.cpus < 0 or group.threads < 0:
@@ -229,33 +276,41 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                 where=where,
                 what=f"WorkerGroup({group.name!r}, workers={group.workers}, gpus={group.gpus}, cpus={group.cpus}, "
                 f"threads={group.threads})",
-                why="workers are 1 or more, the rest 0 or more", fix="workers=1",
-            )  # fmt: skip
+                why="workers are 1 or more, the rest 0 or more",
+                fix="workers=1",
+            )
         elif group.gpus % group.workers:
             yield Problem(
-                where=where, what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
-                why="GPUs are divided evenly over the workers", fix=f"gpus={group.workers} or a multiple",
-            )  # fmt: skip
+                where=where,
+                what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
+                why="GPUs are divided evenly over the workers",
+                fix=f"gpus={group.workers} or a multiple",
+            )
         elif graph.batch % group.workers:
             yield Problem(
-                where=where, what=f"worker group {group.name!r} has {group.workers} workers, a batch has {graph.batch} groups",
-                why="the data-parallel size divides the batch", fix=f"a batch that is a multiple of {group.workers}",
-            )  # fmt: skip
+                where=where,
+                what=f"worker group {group.name!r} has {group.workers} workers, a batch has {graph.batch} groups",
+                why="the data-parallel size divides the batch",
+                fix=f"a batch that is a multiple of {group.workers}",
+            )
         elif group.workers > 1:
             for stage in stages:
                 if group in stage.groups() and (stage.uses or stage.updates):
                     yield Problem(
                         where=str(stage.location),
                         what=f"stage {stage.name!r} runs a model on {group.name!r}, which has {group.workers} workers",
-                        why="a model runs in one worker in this version", fix="workers=1",
-                    )  # fmt: skip
+                        why="a model runs in one worker in this version",
+                        fix="workers=1",
+                    )
     asked = sum(group.gpus for group in groups.values())
     if gpus is not None and asked > gpus:
         parts = ", ".join(f"{group.name} {group.gpus}" for group in groups.values() if group.gpus)
         yield Problem(
-            where=str(graph.location), what=f"the worker groups ask for {asked} GPUs ({parts}), there are {gpus}",
-            why="every group holds its GPUs for the whole run", fix="fewer GPUs a group, or more machines",
-        )  # fmt: skip
+            where=str(graph.location),
+            what=f"the worker groups ask for {asked} GPUs ({parts}), there are {gpus}",
+            why="every group holds its GPUs for the whole run",
+            fix="fewer GPUs a group, or more machines",
+        )
 
 
 def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
@@ -264,18 +319,22 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
     for stage in trainers:
         if stage.updates and not stage.updates.trainable:
             yield Problem(
-                where=str(stage.location), what=f"stage {stage.name!r} updates the frozen model {stage.updates.source!r}",
-                why="a frozen model never changes", fix="pass the model itself, not model.frozen()",
-            )  # fmt: skip
+                where=str(stage.location),
+                what=f"stage {stage.name!r} updates the frozen model {stage.updates.source!r}",
+                why="a frozen model never changes",
+                fix="pass the model itself, not model.frozen()",
+            )
     updated: dict[Model, Stage] = {}
     for stage in trainers:
         if stage.updates:
             other = updated.setdefault(stage.updates, stage)
             if other is not stage:
                 yield Problem(
-                    where=str(stage.location), what=f"{other.name!r} and {stage.name!r} both update {stage.updates.source!r}",
-                    why="a model's weights have one owner", fix="remove one of them",
-                )  # fmt: skip
+                    where=str(stage.location),
+                    what=f"{other.name!r} and {stage.name!r} both update {stage.updates.source!r}",
+                    why="a model's weights have one owner",
+                    fix="remove one of them",
+                )
     for stage in stages:
         for model in stage.uses if stage.shape != "transfer" else ():
             trainer = updated.get(model)
@@ -284,10 +343,11 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
             if not any(t.groups()[1:] == stage.groups() and model in t.uses for t in transfers):
                 yield Problem(
                     where=str(stage.location),
-                    what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, where nothing brings it up to date",
+                    what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, "
+                    "where nothing brings it up to date",
                     why=f"{trainer.name!r} updates it on {_names(trainer.groups())}",
                     fix=f"run it on {_names(trainer.groups())}, or add a Refit to {_names(stage.groups())}",
-                )  # fmt: skip
+                )
 
 
 def model_name(model: Model) -> str:

@@ -1,4 +1,7 @@
-"""What a run prints: problems, the plan, a progress line, the final table. Colours only on a terminal (NO_COLOR honoured)."""
+"""What a run prints: problems, the plan, a progress line, the final table.
+
+Colours only on a terminal, and none where NO_COLOR is set.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,9 @@ def drawing(plan: Plan) -> list[str]:
         if depth:
             lines.append("        |")
             lines.append("        v")
-        for stage in layer:
-            lines.append(_box(stage, writer))
-    for edge in plan.edges:
-        if edge.back:
-            lines.append(f"        ^ {edge.field}: {edge.writer} -> {edge.reader} of a later step")
-    return lines
+        lines += [_box(stage, writer) for stage in layer]
+    back = [edge for edge in plan.edges if edge.back]
+    return lines + [f"        ^ {edge.field}: {edge.writer} -> {edge.reader} of a later step" for edge in back]
 
 
 def _box(stage: PlannedStage, writer: dict[str, str]) -> str:
@@ -136,7 +136,9 @@ class Progress:
         if "rollout/length_mean" in metrics and step_s:
             tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
             parts.append(f"{tokens / step_s:,.0f} tok/s")
-        stages = {name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}
+        stages = {
+            name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"
+        }
         if stages:
             slowest = max(stages, key=lambda name: stages[name])
             parts.append(f"{step_s:.2f} s/step, slowest {slowest} {stages[slowest]:.2f} s")
@@ -153,7 +155,9 @@ class Progress:
             print(text, flush=True)
 
 
-def print_summary(plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]) -> None:
+def print_summary(
+    plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]
+) -> None:
     """The final table: what was reached, where it lies, what to do next."""
     from rich.table import Table
 

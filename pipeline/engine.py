@@ -1,14 +1,13 @@
 """Drives one run: the scheduler decides, the executor acts, the trace remembers.
 
-    run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
-    run.execute()
+run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
+run.execute()
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -31,8 +30,8 @@ StepListener = Callable[[int, dict[str, float]], None]
 class Engine:
     """One run of a graph. `execute` runs it to the end or raises what ended it; either way everything is put away.
 
-    `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long the
-    run may go without any task finishing.
+    `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long
+    the run may go without any task finishing.
     """
 
     def __init__(
@@ -62,15 +61,22 @@ class Engine:
     def execute(self) -> None:
         """Run every step that is left. Raises SluiceError; KeyboardInterrupt passes through."""
         settings = WorkerSettings(
-            partition=self.plan.partition, group_size=self.plan.group_size, steps=self.plan.steps,
-            seed=self.graph.schedule.seed, run_dir=self.run_dir.path if self.run_dir else None,
-        )  # fmt: skip
+            partition=self.plan.partition,
+            group_size=self.plan.group_size,
+            steps=self.plan.steps,
+            seed=self.graph.schedule.seed,
+            run_dir=self.run_dir.path if self.run_dir else None,
+        )
         restore = checkpoint.read(self.run_dir, self.start)[0] if self.run_dir and self.start else None
         self._trace.write(
             trace.Started(
-                graph=self.plan.name, start=self.start, steps=self.plan.steps, executor=self.executor.name,
-                monotonic_s=time.monotonic(), wall_s=time.time(),
-            )  # fmt: skip
+                graph=self.plan.name,
+                start=self.start,
+                steps=self.plan.steps,
+                executor=self.executor.name,
+                monotonic_s=time.monotonic(),
+                wall_s=time.time(),
+            )
         )
         try:
             self.executor.start(self.graph, self.plan, settings, restore)
@@ -80,9 +86,17 @@ class Engine:
         except SluiceError as error:
             self._trace.write(
                 trace.Failed(
-                    stage=None, step=None, error=type(error).__name__, problems=tuple(map(str, error.problems)),
+                    stage=None,
+                    step=None,
+                    error=type(error).__name__,
+                    problems=tuple(map(str, error.problems)),
                     at_s=time.monotonic(),
-                )  # fmt: skip
+                )
+            )
+            raise
+        except KeyboardInterrupt:
+            self._trace.write(
+                trace.Failed(stage=None, step=None, error="interrupted", problems=(), at_s=time.monotonic())
             )
             raise
         finally:
@@ -114,7 +128,9 @@ class Engine:
             case Admit():
                 now_s = self._admitted_s[decision.step] = time.monotonic()
                 self._trace.write(
-                    trace.Admitted(step=decision.step, groups=decision.groups, version=self.scheduler.version, at_s=now_s)
+                    trace.Admitted(
+                        step=decision.step, groups=decision.groups, version=self.scheduler.version, at_s=now_s
+                    )
                 )
             case Run():
                 self._submit(decision.task)
@@ -130,12 +146,20 @@ class Engine:
         planned = self.plan.stage(task.stage)
         fields = [field for field in planned.reads if field not in self.plan.weights_fields]
         meta = self.handles.handle(task.step, task.groups, fields) if fields and task.groups else None
-        self._outstanding[task.stage, task.step] = self._outstanding.get((task.stage, task.step), 0) + len(task.groups or "1")
+        self._outstanding[task.stage, task.step] = self._outstanding.get((task.stage, task.step), 0) + len(
+            task.groups or "1"
+        )
         self._trace.write(
             trace.Submitted(
-                stage=task.stage, step=task.step, attempt=task.attempt, group=planned.groups[0], worker=0,
-                samples=len(task.groups) * self.plan.group_size, version=task.version, at_s=time.monotonic(),
-            )  # fmt: skip
+                stage=task.stage,
+                step=task.step,
+                attempt=task.attempt,
+                group=planned.groups[0],
+                worker=0,
+                samples=len(task.groups) * self.plan.group_size,
+                version=task.version,
+                at_s=time.monotonic(),
+            )
         )
         self.executor.submit(task, meta)
 
@@ -154,7 +178,9 @@ class Engine:
             if planned.shape == "transfer":
                 self.weights = {version: sha256}
                 self._trace.write(
-                    trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=time.monotonic())
+                    trace.Published(
+                        stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=time.monotonic()
+                    )
                 )
                 if task.step in self._admitted_s:
                     self._metric(task.step, {"time/step_s": time.monotonic() - self._admitted_s[task.step]}, 1.0)
@@ -190,19 +216,29 @@ class Engine:
             start_s = time.monotonic()
             try:
                 folder, manifest = checkpoint.write(
-                    self.run_dir, graph=self.plan.name, steps=step + 1, batch=self.plan.batch,
-                    seed=self.graph.schedule.seed, save=self.executor.save,
-                )  # fmt: skip
+                    self.run_dir,
+                    graph=self.plan.name,
+                    steps=step + 1,
+                    batch=self.plan.batch,
+                    seed=self.graph.schedule.seed,
+                    save=self.executor.save,
+                )
             except OSError as error:
                 raise CheckpointError(
                     Problem(
-                        where=str(self.run_dir.checkpoints), what=f"a checkpoint could not be written: {error}",
-                        why="the run must be able to resume; earlier checkpoints are whole", fix="make room, then --resume",
-                    )  # fmt: skip
+                        where=str(self.run_dir.checkpoints),
+                        what=f"a checkpoint could not be written: {error}",
+                        why="the run must be able to resume; earlier checkpoints are whole",
+                        fix="make room, then --resume",
+                    )
                 ) from error
             self._trace.write(
                 trace.Checkpointed(
-                    step=step, folder=folder.name, size_bytes=manifest.size_bytes, start_s=start_s, end_s=time.monotonic()
+                    step=step,
+                    folder=folder.name,
+                    size_bytes=manifest.size_bytes,
+                    start_s=start_s,
+                    end_s=time.monotonic(),
                 )
             )
         return Saved(step)
@@ -242,48 +278,57 @@ class Engine:
                         events.append(landed)
                         self._trace.write(
                             trace.Put(
-                                stage=stage.name, step=step, attempt=0, fields=(field,), groups=landed.groups,
-                                samples=len(found), size_bytes=0, start_s=now_s, end_s=now_s,
-                            )  # fmt: skip
+                                stage=stage.name,
+                                step=step,
+                                attempt=0,
+                                fields=(field,),
+                                groups=landed.groups,
+                                samples=len(found),
+                                size_bytes=0,
+                                start_s=now_s,
+                                end_s=now_s,
+                            )
                         )
-                    elif stage.timeout_s and time.monotonic() - self._admitted_s.get(step, time.monotonic()) > stage.timeout_s:
+                    elif (
+                        stage.timeout_s
+                        and time.monotonic() - self._admitted_s.get(step, time.monotonic()) > stage.timeout_s
+                    ):
                         raise StageError(
                             Problem(
-                                where=stage.where, what=f"field {field!r} of step {step + 1} did not arrive in {stage.timeout_s:g} s",
-                                why="a process outside the graph writes it", fix="start that process, or raise timeout_s",
-                            )  # fmt: skip
+                                where=stage.where,
+                                what=f"field {field!r} of step {step + 1} did not arrive in {stage.timeout_s:g} s",
+                                why="a process outside the graph writes it",
+                                fix="start that process, or raise timeout_s",
+                            )
                         )
         return events
 
     def _check_progress(self) -> None:
         idle_s = time.monotonic() - self._last_progress_s
         waits = "; ".join(
-            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}" for step, stage, what in self.scheduler.waiting()
+            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
+            for step, stage, what in self.scheduler.waiting()
         )
         if not self._outstanding and not self._external:
             raise StageError(
                 Problem(
-                    where=f"run of {self.plan.name}", what=f"nothing can start: {waits}", why="no task is running",
+                    where=f"run of {self.plan.name}",
+                    what=f"nothing can start: {waits}",
+                    why="no task is running",
                     fix="report this graph: the checks should have refused it",
-                )  # fmt: skip
+                )
             )
         if idle_s > self.deadline_s:
             running = ", ".join(f"{stage} at step {step + 1}" for stage, step in self._outstanding)
             raise StageError(
                 Problem(
-                    where=f"run of {self.plan.name}", what=f"no task finished in {self.deadline_s:g} s; running: {running or 'none'}",
-                    why=f"every wait has a deadline; {waits}", fix="raise --deadline-s, or mend the stage that hangs",
-                )  # fmt: skip
+                    where=f"run of {self.plan.name}",
+                    what=f"no task finished in {self.deadline_s:g} s; running: {running or 'none'}",
+                    why=f"every wait has a deadline; {waits}",
+                    fix="raise --deadline-s, or mend the stage that hangs",
+                )
             )
 
     def _end(self) -> None:
-        plane = self.executor.plane
-        rows = plane.row_count(self.plan.partition)
-        plane.drain()
+        rows = self.executor.plane.row_count(self.plan.partition)
         self._trace.write(trace.Ended(steps=self.plan.steps, rows_left=rows, at_s=time.monotonic()))
-
-
-def checkpoint_folder(run: RunDir, steps: int | None) -> tuple[int, Path]:
-    """The step to resume after and its checkpoint."""
-    folder, manifest = checkpoint.read(run, steps)
-    return manifest.steps, folder

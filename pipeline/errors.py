@@ -58,7 +58,7 @@ class DataPlaneError(SluiceError):
     exit_code = 4
 
 
-class DataPlaneLost(DataPlaneError):
+class DataPlaneLost(DataPlaneError):  # noqa: N818 - the name that the contract of the data plane uses
     """The data plane's controller or a storage unit did not answer before the deadline."""
 
     exit_code = 5

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 TENSOR_DTYPES = (
-    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 WEIGHTS = "weights"  # the bytes live in a model, not in the data plane; the handle carries version and hash
 DTYPES = (*TENSOR_DTYPES, "str", WEIGHTS)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
@@ -50,7 +59,9 @@ class Field:
             raise ValueError(f"field {self.name!r}: dims {self.dims!r} do not start with N")
         rest = symbols[2:] if self.ragged else symbols[1:]
         if not all(symbol.isdigit() and int(symbol) > 0 for symbol in rest):
-            raise ValueError(f"field {self.name!r}: dims {self.dims!r} have more than one ragged dimension, or it is late")
+            raise ValueError(
+                f"field {self.name!r}: dims {self.dims!r} have more than one ragged dimension, or it is late"
+            )
         if self.dtype == "str" and len(symbols) > 1:
             raise ValueError(f"field {self.name!r}: a str field is one text a sample, dims 'N'")
 
@@ -77,12 +88,26 @@ class Field:
     def bounded(self, *, low: float | None = None, high: float | None = None) -> Field:
         """The same field with tighter bounds, such as the size of a vocabulary that is known once a model is loaded."""
         return Field(
-            self.name, self.dtype, self.dims, self.unit,
-            self.low if low is None else low, self.high if high is None else high,
-        )  # fmt: skip
+            self.name,
+            self.dtype,
+            self.dims,
+            self.unit,
+            self.low if low is None else low,
+            self.high if high is None else high,
+        )
 
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "str": 32, WEIGHTS: 0,
-}  # fmt: skip  # a str is counted as 32 bytes in estimates
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "str": 32,
+    WEIGHTS: 0,
+}  # a str is counted as 32 bytes in estimates

@@ -82,7 +82,8 @@ class Schedule:
 
     steps             batches to train on
     max_staleness     policy versions that rollout may run ahead of train; 0 is synchronous
-    capacity          groups that may be in flight; None means (max_staleness + 1) batches
+    capacity          groups that may lie in the data plane; None means (max_staleness + 2) batches, so that a slow
+                      reader that trains nothing may lag one behind
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
     keep_groups       groups of each step whose texts are kept in the run directory
     seed              of everything random in the run

@@ -71,16 +71,20 @@ class GraphFile:
         except (ValueError, TypeError) as error:
             raise GraphError(
                 Problem(
-                    where=_deepest(error, self.path), what=f"graph() raised {type(error).__name__}: {error}",
-                    why="the descriptions in it must be valid", fix="mend that line, or the flag behind it",
-                )  # fmt: skip
+                    where=_deepest(error, self.path),
+                    what=f"graph() raised {type(error).__name__}: {error}",
+                    why="the descriptions in it must be valid",
+                    fix="mend that line, or the flag behind it",
+                )
             ) from error
         if not isinstance(graph, Graph):
             raise GraphError(
                 Problem(
-                    where=str(self.path), what=f"graph() returned {type(graph).__name__}", why="it returns a pipeline.Graph",
+                    where=str(self.path),
+                    what=f"graph() returned {type(graph).__name__}",
+                    why="it returns a pipeline.Graph",
                     fix="return Graph(name=..., source=..., stages=(...), schedule=...)",
-                )  # fmt: skip
+                )
             )
         return graph
 
@@ -91,18 +95,22 @@ def load(path: Path) -> GraphFile:
         near = sorted(str(p) for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
         raise GraphError(
             Problem(
-                where=str(path), what="there is no such file", why="a run starts from a graph file",
+                where=str(path),
+                what="there is no such file",
+                why="a run starts from a graph file",
                 fix=f"one of {', '.join(near)}" if near else "graphs/quickstart.py",
-            )  # fmt: skip
+            )
         )
     module = _import(path)
     function = vars(module).get("graph")
     if not callable(function):
         raise GraphError(
             Problem(
-                where=str(path), what="it has no function graph()", why="that function declares the step",
+                where=str(path),
+                what="it has no function graph()",
+                why="that function declares the step",
                 fix="def graph(steps: int = 100) -> Graph: ...",
-            )  # fmt: skip
+            )
         )
     return GraphFile(path, module, function, tuple(_flags(path, function)))
 
@@ -113,9 +121,13 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
     for flag in flags:
         meta = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _TYPES[flag.type]
         group.add_argument(
-            flag.option, dest=f"graph.{flag.name}", type=flag.parse, metavar=meta, default=None,
+            flag.option,
+            dest=f"graph.{flag.name}",
+            type=flag.parse,
+            metavar=meta,
+            default=None,
             help=f"default: {flag.default}",
-        )  # fmt: skip
+        )
 
 
 def _import(path: Path) -> types.ModuleType:
@@ -132,13 +144,15 @@ def _import(path: Path) -> types.ModuleType:
         sys.path.append(folder)  # a graph may import what lies beside it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - user code enters here
+    except Exception as error:
         line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else _deepest(error, path)
         raise GraphError(
             Problem(
-                where=line, what=f"the graph file does not import: {type(error).__name__}: {error}",
-                why="its top level runs before anything else", fix="mend that line",
-            )  # fmt: skip
+                where=line,
+                what=f"the graph file does not import: {type(error).__name__}: {error}",
+                why="its top level runs before anything else",
+                fix="mend that line",
+            )
         ) from error
     return module
 
@@ -151,26 +165,32 @@ def _flags(path: Path, function: Callable[..., Graph]) -> list[Flag]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             problems.append(
                 Problem(
-                    where=where, what=f"graph() takes *{parameter.name}", why="every parameter is a flag",
+                    where=where,
+                    what=f"graph() takes *{parameter.name}",
+                    why="every parameter is a flag",
                     fix="name the parameters",
-                )  # fmt: skip
+                )
             )
             continue
         if parameter.default is parameter.empty:
             problems.append(
                 Problem(
-                    where=where, what=f"parameter {parameter.name!r} of graph() has no default",
-                    why="a graph runs without flags", fix=f"{parameter.name} = ...",
-                )  # fmt: skip
+                    where=where,
+                    what=f"parameter {parameter.name!r} of graph() has no default",
+                    why="a graph runs without flags",
+                    fix=f"{parameter.name} = ...",
+                )
             )
             continue
         kind, choices, optional = _kind(hints.get(parameter.name, type(parameter.default)))
         if kind is None:
             problems.append(
                 Problem(
-                    where=where, what=f"parameter {parameter.name!r} of graph() has type {hints.get(parameter.name)}",
-                    why="a flag is an int, float, str, bool, or a Literal of them", fix="build other objects inside graph()",
-                )  # fmt: skip
+                    where=where,
+                    what=f"parameter {parameter.name!r} of graph() has type {hints.get(parameter.name)}",
+                    why="a flag is an int, float, str, bool, or a Literal of them",
+                    fix="build other objects inside graph()",
+                )
             )
             continue
         flags.append(Flag(parameter.name, kind, parameter.default, choices, optional))

@@ -12,6 +12,7 @@ chosen at the put, and `Placement` records it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -105,10 +106,12 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         """The same keys with fewer fields. Raises KeyError for a field that this handle does not name."""
         if missing := [field for field in fields if field not in self.fields]:
             raise KeyError(f"handle has {', '.join(self.fields)}; asked for {', '.join(missing)}")
-        return self._with(fields=fields, placement_of={f: self.placement_of[f] for f in fields if f in self.placement_of})
+        return self._with(
+            fields=fields, placement_of={f: self.placement_of[f] for f in fields if f in self.placement_of}
+        )
 
     def reorder(self, index: Sequence[int]) -> KVBatchMeta:
-        """The keys at `index`, in that order, with their tags and lengths. A slice, a shard and a permutation are this."""
+        """The keys at `index`, in that order, with their tags and lengths: a slice, a shard, a permutation."""
         return self._with(
             keys=tuple(self.keys[i] for i in index),
             lengths={dim: tuple(lengths[i] for i in index) for dim, lengths in self.lengths.items()},
@@ -124,14 +127,16 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         """`count` handles of as equal size as possible, in order; fewer where there are fewer keys."""
         count = min(count, len(self)) or 1
         edges = [len(self) * i // count for i in range(count + 1)]
-        return [self.slice(a, b) for a, b in zip(edges, edges[1:])]
+        return [self.slice(a, b) for a, b in pairwise(edges)]
 
     @staticmethod
     def concat(handles: Sequence[KVBatchMeta]) -> KVBatchMeta:
         """Other keys, same fields, one after the other. Raises ValueError across partitions or where fields differ."""
         first = handles[0]
         if len({handle.partition_id for handle in handles}) > 1:
-            raise ValueError(f"handles of partitions {sorted({h.partition_id for h in handles})} cannot be concatenated")
+            raise ValueError(
+                f"handles of partitions {sorted({h.partition_id for h in handles})} cannot be concatenated"
+            )
         if len({frozenset(handle.fields) for handle in handles}) > 1:
             raise ValueError("handles with different fields cannot be concatenated; select the common ones first")
         # One placement a distinct combination over all parts, so that fields that lie together stay together.
@@ -192,8 +197,8 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         data = msgspec.msgpack.encode(self)
         if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
             raise ValueError(
-                f"handle of {len(self)} samples takes {len(data)} bytes, more than {SIZE_CAP_BYTES_PER_SAMPLE} a sample; "
-                "tags and extra_info are for small values"
+                f"handle of {len(self)} samples takes {len(data)} bytes, more than "
+                f"{SIZE_CAP_BYTES_PER_SAMPLE} a sample; tags and extra_info are for small values"
             )
         return data
 

@@ -185,13 +185,17 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
     )
     edges = tuple(
         Edge(
-            field=field.name, writer=writer[field.name], reader=stage.name, back=back,
-            bytes_per_sample=_entry_bytes(field), ragged=field.ragged,
+            field=field.name,
+            writer=writer[field.name],
+            reader=stage.name,
+            back=back,
+            bytes_per_sample=_entry_bytes(field),
+            ragged=field.ragged,
         )
         for stage in stages
         for fields, back in ((stage.reads, False), (stage.reads_back, True))
         for field in fields
-    )  # fmt: skip
+    )
     return Plan(
         name=graph.name,
         source=graph.source.name,
@@ -199,7 +203,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         group_size=graph.group_size,
         steps=schedule.steps,
         max_staleness=schedule.max_staleness,
-        capacity=schedule.capacity or (schedule.max_staleness + 1) * graph.batch,
+        capacity=schedule.capacity or (schedule.max_staleness + 2) * graph.batch,
         checkpoint_every=schedule.checkpoint_every,
         stages=planned,
         edges=edges,
@@ -210,13 +214,18 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         ),
         groups=tuple(
             PlacedGroup(
-                name=group.name, backend=group.backend, workers=group.workers, gpus=group.gpus, cpus=group.cpus,
-                threads=group.threads, stages=tuple(stage.name for stage in planned if group.name in stage.groups),
+                name=group.name,
+                backend=group.backend,
+                workers=group.workers,
+                gpus=group.gpus,
+                cpus=group.cpus,
+                threads=group.threads,
+                stages=tuple(stage.name for stage in planned if group.name in stage.groups),
             )
             for group in worker_groups(stages, graph.host)
         ),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
-    )  # fmt: skip
+    )
 
 
 def _fences(stages: Sequence[Stage]) -> list[Fence]:
@@ -226,7 +235,12 @@ def _fences(stages: Sequence[Stage]) -> list[Fence]:
     for trainer in (stage for stage in stages if stage.updates):
         home = trainer.groups()
         for user in stages:
-            if user is not trainer and user.shape != "transfer" and user.groups() == home and trainer.updates in user.uses:
+            if (
+                user is not trainer
+                and user.shape != "transfer"
+                and user.groups() == home
+                and trainer.updates in user.uses
+            ):
                 fences += [
                     Fence(before=trainer.name, after=user.name, lag=1, why="sees the weights of the step before"),
                     Fence(before=user.name, after=trainer.name, lag=0, why="the weights must not change under it"),

@@ -1,6 +1,6 @@
 """Keeps the inputs of a failed task and runs the task again on them, in this process, without a data plane.
 
-    runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
+runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
     if missing:
         raise GraphError(
             Problem(
-                where=f"--replay {folder}", what=f"{missing[0]} is not there", why="a replay needs the inputs of a failed task",
+                where=f"--replay {folder}",
+                what=f"{missing[0]} is not there",
+                why="a replay needs the inputs of a failed task",
                 fix="name a folder below RUN/failures",
-            )  # fmt: skip
+            )
         )
     texts = msgspec.json.decode((folder / "columns.json").read_bytes())
     columns: Columns = {name: texts[name] for name in texts if not name.endswith(".lengths")}
@@ -68,16 +70,22 @@ def run_again(graph: Graph, folder: Path) -> Output:
     if stage is None or stage.shape in ("transfer", "external"):
         raise GraphError(
             Problem(
-                where=f"--replay {folder}", what=f"stage {task.stage!r} cannot be run on its own",
+                where=f"--replay {folder}",
+                what=f"stage {task.stage!r} cannot be run on its own",
                 why="it is not in this graph" if stage is None else f"it is a {stage.shape}",
                 fix=f"one of {', '.join(sorted(stages))}",
-            )  # fmt: skip
+            )
         )
     group = stage.groups()[0] if stage.groups() else graph.host
     context = StageContext(
-        group=group, rank=0, seed=graph.schedule.seed, group_size=graph.group_size, run_dir=None, shared={},
+        group=group,
+        rank=0,
+        seed=graph.schedule.seed,
+        group_size=graph.group_size,
+        run_dir=None,
+        shared={},
         steps=graph.schedule.steps,
-    )  # fmt: skip
+    )
     runner = stage.setup(context)
     if stage.shape != "stream":
         produced = runner(columns, task)
@@ -85,8 +93,8 @@ def run_again(graph: Graph, folder: Path) -> Output:
 
     async def last() -> Output:
         output = Output()
-        async for output in runner(columns, task):
-            pass
+        async for made in runner(columns, task):
+            output = made
         return output
 
     return asyncio.run(last())

@@ -67,16 +67,20 @@ def _main(argv: list[str], started_s: float) -> int:
         _parser(add_help=True).parse_args(argv)
         raise GraphError(
             Problem(
-                where="command line", what="no graph file is named", why="a run starts from a graph file",
+                where="command line",
+                what="no graph file is named",
+                why="a run starts from a graph file",
                 fix="python -m pipeline.run graphs/quickstart.py",
-            )  # fmt: skip
+            )
         )
     file = load(Path(first.graph))
     parser = _parser(add_help=True)
     parser.description = (file.function.__doc__ or file.module.__doc__ or "").strip().partition("\n\n")[0]
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
-    given = {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.") and value is not None}
+    given = {
+        name[6:]: value for name, value in vars(options).items() if name.startswith("graph.") and value is not None
+    }
     record = _recorded(options)
     defaults = {flag.name: flag.default for flag in file.flags}
     values = defaults | (record.args if record else {}) | given
@@ -99,8 +103,12 @@ def _parser(*, add_help: bool) -> argparse.ArgumentParser:
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check the graph and stop; starts nothing")
-    what.add_argument("--plan", action="store_true", help="draw the graph, its placement and what its edges carry, and stop")
-    what.add_argument("--replay", metavar="FOLDER", help="run a failed task again on its saved inputs (RUN/failures/...)")
+    what.add_argument(
+        "--plan", action="store_true", help="draw the graph, its placement and what its edges carry, and stop"
+    )
+    what.add_argument(
+        "--replay", metavar="FOLDER", help="run a failed task again on its saved inputs (RUN/failures/...)"
+    )
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="go on from a checkpoint of --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
     parser.add_argument("--executor", choices=("ray", "local"), default="ray", help="default: ray")
@@ -128,17 +136,21 @@ def _recorded(options: argparse.Namespace) -> RunRecord | None:
     if options.run_dir is None:
         raise GraphError(
             Problem(
-                where="--resume", what="no run directory is named", why="a resume goes on in the run's own directory",
+                where="--resume",
+                what="no run directory is named",
+                why="a resume goes on in the run's own directory",
                 fix="--run-dir RUN --resume",
-            )  # fmt: skip
+            )
         )
     path = RunDir(Path(options.run_dir)).run_json
     if not path.is_file():
         raise GraphError(
             Problem(
-                where=f"--run-dir {options.run_dir}", what="run.json is not there", why="a resume needs a run directory",
+                where=f"--run-dir {options.run_dir}",
+                what="run.json is not there",
+                why="a resume needs a run directory",
                 fix="name a folder that a run made",
-            )  # fmt: skip
+            )
         )
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
@@ -159,9 +171,15 @@ def _replay(graph: Graph, folder: Path) -> int:
 
 
 def _run(
-    file: GraphFile, graph: Graph, planned: Plan, values: dict[str, Any], options: argparse.Namespace,
-    record: RunRecord | None, argv: list[str], started_s: float,
-) -> int:  # fmt: skip
+    file: GraphFile,
+    graph: Graph,
+    planned: Plan,
+    values: dict[str, Any],
+    options: argparse.Namespace,
+    record: RunRecord | None,
+    argv: list[str],
+    started_s: float,
+) -> int:
     from pipeline import checkpoint
     from pipeline.engine import Engine
 
@@ -175,18 +193,34 @@ def _run(
     elif run_dir.events.exists():
         raise GraphError(
             Problem(
-                where=f"--run-dir {run_dir.path}", what="it holds a run already", why="a run does not overwrite another",
+                where=f"--run-dir {run_dir.path}",
+                what="it holds a run already",
+                why="a run does not overwrite another",
                 fix="another folder, or --resume",
-            )  # fmt: skip
+            )
         )
     else:
         _describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
     progress = console.Progress(planned, start, plain=options.plain)
     executor = _executor(options, file)
     resume = shlex.join(
-        ["python", "-m", "pipeline.run", str(file.path), "--executor", options.executor, "--run-dir", str(run_dir.path), "--resume"]
+        [
+            "python",
+            "-m",
+            "pipeline.run",
+            str(file.path),
+            "--executor",
+            options.executor,
+            "--run-dir",
+            str(run_dir.path),
+            "--resume",
+        ]
     )
-    print(f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; {run_dir.path}", flush=True)
+    print(
+        f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; "
+        f"{run_dir.path}",
+        flush=True,
+    )
     try:
         Engine(
             graph, planned, executor, run_dir=run_dir, start=start, on_step=progress.step, deadline_s=options.deadline_s
@@ -222,7 +256,12 @@ def _step(text: str) -> int | None:
         return None
     if not text.isdigit():
         raise GraphError(
-            Problem(where=f"--resume {text}", what="that is not a step", why="checkpoints are named by step", fix="--resume 100")
+            Problem(
+                where=f"--resume {text}",
+                what="that is not a step",
+                why="checkpoints are named by step",
+                fix="--resume 100",
+            )
         )
     return int(text)
 
@@ -231,16 +270,21 @@ def _check_resume(record: RunRecord, graph: Graph, planned: Plan, start: int) ->
     if record.graph != planned.name or record.seed != graph.schedule.seed:
         raise GraphError(
             Problem(
-                where="--resume", what=f"the run is of {record.graph!r} with seed {record.seed}, this is {planned.name!r} with seed "
-                f"{graph.schedule.seed}", why="a resumed run goes on as if it had not stopped", fix="the same graph and seed",
-            )  # fmt: skip
+                where="--resume",
+                what=f"the run is of {record.graph!r} with seed {record.seed}, this is {planned.name!r} with seed "
+                f"{graph.schedule.seed}",
+                why="a resumed run goes on as if it had not stopped",
+                fix="the same graph and seed",
+            )
         )
     if start >= planned.steps:
         raise GraphError(
             Problem(
-                where="--resume", what=f"the checkpoint has {start} steps behind it, the graph runs {planned.steps}",
-                why="nothing is left to do", fix=f"--steps {start * 2}, where graph() has such a parameter",
-            )  # fmt: skip
+                where="--resume",
+                what=f"the checkpoint has {start} steps behind it, the graph runs {planned.steps}",
+                why="nothing is left to do",
+                fix=f"--steps {start * 2}, where graph() has such a parameter",
+            )
         )
 
 
@@ -256,12 +300,18 @@ def _describe(
     run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
 ) -> None:
     record = RunRecord(
-        graph=planned.name, file=str(file.path), args=values, seed=seed, executor=executor,
+        graph=planned.name,
+        file=str(file.path),
+        args=values,
+        seed=seed,
+        executor=executor,
         command=["python", "-m", "pipeline.run", *argv],
-        versions={name: _version(name) for name in PACKAGES}, python=platform.python_version(),
-        machine=f"{platform.machine()}, {os.cpu_count()} cores", git=_git(file.path.parent),
+        versions={name: _version(name) for name in PACKAGES},
+        python=platform.python_version(),
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        git=_git(file.path.parent),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )  # fmt: skip
+    )
     run_dir.run_json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
     run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(planned)))
     shutil.copyfile(file.path, run_dir.graph)

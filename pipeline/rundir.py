@@ -1,8 +1,8 @@
 """Names and layout of a run directory, in one place. Knows no content.
 
-    runs/quickstart-20260101-120000/
-      run.json  graph.py  plan.json  events.jsonl  metrics.jsonl
-      samples/step_000001.jsonl  checkpoints/step_000100/  failures/step_000003_reward/  logs/
+runs/quickstart-20260101-120000/
+  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl
+  samples/step_000001.jsonl  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 """
 
 from __future__ import annotations

@@ -134,17 +134,13 @@ class Scheduler:
         self._steps: dict[int, _Step] = {}
         self._saving: set[int] = set()
         self._admitted = start
+        self.in_flight = 0  # groups that were admitted and are not yet cleared
         self._steps_done = start
 
     @property
     def done(self) -> bool:
         """Every step has been trained and acknowledged, and every checkpoint written."""
         return self._steps_done == self.plan.steps and not self._steps and not self._saving
-
-    @property
-    def in_flight(self) -> int:
-        """Groups that were admitted and not yet cleared."""
-        return sum(len(step.holders) for step in self._steps.values())
 
     def begin(self) -> list[Decision]:
         """The first decisions: publish the weights that the run starts from, or, without a Refit, admit at once.
@@ -218,7 +214,8 @@ class Scheduler:
                 batch=batch,
                 capacity=self.plan.capacity,
                 trained=self.version * batch,
-                in_flight=(self._admitted - self.version) * batch,
+                untrained=(self._admitted - self.version) * batch,
+                held=self.in_flight,
             )
             if allowed < batch:
                 break
@@ -230,6 +227,7 @@ class Scheduler:
         batch = self.plan.batch
         step = self._steps[number] = _Step(range(number * batch, (number + 1) * batch))
         groups = tuple(step.groups)
+        self.in_flight += batch if self._holders else 0
         step.holders = dict.fromkeys(groups, self._holders)
         for stage in self.stages:
             if not stage.runs_at(number, self.plan.steps):
@@ -284,7 +282,9 @@ class Scheduler:
                     else:
                         del missing[group]
                         reader.ready.append(group)
-        return self._dispatch(event.step, step, touched) + (self._admit() if self._publishes & set(event.fields) else [])
+        return self._dispatch(event.step, step, touched) + (
+            self._admit() if self._publishes & set(event.fields) else []
+        )
 
     def _weights_landed(self, number: int, step: _Step, field: str) -> set[str]:
         """Weights are there for a step. A published version opens the gate of admission."""
@@ -313,7 +313,8 @@ class Scheduler:
                     del step.holders[group]
                     cleared.append(group)
             if cleared:
-                decisions.append(Clear(task.step, tuple(cleared)))
+                self.in_flight -= len(cleared)
+                decisions += [Clear(task.step, tuple(cleared)), *self._admit()]
         if reader.done < reader.total:
             return decisions
         step.unfinished -= 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 
-def admissible(*, version: int, max_staleness: int, batch: int, capacity: int, trained: int, in_flight: int) -> int:
-    """How many more groups may be admitted now: trained + in flight stays within (k + v + 1) * B and capacity.
+def admissible(
+    *, version: int, max_staleness: int, batch: int, capacity: int, trained: int, untrained: int, held: int
+) -> int:
+    """How many more groups may be admitted now. Never negative.
 
-    `trained` counts the groups behind published versions since the run's first step, `in_flight` those admitted and
-    not yet trained. Never negative.
+    `trained` groups are behind the published version and `untrained` were admitted and are not: together with the new
+    ones they stay within (k + v + 1) * B. `held` groups lie in the data plane, some of them trained already and not
+    yet cleared: with the new ones they stay within `capacity`.
     """
-    by_version = (max_staleness + version + 1) * batch - trained - in_flight
-    return max(0, min(by_version, capacity - in_flight))
+    by_version = (max_staleness + version + 1) * batch - trained - untrained
+    return max(0, min(by_version, capacity - held))

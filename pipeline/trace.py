@@ -149,7 +149,7 @@ _DECODER = msgspec.json.Decoder(TraceEvent)
 
 
 class TraceWriter:
-    """Appends events. A line is on its way to the disk when `flush` returns; a reader never sees half a line as whole."""
+    """Appends events. `flush` hands the queued lines to the operating system."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("ab") if path else None

@@ -1,7 +1,7 @@
 """One process of a worker group: it holds the runners of its stages and turns handles into handles.
 
-It fetches the columns that a stage reads, calls the runner, puts what the runner returns, and reports spans. It knows no
-Ray: the executors wrap it. Whatever user code raises leaves here as a `StageError`, its inputs saved for `--replay`.
+It fetches the columns that a stage reads, calls the runner, puts what the runner returns, and reports spans. It knows
+no Ray: the executors wrap it. Whatever user code raises leaves here as a `StageError`, its inputs saved for `--replay`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ class Worker:
     """Rank `rank` of `group`. Call `setup`, then `connect`, then `run` and `transfer` as tasks come."""
 
     def __init__(
-        self, group: WorkerGroup, rank: int, stages: Sequence[Stage], all_stages: Sequence[Stage], settings: WorkerSettings
+        self,
+        group: WorkerGroup,
+        rank: int,
+        stages: Sequence[Stage],
+        all_stages: Sequence[Stage],
+        settings: WorkerSettings,
     ) -> None:
         self.group, self.rank, self.settings = group, rank, settings
         self.stages = {stage.name: stage for stage in stages}
@@ -64,9 +69,14 @@ class Worker:
     def setup(self) -> SluiceError | None:
         """Build the runners, which loads models."""
         context = StageContext(
-            group=self.group, rank=self.rank, seed=self.settings.seed, group_size=self.settings.group_size,
-            run_dir=self.settings.run_dir, shared={}, steps=self.settings.steps,
-        )  # fmt: skip
+            group=self.group,
+            rank=self.rank,
+            seed=self.settings.seed,
+            group_size=self.settings.group_size,
+            run_dir=self.settings.run_dir,
+            shared={},
+            steps=self.settings.steps,
+        )
         for stage in self.stages.values():
             try:
                 self._runners[stage.name] = stage.setup(context)
@@ -138,9 +148,14 @@ class Worker:
         columns = self._plane.get(meta, fields, reader=stage.name)
         result.events.append(
             trace.Got(
-                stage=stage.name, step=task.step, fields=tuple(fields), samples=len(meta),
-                size_bytes=sum(map(size_bytes, columns.values())), start_s=start_s, end_s=time.monotonic(),
-            )  # fmt: skip
+                stage=stage.name,
+                step=task.step,
+                fields=tuple(fields),
+                samples=len(meta),
+                size_bytes=sum(map(size_bytes, columns.values())),
+                start_s=start_s,
+                end_s=time.monotonic(),
+            )
         )
         return columns
 
@@ -171,15 +186,26 @@ class Worker:
             chosen = keys if output.index is None else tuple(keys[i] for i in index)
             start_s = time.monotonic()
             handle = self._plane.put(
-                chosen, output.columns, partition=self.settings.partition, stage=stage.name, attempt=task.attempt, unit=stage.per
+                chosen,
+                output.columns,
+                partition=self.settings.partition,
+                stage=stage.name,
+                attempt=task.attempt,
+                unit=stage.per,
             )
             result.handles.append(handle)
             result.events.append(
                 trace.Put(
-                    stage=stage.name, step=task.step, attempt=task.attempt, fields=handle.fields,
-                    groups=tuple(dict.fromkeys(map(group_of, chosen))), samples=len(chosen),
-                    size_bytes=sum(map(size_bytes, output.columns.values())), start_s=start_s, end_s=time.monotonic(),
-                )  # fmt: skip
+                    stage=stage.name,
+                    step=task.step,
+                    attempt=task.attempt,
+                    fields=handle.fields,
+                    groups=tuple(dict.fromkeys(map(group_of, chosen))),
+                    samples=len(chosen),
+                    size_bytes=sum(map(size_bytes, output.columns.values())),
+                    start_s=start_s,
+                    end_s=time.monotonic(),
+                )
             )
         share = len(index) / len(keys) if keys else 1.0
         for name, value in output.metrics.items():
@@ -190,9 +216,16 @@ class Worker:
     def _span(self, task: Task, result: TaskResult, start_s: float) -> None:
         result.events.append(
             trace.Ran(
-                stage=task.stage, step=task.step, attempt=task.attempt, group=self.group.name, worker=self.rank,
-                groups=task.groups, start_s=start_s, end_s=time.monotonic(), metrics=result.metrics,
-            )  # fmt: skip
+                stage=task.stage,
+                step=task.step,
+                attempt=task.attempt,
+                group=self.group.name,
+                worker=self.rank,
+                groups=task.groups,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                metrics=result.metrics,
+            )
         )
 
     def _failed(self, stage: Stage, task: Task, columns: Columns, error: Exception) -> SluiceError:
@@ -210,9 +243,11 @@ class Worker:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return StageError(
             Problem(
-                where=f"{last.filename}:{last.lineno}", what=f"stage {stage.name!r} {when}: {type(error).__name__}: {error}",
-                why=f"the stage of {stage.location} raised", fix="mend the stage, then resume",
-            )  # fmt: skip
+                where=f"{last.filename}:{last.lineno}",
+                what=f"stage {stage.name!r} {when}: {type(error).__name__}: {error}",
+                why=f"the stage of {stage.location} raised",
+                fix="mend the stage, then resume",
+            )
         )
 
 
@@ -231,7 +266,9 @@ def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageErro
     parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
     return StageError(
         Problem(
-            where=str(stage.location), what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
-            why="a stage returns exactly the columns that it declares in writes", fix="mend writes, or what the runner returns",
-        )  # fmt: skip
+            where=str(stage.location),
+            what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
+            why="a stage returns exactly the columns that it declares in writes",
+            fix="mend writes, or what the runner returns",
+        )
     )

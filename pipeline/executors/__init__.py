@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -50,5 +51,5 @@ def parts(task: Task, workers: int, per: str) -> list[Task]:
     edges = [len(task.groups) * i // count for i in range(count + 1)]
     return [
         Task(stage=task.stage, step=task.step, groups=task.groups[a:b], attempt=task.attempt, version=task.version)
-        for a, b in zip(edges, edges[1:])
+        for a, b in pairwise(edges)
     ]

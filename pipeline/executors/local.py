@@ -73,6 +73,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._queue.clear()
+        self.plane.drain()
         self.plane.close()
 
 

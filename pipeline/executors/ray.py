@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -26,9 +27,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from pipeline.data_plane import DataPlane
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.errors import GraphError, Problem, SluiceError, StageError
+from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
 from pipeline.executors import parts
 from pipeline.graph import Graph, WorkerGroup
 from pipeline.meta import KVBatchMeta
@@ -50,12 +50,12 @@ class RayExecutor:
     """
 
     name = "ray"
-    plane: DataPlane
 
     def __init__(
         self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False
     ) -> None:
         self._address, self._modules, self._trusted_network = address, modules, trusted_network
+        self.plane: Any = None
         self._owns_ray = False
         self._actors: dict[str, list[Any]] = {}
         self._placement_groups: list[Any] = []
@@ -78,11 +78,10 @@ class RayExecutor:
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             self._actors[placed.name] = self._place(groups[placed.name], hosted, blob_of_all, settings)
             setups += [actor.setup.remote() for actor in self._actors[placed.name]]
-        plane = TransferQueuePlane.create(trusted_network=self._trusted_network)  # while the models load
-        self.plane = plane
+        self.plane = TransferQueuePlane.create(trusted_network=self._trusted_network)  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
         self._get_all(setups, "set up")
-        self._get_all([actor.connect.remote(plane.settings) for actor in actors], "join the data plane")
+        self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         if restore:
             self._get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
 
@@ -127,7 +126,9 @@ class RayExecutor:
             ray.kill(actor)
         self._actors.clear()
         self._pending.clear()
-        if hasattr(self, "plane"):
+        if self.plane is not None:
+            with suppress(DataPlaneLost):  # what is lost holds nothing that could be drained
+                self.plane.drain()
             self.plane.close()
         for group in self._placement_groups:
             remove_placement_group(group)
@@ -156,10 +157,11 @@ class RayExecutor:
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
             raise StageError(
                 Problem(
-                    where=f"--address {self._address}" if self._address else "Ray", what=f"cannot be reached: {_one_line(error)}",
+                    where=f"--address {self._address}" if self._address else "Ray",
+                    what=f"cannot be reached: {_one_line(error)}",
                     why="the run joins that cluster" if self._address else "the run starts its own Ray",
                     fix="check the address and the token (RAY_AUTH_TOKEN)" if self._address else "see the text above",
-                )  # fmt: skip
+                )
             ) from error
         self._owns_ray = True
         have = int(ray.cluster_resources().get("GPU", 0))
@@ -167,9 +169,11 @@ class RayExecutor:
         if asked > have:
             raise GraphError(
                 Problem(
-                    where=plan.name, what=f"the worker groups ask for {asked} GPUs, the cluster has {have}",
-                    why="every group holds its GPUs for the whole run", fix="fewer GPUs a group, or more machines",
-                )  # fmt: skip
+                    where=plan.name,
+                    what=f"the worker groups ask for {asked} GPUs, the cluster has {have}",
+                    why="every group holds its GPUs for the whole run",
+                    fix="fewer GPUs a group, or more machines",
+                )
             )
 
     def _place(self, group: WorkerGroup, hosted: bytes, stages: bytes, settings: WorkerSettings) -> list[Any]:
@@ -184,22 +188,28 @@ class RayExecutor:
             if not placed.wait(START_DEADLINE_S):
                 raise GraphError(
                     Problem(
-                        where=str(group.location), what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
+                        where=str(group.location),
+                        what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
                         why=f"it asks for {group.workers} x {bundle}, free are {ray.available_resources()}",
                         fix="fewer workers, or a larger cluster",
-                    )  # fmt: skip
+                    )
                 )
-            strategies = [PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(group.workers)]
+            strategies = [
+                PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(group.workers)
+            ]
         variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         if group.threads:
             variables["OMP_NUM_THREADS"] = str(group.threads)
         return [
             _Actor.options(  # type: ignore[attr-defined]
-                num_cpus=group.cpus, num_gpus=gpus, scheduling_strategy=strategies[rank], name=None,
+                num_cpus=group.cpus,
+                num_gpus=gpus,
+                scheduling_strategy=strategies[rank],
+                name=None,
                 runtime_env={"env_vars": variables},
             ).remote(rank, hosted, stages, settings)
             for rank in range(group.workers)
-        ]  # fmt: skip
+        ]
 
     def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> None:
         """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
@@ -208,9 +218,11 @@ class RayExecutor:
         except GetTimeoutError as error:
             raise StageError(
                 Problem(
-                    where="Ray", what=f"the workers did not {what} in {START_DEADLINE_S:g} s", why="every wait has a deadline",
+                    where="Ray",
+                    what=f"the workers did not {what} in {START_DEADLINE_S:g} s",
+                    why="every wait has a deadline",
                     fix="look into the logs of the run and of Ray",
-                )  # fmt: skip
+                )
             ) from error
         except RayError as error:
             raise _lost(what, error) from error
@@ -228,7 +240,9 @@ class RayExecutor:
                 result.metrics = sent.metrics | result.metrics
                 result.error = sent.error or result.error
         except RayError as error:
-            return TaskResult(task=task, error=_lost(f"finish {task.stage!r} at step {task.step + 1} on {group!r}", error))
+            return TaskResult(
+                task=task, error=_lost(f"finish {task.stage!r} at step {task.step + 1} on {group!r}", error)
+            )
         return result
 
 
@@ -237,9 +251,11 @@ def _lost(what: str, error: RayError) -> StageError:
     died = isinstance(error, RayActorError)
     return StageError(
         Problem(
-            where="Ray", what=f"a worker {'died and did not' if died else 'did not'} {what}: {reason}",
-            why="its task has no result", fix="look into the logs of the run and of Ray, then resume",
-        )  # fmt: skip
+            where="Ray",
+            what=f"a worker {'died and did not' if died else 'did not'} {what}: {reason}",
+            why="its task has no result",
+            fix="look into the logs of the run and of Ray, then resume",
+        )
     )
 
 
@@ -249,7 +265,7 @@ def _one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-@ray.remote(max_restarts=0, max_concurrency=1)
+@ray.remote
 class _Actor:
     """A `Worker` behind Ray's calls."""
 
@@ -268,7 +284,8 @@ class _Actor:
 
     def send(self, task: Task) -> tuple[Any, TaskResult]:
         end = _End("source")
-        return (result := self._worker.transfer(task, end)) and (end.payload, result)
+        result = self._worker.transfer(task, end)
+        return end.payload, result
 
     def receive(self, task: Task, payload: Any) -> TaskResult:
         if payload is None:  # the source failed, and its result says why
@@ -283,7 +300,7 @@ class _Actor:
 
 
 class _End:
-    """One end of a transfer. The payload goes from actor to actor through Ray's object store, not through the driver."""
+    """One end of a transfer. The payload goes from actor to actor through Ray's object store, past the driver."""
 
     def __init__(self, side: Literal["source", "target"], payload: Any = None) -> None:
         self.side, self.payload = side, payload

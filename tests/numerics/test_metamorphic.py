@@ -13,7 +13,7 @@ from ops.loss import AGGREGATIONS, aggregate, clipped_policy_loss
 from ops.masks import length_mask
 
 torch.set_num_threads(1)
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 SIZES = st.integers(2, 6)
 SEEDS = st.integers(0, 2**31)
 
@@ -54,11 +54,11 @@ def test_advantage_ignores_shift_scale_and_order(seed, size, shift, scale):
 @given(SEEDS, SIZES)
 def test_advantage_of_a_group_ignores_other_groups_and_sums_to_zero(seed, size):
     reward = group(seed, size)
-    alone = [group_relative(part, size) for part in reward.split(size)]
-    torch.testing.assert_close(group_relative(reward, size), torch.cat(alone), rtol=0, atol=0)
+    alone = [group_relative(part, size, 1e-12) for part in reward.split(size)]
+    torch.testing.assert_close(group_relative(reward, size, 1e-12), torch.cat(alone), rtol=0, atol=0)
     for part in alone:
         assert abs(float(part.sum())) < 1e-9
-        assert float(part.std(correction=1)) == pytest.approx(1, abs=1e-4)
+        assert float(part.std(correction=1)) == pytest.approx(1, abs=1e-6)
 
 
 @EXAMPLES

@@ -91,7 +91,7 @@ class TorchEngine:
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
         """Responses of the served copy."""
-        network, tokenizer = self.network(model, "served"), self.tokenizer(model)
+        network, tokenizer = self.network(model, _served(model)), self.tokenizer(model)
         stop = [_stop_token(tokenizer, text) for text in sampling.stop]
         closing = {*closing_tokens(network, tokenizer), *stop}
         return generate(network, prompt_ids, sampling, uniforms, closing=sorted(closing), pad=_pad(tokenizer))
@@ -131,7 +131,7 @@ class TorchEngine:
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
-        return weight_tools.weights(self.network(model, "served"))
+        return weight_tools.weights(self.network(model, _served(model)))
 
     def serve(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the served copy."""
@@ -156,6 +156,10 @@ class TorchEngine:
 
 def _identity(model: Model) -> Model:
     return model if model.trainable else replace(model, trainable=True)
+
+
+def _served(model: Model) -> Role:
+    return "served" if model.trainable else "frozen"
 
 
 def _pad(tokenizer: PreTrainedTokenizerBase) -> int:

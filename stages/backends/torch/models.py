@@ -43,19 +43,20 @@ def load_network(
     Raises StageError where the source cannot be loaded.
     """
     network: Any
+    first = dtype if model.warm_start is None else torch.float32  # small updates vanish in bfloat16
     if model.config is not None:
         network = _build(model, tokenizer)
     else:
         try:
             network = AutoModelForCausalLM.from_pretrained(
-                model.source, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+                model.source, dtype=first, attn_implementation="sdpa", trust_remote_code=False
             )
         except (OSError, ValueError) as error:
             raise StageError(_not_loaded(model, error)) from error
-    network = network.to(device=device, dtype=dtype).eval()
+    network = network.to(device=device, dtype=first).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
-    return network
+    return network.to(dtype)
 
 
 def save(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -1,0 +1,235 @@
+"""What only a store of several processes has: outside writers, one creator, loopback, caches, and losing its controller."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import DataPlaneError, KVBatchMeta
+from pipeline.columns import Ragged
+from pipeline.data_plane.memory import MemoryPlane
+from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, _check_address, environment
+from pipeline.meta import sample_key
+
+from .conftest import FIELDS, Store
+from .test_plane_contract import NAMES, assert_same, columns_of, keys_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_outside(ray: Any, store: Store, row: str, values: dict[str, Any]) -> None:
+    """Another process writes a row with plain calls; in memory the store is written past every check."""
+    if isinstance(store.plane, MemoryPlane):
+        return store.plane.write_outside(store.partition, row, values)
+
+    @ray.remote(num_cpus=0)
+    def write(partition: str, row: str, values: dict[str, Any]) -> None:
+        import transfer_queue
+        from tensordict import TensorDict
+        from tensordict.tensorclass import NonTensorStack
+
+        transfer_queue.init()
+        one = {n: v[None] if hasattr(v, "dtype") else NonTensorStack(v) for n, v in values.items()}
+        transfer_queue.kv_batch_put(keys=[row], partition_id=partition, fields=TensorDict(one, batch_size=1))
+
+    ray.get(write.remote(store.partition, row, values), timeout=60)
+
+
+@pytest.fixture
+def ray(store: Store, request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue("ray_session") if store.kind == "transfer_queue" else None
+
+
+def test_what_another_process_wrote_is_seen_and_adopted(store: Store, ray: Any):
+    keys = keys_of(2, 3)
+    lengths = (2, 0, 1, 1, 1, 3)
+    mine = store.put(keys, {"response_ids": Ragged(torch.arange(8), lengths)})
+    fields = ["reward", "logprobs", "text"]
+    assert not any(map(any, store.plane.presence(store.partition, keys, fields).values()))
+    for group, (start, stop, tokens) in enumerate(((0, 3, 3), (3, 6, 5))):
+        values = {
+            "reward": torch.arange(start, stop).float(), "text": [f"t{i}" for i in range(start, stop)],
+            "logprobs": -torch.arange(tokens).float() - group,
+        }  # fmt: skip
+        write_outside(ray, store, f"{group:08d}.0", values)
+        seen = store.plane.presence(store.partition, keys, fields)
+        assert seen == dict.fromkeys(fields, [True] * stop + [False] * (6 - stop))
+    adopted = store.plane.adopt(store.partition, keys, fields, mine.lengths)
+    got = store.other.get(KVBatchMeta.join([mine, adopted]).reorder([4, 2, 0]), [*fields, "response_ids"], reader="train")
+    assert got["reward"].tolist() == [4, 2, 0] and got["text"] == ["t4", "t2", "t0"]
+    assert_same(got["logprobs"], Ragged(torch.tensor([-2.0, -2, 0, -1]), (1, 1, 2)))
+    assert_same(got["response_ids"], Ragged(torch.tensor([4, 2, 0, 1]), (1, 1, 2)))
+
+
+def test_what_another_process_wrote_wrongly_is_named(store: Store, ray: Any):
+    keys = keys_of(1, 2)
+    write_outside(ray, store, "00000000.0", {
+        "reward": torch.zeros(2, dtype=torch.float64), "logprobs": torch.zeros(2), "count": torch.zeros(2, 3, 2, dtype=torch.int32),
+        "text": torch.zeros(2),
+    })  # fmt: skip
+    refused = {
+        "reward": "the store holds float64 []; it is declared float32", "count": r"the store holds int32 \[3, 2\]",
+        "logprobs": r"row 00000000.0 has 2 entries; the key's lie at 2 to 5", "text": "the store holds float32",
+    }  # fmt: skip
+    meta = store.plane.adopt(store.partition, keys, list(refused), {"T": (2, 3)})
+    for field, text in refused.items():
+        with pytest.raises(DataPlaneError, match=f"field '{field}', key 00000000_g00[01]: {text}"):
+            store.other.get(meta, [field], reader="train")
+
+
+def test_adopt_wants_whole_groups_and_lengths(store: Store):
+    with pytest.raises(DataPlaneError, match="no lengths of T; a ragged column is cut by them"):
+        store.plane.adopt(store.partition, keys_of(1, 2), ["logprobs"], {})
+    with pytest.raises(DataPlaneError, match="a row is read from its first sample on"):
+        store.plane.adopt(store.partition, keys_of(2, 2)[1:], ["reward"], {})
+    with pytest.raises(DataPlaneError, match="field 'gone' is not declared"):
+        store.plane.adopt(store.partition, keys_of(2, 2), ["gone"], {})
+
+
+def test_cache_serves_what_was_written_and_fetched_until_evicted(transfer_queue: TransferQueuePlane):
+    other = TransferQueuePlane.attach(transfer_queue.settings)
+    for plane in (transfer_queue, other):
+        plane.register("cached", FIELDS, ["train"])
+    columns = columns_of([2, 0, 5, 1])
+    meta = transfer_queue.put(keys_of(2, 2), columns, partition="cached", stage="work")
+    got = other.get(meta, NAMES, reader="train")  # fetched, and kept
+    eraser = TransferQueuePlane.attach(transfer_queue.settings)
+    eraser.register("cached", FIELDS, ["train"])
+    eraser.clear(meta)  # neither cache hears of it
+    for plane in (transfer_queue, other):
+        for name in NAMES:
+            assert_same(plane.get(meta.reorder([3, 1, 0, 2]).reorder([2, 1, 3, 0]), [name], reader="train")[name], columns[name])
+        plane.evict([meta.placements[0].rows[0]])
+        with pytest.raises(DataPlaneError, match="field 'reward' of row 00000000.0 is not there"):
+            plane.get(meta, ["reward"], reader="train")
+        assert len(plane.get(meta.slice(2, 4), ["reward"], reader="train")["reward"]) == 2
+    assert set(got) == set(NAMES)
+    eraser.close()
+    other.close()
+
+
+def test_a_second_creator_is_refused_and_harms_nobody(transfer_queue: TransferQueuePlane, ray_session: Any):
+    with pytest.raises(DataPlaneError) as caught:
+        TransferQueuePlane.create()
+    assert str(caught.value) == (
+        "data plane: this Ray cluster runs a TransferQueue already; one cluster serves one run. "
+        "Fix: end the other run, or start this one without joining its cluster"
+    )
+
+    @ray_session.remote(num_cpus=0)
+    def create() -> str:
+        from pipeline import DataPlaneError
+        from pipeline.data_plane.transfer_queue import TransferQueuePlane
+
+        try:
+            TransferQueuePlane.create()
+        except DataPlaneError as error:
+            return str(error)
+        return "created"
+
+    assert ray_session.get(create.remote(), timeout=60) == str(caught.value)
+    transfer_queue.register("after", FIELDS, ["train"])
+    meta = transfer_queue.put(keys_of(1, 1), {"reward": torch.ones(1)}, partition="after", stage="work")
+    transfer_queue.evict(meta.placements[0].rows)
+    assert transfer_queue.get(meta, ["reward"], reader="train")["reward"].tolist() == [1]
+    transfer_queue.clear(meta)
+
+
+def test_only_the_creator_ends_it_and_a_closed_plane_refuses(transfer_queue: TransferQueuePlane):
+    other = TransferQueuePlane.attach(transfer_queue.settings)
+    other.close()
+    other.close()
+    other.register("gone", FIELDS, ["train"])
+    with pytest.raises(DataPlaneError, match="the data plane is closed"):
+        other.put([sample_key(0, 0)], {"reward": torch.zeros(1)}, partition="gone", stage="work")
+    assert transfer_queue.row_count("gone") == 0
+
+
+def test_everything_listens_on_loopback_only(transfer_queue: TransferQueuePlane):
+    settings: Settings = transfer_queue.settings
+    assert {address for _, address, _ in (settings.controller, *settings.storage)} == {"127.0.0.2"}
+    for address in ("10.0.0.1", "192.168.1.9", "::", "0.0.0.0"):
+        with pytest.raises(DataPlaneError, match=f"TransferQueue would listen on {address}; its sockets unpickle"):
+            _check_address(address, trusted_network=False)
+        _check_address(address, trusted_network=True)
+    _check_address("::1", trusted_network=False)
+
+
+def test_torch_keeps_its_thread_count(transfer_queue: TransferQueuePlane):
+    before = torch.get_num_threads()
+    transfer_queue.register("threads", FIELDS, ["train"])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        meta = transfer_queue.put(keys_of(1, 2, first=count), columns_of([1, 2]), partition="threads", stage="work")
+        transfer_queue.evict(meta.placements[0].rows)
+        transfer_queue.get(meta, NAMES, reader="train")
+        transfer_queue.clear(meta)
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(before)
+
+
+LOST = """
+    import os, sys, time
+    from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
+    os.environ.update(environment(deadline_s=3), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
+    import ray, torch
+    from pipeline import Field
+    from pipeline.errors import DataPlaneLost
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+             object_store_memory=10**8, _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment(3)})
+    plane = TransferQueuePlane.create(deadline_s=3, cache_bytes=0)
+    plane.register("p", [Field("reward", "float32")], ["train"])
+    put = lambda group: plane.put([f"{group:08d}_g000"], {"reward": torch.ones(1)}, partition="p", stage="work")
+    meta = put(0)
+
+    def lost(what, call):
+        start = time.monotonic()
+        try:
+            call()
+        except DataPlaneLost as error:
+            assert time.monotonic() - start < 4.5, time.monotonic() - start
+            print(what, "LOST", error)
+
+    unit = ray.get_actor("TransferQueueStorageUnit#0")
+    ray.kill(unit)
+    lost("unit", lambda: plane.get(meta, ["reward"], reader="train"))
+    ray.kill(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    lost("get", lambda: plane.get(meta, ["reward"], reader="train"))
+    lost("put", lambda: put(1))
+    start = time.monotonic()
+    plane.close()
+    print("closed", time.monotonic() - start < 20)
+    os._exit(0)
+"""
+
+
+def test_a_lost_unit_or_controller_is_an_error_inside_the_deadline():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if "LOST" in line or "closed" in line]
+    why = (
+        "no answer within 3 s; TransferQueue's controller or a storage unit is gone, or far too slow. "
+        "Fix: resume the run from its last checkpoint"
+    )
+    get = f"reader 'train', get from 'p': get reward of 1 rows from 00000000.0 on: {why}"
+    assert lines == [
+        f"unit LOST {get}", f"get LOST {get}",
+        f"put LOST stage 'work', put into 'p': put 1 rows from 00000001.0 on: {why}", "closed True",
+    ], done.stdout[-2000:] + done.stderr[-3000:]  # fmt: skip
+
+
+def test_settings_are_plain_values(transfer_queue: TransferQueuePlane):
+    import msgspec
+
+    settings = replace(transfer_queue.settings, cache_bytes=1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=Settings) == settings
+    assert all(isinstance(value, str) for value in environment(9.0).values())

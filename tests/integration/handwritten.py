@@ -1,0 +1,164 @@
+"""GRPO on a tiny model as one would write it by hand: torch and transformers, one process, one loop.
+
+The oracle for the stages: the same model, data, random numbers and hyperparameters give the same losses and weights,
+bit for bit, with one thread. It imports nothing of the engine or the stages; the random numbers are those of
+`ops.random`, because they are part of the input.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from ops.random import uniform
+
+PAD, EOS = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What both sides of the comparison are given."""
+
+    config: dict[str, Any]
+    embedding_std: float
+    alphabet: str
+    example: Callable[[int], tuple[str, str]]  # training prompt and answer by number, all prompts of one length
+    stream: int  # of the random numbers of sampling
+    max_tokens: int
+    warm_steps: int
+    warm_batch: int
+    warm_lr: float
+    steps: int
+    prompts: int
+    samples: int
+    lr: float
+    minibatches: int
+    seed: int
+    clip: float = 0.2
+
+
+def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Trains; returns the mean loss of each step and the final weights."""
+    ids_of = {character: i + 2 for i, character in enumerate(s.alphabet)}
+
+    def encode(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[ids_of[character] for character in text] for text in texts])
+
+    def decode(ids: list[int]) -> str:
+        return "".join(s.alphabet[i - 2] for i in ids if i not in (PAD, EOS))
+
+    model = build(s)
+    warm_start(model, s, encode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
+    losses = []
+    for step in range(s.steps):
+        admissions = [step * s.prompts + i for i in range(s.prompts)]
+        pairs = [s.example(i) for i in admissions]
+        prompts = encode([prompt for prompt, _ in pairs])
+        numbers = uniform(
+            s.seed,
+            s.stream,
+            [a for a in admissions for _ in range(s.samples)],
+            [i for _ in admissions for i in range(s.samples)],
+            s.max_tokens,
+        )
+        responses, lengths = sample(model, prompts, s.samples, torch.as_tensor(numbers))
+        texts = [decode(row[:length]) for row, length in zip(responses.tolist(), lengths.tolist())]
+        answers = [answer for _, answer in pairs for _ in range(s.samples)]
+        rewards = torch.tensor([right_digits(text, answer) for text, answer in zip(texts, answers)])
+        advantages = torch.cat([relative(group) for group in rewards.split(s.samples)])
+        inputs = prompts.repeat_interleave(s.samples, 0)
+        with torch.no_grad():
+            width = int(lengths.max())
+            old = logprobs_of(model, inputs, responses[:, :width])
+        per_batch = len(inputs) // s.minibatches
+        total = 0.0
+        for start in range(0, len(inputs), per_batch):
+            part = slice(start, start + per_batch)
+            width = int(lengths[part].max())
+            mask = torch.arange(width) < lengths[part, None]
+            new = logprobs_of(model, inputs[part], responses[part, :width])
+            ratio = torch.exp(new - old[part, :width])
+            weight = advantages[part, None]
+            clipped = ratio.clamp(1 - s.clip, 1 + s.clip)
+            loss = torch.where(mask, -torch.min(ratio * weight, clipped * weight), 0.0).sum() / mask.sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item()
+        losses.append(total / s.minibatches)
+    return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def build(s: Settings) -> Any:
+    torch.manual_seed(s.seed)
+    config = dict(s.config)
+    config = AutoConfig.for_model(
+        config.pop("model_type"), **config, vocab_size=len(s.alphabet) + 2, pad_token_id=PAD, eos_token_id=EOS
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=s.embedding_std)
+    return model
+
+
+def warm_start(model: Any, s: Settings, encode: Callable[[list[str]], torch.Tensor]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.warm_lr, weight_decay=0.0, fused=True)
+    for step in range(s.warm_steps):
+        pairs = [s.example(step * s.warm_batch + i) for i in range(s.warm_batch)]
+        prompts = encode([prompt for prompt, _ in pairs])
+        answers = torch.nn.functional.pad(encode([answer for _, answer in pairs]), (0, 1), value=EOS)
+        loss = -logprobs_of(model, prompts, answers).flatten().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def logprobs_of(model: Any, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+    """Logprobs of the response tokens; padding at the end is there too, and masked by the caller."""
+    inputs = torch.cat([prompts, responses[:, :-1]], dim=1)
+    logits = model(input_ids=inputs, use_cache=False, logits_to_keep=responses.shape[1]).logits
+    return logits.gather(-1, responses[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+@torch.no_grad()
+def sample(model: Any, prompts: torch.Tensor, count: int, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` responses to each prompt: ids padded on the right, and lengths with the closing token."""
+    cache = DynamicCache(config=model.config)
+    logits = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    cache.batch_repeat_interleave(count)
+    logits = logits.repeat_interleave(count, 0)
+    tokens = numbers.shape[1]
+    responses = torch.full(numbers.shape, PAD)
+    lengths = torch.full((len(numbers),), tokens)
+    open_rows = torch.arange(len(numbers))  # rows that the cache holds
+    for t in range(tokens):
+        cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
+        total = cumulative[:, -1:]
+        target = torch.minimum(numbers[open_rows, t, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        running = lengths[open_rows] == tokens
+        responses[open_rows[running], t] = chosen[running]
+        lengths[open_rows[running & (chosen == EOS)]] = t + 1
+        running = (lengths[open_rows] == tokens) & (chosen != EOS)
+        if t + 1 == tokens or not running.any():
+            break
+        if 2 * int(running.sum()) <= len(open_rows):
+            keep = running.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            open_rows, chosen = open_rows[keep], chosen[keep]
+        logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+    return responses, lengths
+
+
+def right_digits(text: str, answer: str) -> float:
+    return sum(a == b for a, b in zip(text, answer)) / max(len(text), len(answer))
+
+
+def relative(rewards: torch.Tensor) -> torch.Tensor:
+    if bool((rewards == rewards[0]).all()):
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)

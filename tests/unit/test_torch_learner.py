@@ -1,0 +1,240 @@
+"""Optimizer updates of the torch backend: loss, accumulation, schedules, and exact state."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import Model
+from pipeline.columns import Ragged
+from pipeline.errors import CheckpointError
+from stages import ClippedLoss
+from stages.backends import Minibatch, Optimization
+from stages.backends.torch.models import load_network, load_tokenizer
+from stages.backends.torch.optimize import TorchLearner, learning_rate
+from stages.backends.torch.score import score
+from stages.backends.torch.weights import weight_hash, weights
+
+torch.set_num_threads(1)
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+POLICY = Model("tiny", config=CONFIG, alphabet="0123456789")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pristine() -> Any:
+    return load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=CPU)
+
+
+def learner(pristine: Any, **settings: Any) -> TorchLearner:
+    return TorchLearner(copy.deepcopy(pristine), Optimization(**{"lr": 1e-2, **settings}), pad=0)
+
+
+def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Minibatch:
+    """Ragged prompts and responses; old logprobs that lie `drift` away from the network's."""
+    random = torch.Generator().manual_seed(seed)
+
+    def ragged(low: int, high: int) -> Ragged:
+        lengths = torch.randint(low, high, (count,), generator=random).tolist()
+        return Ragged.of([torch.randint(2, 12, (length,), generator=random) for length in lengths])
+
+    prompts, responses = ragged(1, 6), ragged(1, 9)
+    current = score(network, prompts, responses, temperature=1.0, pad=0, microbatch=0)
+    noise = [torch.randn(current.values.shape, generator=random) * drift for _ in range(2)]
+    old, ref = (Ragged((current.values + n).clamp(max=0), current.lengths) for n in noise)
+    return Minibatch(prompts, responses, torch.randn(count, generator=random), old, ref)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("microbatch", [1, 5, 12])
+def test_microbatches_give_the_update_of_the_whole_minibatch(pristine: Any, aggregation: str, microbatch: int) -> None:
+    loss = ClippedLoss(kl=0.1, aggregation=aggregation)
+    given = batch(pristine)
+    whole, parts = learner(pristine), learner(pristine, microbatch=microbatch)
+    expected, found = (one.update(given, loss, temperature=1.0) for one in (whole, parts))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    for name, parameter in whole.network.named_parameters():
+        torch.testing.assert_close(parts.parameters[name], parameter, atol=1e-5, rtol=0)
+
+
+def test_gradients_of_microbatches_add_up(pristine: Any) -> None:
+    given, loss = batch(pristine), ClippedLoss(kl=0.1)
+    tokens = sum(given.response_ids.lengths)
+    whole, parts = learner(pristine), learner(pristine)
+    whole._backward(given, loss, 1.0, tokens)
+    for start in range(0, 12, 5):
+        parts._backward(given.part(start, start + 5), loss, 1.0, tokens)
+    for name, parameter in whole.parameters.items():
+        torch.testing.assert_close(parts.parameters[name].grad, parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_the_loss_is_that_of_the_formula(pristine: Any) -> None:
+    given = batch(pristine)
+    current = score(pristine, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
+    total, clipped, divergence, largest = 0.0, 0, 0.0, 0.0
+    assert given.ref_logprobs is not None
+    rows = zip(current.rows(), given.old_logprobs.rows(), given.ref_logprobs.rows(), given.advantage.tolist())
+    for now, old, ref, advantage in rows:
+        for a, b, c in zip(now.tolist(), old.tolist(), ref.tolist()):
+            ratio = math.exp(a - b)
+            bounded = min(max(ratio, 0.8), 1.3)
+            total -= min(ratio * advantage, bounded * advantage)
+            clipped += ratio * advantage > bounded * advantage
+            divergence += math.exp(c - a) - (c - a) - 1
+            largest = max(largest, ratio)
+    tokens = sum(current.lengths)
+    found = learner(pristine).update(given, ClippedLoss(clip=(0.2, 0.3), kl=0.5), temperature=1.0)
+    assert found["loss"] == pytest.approx((total + 0.5 * divergence) / tokens, rel=1e-4)
+    assert found["clip_fraction"] == pytest.approx(clipped / tokens)
+    assert 0 < clipped < tokens
+    assert found["kl"] == pytest.approx(divergence / tokens, rel=1e-4)
+    assert found["ratio_max"] == pytest.approx(largest, rel=1e-4)
+
+
+def test_an_update_raises_what_has_a_positive_advantage(pristine: Any) -> None:
+    given = batch(pristine, drift=0.0)
+    one = learner(pristine, lr=1e-3)
+    before = score(one.network, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
+    one.update(given, ClippedLoss(), temperature=1.0)
+    after = score(one.network, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
+    gains = [float((b - a).sum()) for a, b in zip(before.rows(), after.rows())]
+    assert float(torch.tensor(gains) @ given.advantage) > 0
+
+
+def test_the_norm_of_the_gradient_is_bounded(pristine: Any) -> None:
+    given = batch(pristine)
+    free, bound = learner(pristine, clip_grad=0.0), learner(pristine, clip_grad=0.01)
+    norms = [one.update(given, ClippedLoss(), temperature=1.0)["grad_norm"] for one in (free, bound)]
+    assert norms[0] == norms[1] > 0.01
+    moments = [
+        torch.cat([one.optimizer.state[p]["exp_avg"].flatten() for p in one.masters.values()]) for one in (free, bound)
+    ]
+    torch.testing.assert_close(moments[1] * norms[0] / 0.01, moments[0], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("where", ["old_logprobs", "advantage"])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(pristine: Any, where: str) -> None:
+    good = batch(pristine)
+    bad = batch(pristine)
+    (bad.advantage if where == "advantage" else bad.old_logprobs.values)[0] = float("nan")
+    one, other = learner(pristine), learner(pristine)
+    before = weight_hash(weights(one.network))
+    assert one.update(bad, ClippedLoss(), temperature=1.0)["skipped"] == 1.0
+    assert weight_hash(weights(one.network)) == before
+    for each in (one, other):
+        assert each.update(good, ClippedLoss(), temperature=1.0)["skipped"] == 0.0
+    assert weight_hash(weights(one.network)) == weight_hash(weights(other.network)) != before
+    assert (one.skipped, one.updates) == (1, 2)
+
+
+def test_a_learning_rate_of_0_keeps_the_weights(pristine: Any) -> None:
+    one = learner(pristine, lr=0.0)
+    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    assert weight_hash(weights(one.network)) == weight_hash(weights(pristine))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0]),
+    ],
+)
+def test_schedules(schedule: str, expected: list[float]) -> None:
+    settings = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
+    assert [learning_rate(settings, i) for i in range(7)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_schedule_reaches_the_optimizer(pristine: Any) -> None:
+    one = learner(pristine, schedule="linear", updates=2, lr=1e-2)
+    rates = [one.update(batch(pristine), ClippedLoss(), temperature=1.0)["lr"] for _ in range(2)]
+    assert rates == [1e-2, 5e-3]
+    assert one.optimizer.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_state_continues_bit_for_bit(pristine: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    network = copy.deepcopy(pristine).to(dtype)
+    given = [batch(pristine, seed=seed) for seed in range(4)]
+    one = TorchLearner(copy.deepcopy(network), Optimization(lr=1e-2, weight_decay=0.1), pad=0)
+    for each in given[:2]:
+        one.update(each, ClippedLoss(), temperature=1.0)
+    one.save(tmp_path)
+    other = TorchLearner(copy.deepcopy(network), Optimization(lr=1e-2, weight_decay=0.1), pad=0)
+    other.update(given[3], ClippedLoss(), temperature=1.0)
+    other.restore(tmp_path)
+    for each in given[2:]:
+        results = [which.update(each, ClippedLoss(), temperature=1.0) for which in (one, other)]
+        assert results[0] == results[1]
+    assert weight_hash(weights(one.network)) == weight_hash(weights(other.network)) != weight_hash(weights(network))
+    assert one.updates == other.updates == 4
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors", ".safetensors"]
+
+
+def test_small_updates_of_bfloat16_weights_add_up(pristine: Any) -> None:
+    given = batch(pristine)
+    one = TorchLearner(copy.deepcopy(pristine).to(torch.bfloat16), Optimization(lr=1e-5), pad=0)
+    start = {name: master.clone() for name, master in one.masters.items()}
+    for _ in range(5):
+        one.update(given, ClippedLoss(), temperature=1.0)
+    for name, master in one.masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(one.parameters[name], master.to(torch.bfloat16))
+        assert not torch.equal(master, start[name])
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "learner.json"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_state_that_is_not_whole_is_refused(pristine: Any, tmp_path: Path, name: str, damage: str) -> None:
+    one = learner(pristine)
+    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    one.save(tmp_path)
+    path = tmp_path / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2])
+    with pytest.raises(CheckpointError, match="the learner's state cannot be read"):
+        learner(pristine).restore(tmp_path)
+
+
+def test_the_counters_are_json(pristine: Any, tmp_path: Path) -> None:
+    one = learner(pristine)
+    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    one.save(tmp_path)
+    assert json.loads((tmp_path / "learner.json").read_text()) == {"updates": 1, "skipped": 0}
+
+
+def test_recomputed_activations_give_the_same_update(pristine: Any) -> None:
+    given = batch(pristine)
+    plain, recomputing = learner(pristine), learner(pristine, checkpoint_activations=True)
+    calls = []
+    recomputing.network.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    expected, found = (one.update(given, ClippedLoss(), temperature=1.0) for one in (plain, recomputing))
+    assert len(calls) == 2
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert weight_hash(weights(plain.network)) == weight_hash(weights(recomputing.network))
+
+
+def test_temperature_divides_the_logits(pristine: Any) -> None:
+    given = batch(pristine, drift=0.0)
+    cold = score(pristine, given.prompt_ids, given.response_ids, temperature=0.5, pad=0, microbatch=0)
+    same = Minibatch(given.prompt_ids, given.response_ids, given.advantage, cold)
+    assert learner(pristine).update(same, ClippedLoss(), temperature=0.5)["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert learner(pristine).update(same, ClippedLoss(), temperature=1.0)["ratio_max"] > 1.1

@@ -1,0 +1,116 @@
+"""The stages in a plain loop give the losses and weights of the hand-written loop, bit for bit."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.quickstart import TINY_QWEN3, graph
+from pipeline import Graph, StageContext, Task
+from stages import Generated, Supervised
+from stages.backends import STREAM_ROLLOUT, engine
+
+torch.set_num_threads(1)
+STEPS, PROMPTS, SAMPLES, LR, WARM_STEPS = 20, 8, 8, 2e-3, 20
+
+
+def handwritten() -> Any:
+    path = Path(__file__).parents[1] / "integration" / "handwritten.py"
+    spec = importlib.util.spec_from_file_location("handwritten", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Meeting:
+    """Both sides of a transfer, one after the other."""
+
+    side = "source"
+    payload: Any = None
+
+    def offer(self, payload: Any) -> None:
+        self.payload, self.side = payload, "target"
+
+    def take(self) -> Any:
+        return self.payload
+
+
+def run_stages(described: Graph) -> tuple[list[float], dict[str, torch.Tensor]]:
+    seed, steps = described.schedule.seed, described.schedule.steps
+    contexts = {
+        group.name: StageContext(
+            group=group, rank=0, seed=seed, group_size=described.group_size, run_dir=None, shared={}, steps=steps
+        )
+        for stage in described.all_stages()
+        for group in stage.groups() or (described.host,)
+    }
+    stages = {stage.name: stage for stage in described.all_stages()}
+    runners = {
+        name: [stage.setup(contexts[group.name]) for group in stage.groups() or (described.host,)]
+        for name, stage in stages.items()
+    }
+    losses = []
+    version = 0
+    for step in range(-1, steps):
+        groups = tuple(range(step * described.batch, (step + 1) * described.batch))
+        columns: dict[str, Any] = {}
+        for name in ("prompts", "rollout", "reward", "prev_logprobs", "advantage", "train") if step >= 0 else ():
+            task = Task(stage=name, step=step, groups=groups, version=version)
+            given = {field.name: columns[field.name] for field in stages[name].reads}
+            result = runners[name][0](given, task)
+            if stages[name].shape == "stream":
+                result = asyncio.run(anext(result))
+            columns |= result.columns
+            if name == "train":
+                losses.append(result.metrics["loss"])
+        meeting, task = Meeting(), Task(stage="refit", step=step, version=version)
+        runners["refit"][0](meeting, task)
+        version, _ = runners["refit"][1](meeting, task).weights
+    assert version == steps
+    return losses, engine(contexts["sampler"]).served_weights(stages["rollout"].model)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_stages_equal_the_handwritten_loop_bit_for_bit(minibatches: int) -> None:
+    task = Generated("reverse", digits=4)
+    module = handwritten()
+    settings = {key: value for key, value in TINY_QWEN3.items() if key != "embedding_std"}
+    expected_losses, expected_weights = module.run(
+        module.Settings(
+            config=settings,
+            embedding_std=TINY_QWEN3["embedding_std"],
+            alphabet=task.alphabet,
+            example=task.train,
+            stream=STREAM_ROLLOUT,
+            max_tokens=task.max_answer + 1,
+            warm_steps=WARM_STEPS,
+            warm_batch=Supervised(task).batch,
+            warm_lr=Supervised(task).lr,
+            steps=STEPS,
+            prompts=PROMPTS,
+            samples=SAMPLES,
+            lr=LR,
+            minibatches=minibatches,
+            seed=0,
+        )
+    )
+    losses, weights = run_stages(
+        graph(
+            task="reverse",
+            steps=STEPS,
+            seed=0,
+            prompts_per_step=PROMPTS,
+            samples_per_prompt=SAMPLES,
+            lr=LR,
+            minibatches=minibatches,
+            warm_start_steps=WARM_STEPS,
+        )
+    )
+    assert losses == expected_losses
+    assert len(set(losses)) > STEPS // 2
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)

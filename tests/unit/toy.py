@@ -1,0 +1,89 @@
+"""A graph of plain stages, without tensors: for tests of the plan and the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup
+
+PROMPT = Field("prompt", dtype="str")
+RESPONSE = Field("response", dtype="str")
+REWARD = Field("reward", dtype="float32")
+LOGPROBS = Field("logprobs", dtype="float32", dims="N T", unit="nat")
+TRAINED = Field("trained_weights", dtype="weights", dims="", unit="version")
+SERVED = Field("served_weights", dtype="weights", dims="", unit="version")
+
+SAMPLER = WorkerGroup("sampler", backend="torch")
+LEARNER = WorkerGroup("learner", backend="torch")
+POLICY = Model("policy")
+
+
+@dataclass(frozen=True)
+class Toy(Stage):
+    """A stage that says what it reads and writes, and nothing else."""
+
+    name: str
+    reads: Sequence[Field] = ()
+    writes: Sequence[Field] = ()
+    reads_back: Sequence[Field] = ()
+    per: str = "sample"
+    on: WorkerGroup | None = None
+    to: WorkerGroup | None = None
+    batch: int = 4
+    group_size: int | None = None
+    every: int = 1
+    models: tuple[Model, ...] = ()
+    trains: Model | None = None
+    corrects_off_policy: bool = False
+    shape: str = "map"
+    found: list = field(default_factory=list, hash=False)
+
+    @property
+    def uses(self):
+        return self.models
+
+    @property
+    def updates(self):
+        return self.trains
+
+    def groups(self):
+        return tuple(group for group in (self.on, self.to) if group)
+
+    def check(self, graph):
+        return self.found
+
+
+def stages(**changes: dict) -> dict[str, Toy]:
+    """The stages of a small GRPO step by name; `changes` replace parameters of single stages, None removes one."""
+    toys = {
+        "rollout": dict(
+            reads=(PROMPT,), writes=(RESPONSE,), reads_back=(SERVED,), per="group", on=SAMPLER, group_size=2,
+            models=(POLICY,),
+        ),
+        "reward": dict(reads=(PROMPT, RESPONSE), writes=(REWARD,)),
+        "logprobs": dict(reads=(RESPONSE,), writes=(LOGPROBS,), per="batch", on=LEARNER, models=(POLICY,)),
+        "train": dict(
+            reads=(REWARD, LOGPROBS), writes=(TRAINED,), per="batch", on=LEARNER, models=(POLICY,), trains=POLICY,
+        ),
+        "refit": dict(
+            reads=(TRAINED,), writes=(SERVED,), per="batch", shape="transfer", on=LEARNER, to=SAMPLER, models=(POLICY,),
+        ),
+        "evaluate": dict(reads=(SERVED,), per="batch", on=SAMPLER, every=2, models=(POLICY,)),
+    }  # fmt: skip
+    for name, change in changes.items():
+        if change is None:
+            del toys[name]
+        else:
+            toys[name] = toys.get(name, {}) | change
+    return {name: Toy(name, **toy) for name, toy in toys.items()}
+
+
+def graph(*, batch: int = 4, schedule: Schedule | None = None, source: Stage | None = None, **changes: dict) -> Graph:
+    """A graph of the toys."""
+    return Graph(
+        name="toy",
+        source=source or Toy("prompts", writes=(PROMPT,), batch=batch),
+        stages=tuple(stages(**changes).values()),
+        schedule=schedule or Schedule(steps=3),
+    )
