@@ -51,7 +51,9 @@ def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
 
     model = build(s)
     warm_start(model, s, encode)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=s.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
+    )
     losses = []
     for step in range(s.steps):
         admissions = [step * s.prompts + i for i in range(s.prompts)]

