@@ -1,1 +1,1 @@
-"""Benchmarks: one file a claim. Each prints its table and, with `--out`, writes JSON with command, hardware and versions."""
+"""Benchmarks, one file a claim. Each prints its table and, with `--out`, writes JSON."""

@@ -108,7 +108,7 @@ class Raw:
 
 
 class ObjectStore:
-    """Ray's shared-memory store: one object a put. What is fetched is copied, because the plane's reader may write to it."""
+    """Ray's shared-memory store, one object a put. What is fetched is copied, as the plane's reader may write to it."""
 
     def put(self, keys: list[str], made: Columns) -> Any:
         """A reference."""

@@ -1,6 +1,8 @@
 """Prints the table of a benchmark and writes it as JSON with what is needed to judge and repeat it.
 
     report("data_plane", rows, columns=["keys", "put_ms"], notes="medians of 20", out=Path("data_plane.json"))
+
+Knows nothing of what was measured.
 """
 
 from __future__ import annotations
@@ -74,9 +76,11 @@ def versions() -> dict[str, str]:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(
-        value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -17,12 +17,19 @@ from pipeline.stage import Stage
 def structure(graph: Graph) -> Iterator[Problem]:
     """Types and names: what the other checks take for granted."""
     where = str(graph.location)
-    if not graph.name.replace("-", "").replace("_", "").isalnum():
+    if not _is_name(graph.name):
         yield Problem(
             where=where,
             what=f"graph name {graph.name!r} is not usable as a folder name",
             why="it names run directories and the data plane partition",
             fix="use letters, digits, '-' and '_'",
+        )
+    if not isinstance(graph.host, WorkerGroup):
+        yield Problem(
+            where=where,
+            what=f"host is {graph.host!r:.80}",
+            why="stages that name no worker group run on it",
+            fix="host=WorkerGroup('host')",
         )
     if not isinstance(graph.schedule, Schedule):
         yield Problem(
@@ -31,10 +38,10 @@ def structure(graph: Graph) -> Iterator[Problem]:
             why="a graph runs by a Schedule",
             fix="schedule=Schedule(steps=100)",
         )
-    if isinstance(graph.stages, Stage):
+    if not isinstance(graph.stages, Sequence):
         yield Problem(
             where=where,
-            what="stages is one stage",
+            what="stages is " + ("one stage" if isinstance(graph.stages, Stage) else f"{graph.stages!r:.80}"),
             why="a graph has a tuple of stages",
             fix="stages=(Rollout(...), ...)",
         )
@@ -49,7 +56,10 @@ def structure(graph: Graph) -> Iterator[Problem]:
                 why="sources and stages are Stage objects",
                 fix=f"pass {hint}",
             )
-    stages = [stage for _, stage in everything if isinstance(stage, Stage)]
+    yield from _names_and_types([stage for _, stage in everything if isinstance(stage, Stage)])
+
+
+def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             places = " and ".join(str(stage.location) for stage in stages if stage.name == name)
@@ -67,37 +77,85 @@ def structure(graph: Graph) -> Iterator[Problem]:
                 why="every plan adds a stage of that name, which keeps texts in the run directory",
                 fix="choose another name",
             )
+        yield from _parts(stage)
+
+
+def _parts(stage: Stage) -> Iterator[Problem]:
+    """What a stage names is a worker group, a model or a field, not its name."""
+    where = str(stage.location)
+    for group in stage.groups():
+        if not isinstance(group, WorkerGroup):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} runs on {group!r:.80}",
+                why="a stage runs on a WorkerGroup",
+                fix=f"pass WorkerGroup({group if isinstance(group, str) else 'name'!r}, backend=...)",
+            )
+    models = [*stage.uses, *([] if stage.updates is None else [stage.updates])]
+    for model in {id(model): model for model in models if not isinstance(model, Model)}.values():
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has the model {model!r:.80}",
+            why="a model is a Model, built once and given to every stage that uses it",
+            fix=f"policy = Model({model if isinstance(model, str) else 'name'!r})",
+        )
+    for kind in ("reads", "writes", "reads_back"):
+        fields = getattr(stage, kind)
+        if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has {kind}={fields!r:.80}",
+                why=f"{kind} is a tuple of Fields",
+                fix=f"{kind}=(REWARD,), of stages.vocabulary, or Field('name', dtype=...)",
+            )
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
-    """Every check of a graph whose structure is right."""
-    yield from _schedule(graph)
-    yield from _source(graph)
-    yield from _writers(stages)
-    yield from _cycles(stages)
-    yield from _shapes(stages)
-    yield from _groups(graph, stages, gpus)
-    yield from _models(stages)
-    seen: set[Problem] = set()
+    """Every check of a graph whose structure is right. A problem that two checks find is reported once."""
+    found = [
+        *_schedule(graph),
+        *_source(graph),
+        *_writers(stages),
+        *_cycles(stages),
+        *_shapes(stages),
+        *_groups(graph, stages, gpus),
+        *_models(stages),
+    ]
     for stage in graph.all_stages():
-        for problem in stage.check(graph):
-            if problem not in seen:  # two stages on one worker group report its backend once
-                seen.add(problem)
-                yield problem
+        found += _own(stage, graph)
+    yield from dict.fromkeys(found)
+
+
+def _own(stage: Stage, graph: Graph) -> list[Problem]:
+    """What the stage's own check finds."""
+    try:
+        return list(stage.check(graph))
+    except Exception as error:  # noqa: BLE001 - user code enters here
+        return [
+            Problem(
+                where=str(stage.location),
+                what=f"check() of stage {stage.name!r} raised {type(error).__name__}: {error}",
+                why="a parameter has a type that the stage does not expect, or its check() is wrong",
+                fix=f"mend the parameters of {type(stage).__name__}(...)",
+            )
+        ]
 
 
 def _schedule(graph: Graph) -> Iterator[Problem]:
     schedule, where = graph.schedule, str(graph.location)
-    for name, low in (("steps", 1), ("max_staleness", 0), ("checkpoint_every", 0), ("keep_groups", 0), ("seed", 0)):
-        value = getattr(schedule, name)
-        if not isinstance(value, int) or value < low:
-            yield Problem(
-                where=where,
-                what=f"Schedule({name}={value!r})",
-                why=f"{name} is a whole number, {low} or more",
-                fix=f"{name}={low}",
-            )
-            return
+    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
+    if schedule.capacity is not None:
+        whole["capacity"] = 1
+    wrong = {name: low for name, low in whole.items() if not _is_whole(getattr(schedule, name), low)}
+    for name, low in wrong.items():
+        yield Problem(
+            where=where,
+            what=f"Schedule({name}={getattr(schedule, name)!r})",
+            why=f"{name} is a whole number, {low} or more",
+            fix=f"{name}={100 if name == 'steps' else low}",
+        )
+    if wrong.keys() & {"max_staleness", "capacity"}:
+        return
     if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
         yield Problem(
             where=where,
@@ -124,14 +182,15 @@ def _source(graph: Graph) -> Iterator[Problem]:
             why="a source makes prompts from nothing",
             fix="put it among the stages and use Prompts(...) as source",
         )
-    if graph.batch < 1:
+    batch = getattr(source, "batch", 1)
+    if not _is_whole(batch, 1):
         yield Problem(
             where=str(source.location),
-            what=f"batch={graph.batch}",
-            why="a step has one prompt at least",
-            fix="batch=32",
+            what=f"batch={batch!r}",
+            why="a step needs a whole number of groups, 1 or more",
+            fix="write batch=32",
         )
-    makers = [stage for stage in graph.stages if stage.group_size is not None]
+    makers = [stage for stage in graph.all_stages() if stage.group_size is not None]
     if len(makers) > 1:
         yield Problem(
             where=" and ".join(str(stage.location) for stage in makers),
@@ -140,11 +199,11 @@ def _source(graph: Graph) -> Iterator[Problem]:
             fix="keep one rollout",
         )
     for maker in makers:
-        if not 1 <= (maker.group_size or 0) <= 999:
+        if not (_is_whole(maker.group_size, 1) and int(maker.group_size or 0) <= 999):
             yield Problem(
                 where=str(maker.location),
-                what=f"samples_per_prompt={maker.group_size}",
-                why="a prompt has 1 to 999 samples",
+                what=f"stage {maker.name!r} makes {maker.group_size!r} samples of each prompt",
+                why="it makes a whole number of them, 1 to 999",
                 fix="samples_per_prompt=8",
             )
 
@@ -242,7 +301,7 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="a unit is a sample, a group or a batch",
                 fix="per='sample', 'group' or 'batch'",
             )
-        if not isinstance(stage.every, int) or stage.every < 1:
+        if not _is_whole(stage.every, 1):
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has every={stage.every!r}",
@@ -269,17 +328,14 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                 why="a name stands for one group of processes",
                 fix="build it once and pass the same object",
             )
+    usable = []
     for group in groups.values():
+        wrong = list(_group_values(group))
+        yield from wrong
+        usable += [] if wrong else [group]
+    for group in usable:
         where = str(group.location)
-        if group.workers < 1 or group.gpus < 0 or group.cpus < 0 or group.threads < 0:
-            yield Problem(
-                where=where,
-                what=f"WorkerGroup({group.name!r}, workers={group.workers}, gpus={group.gpus}, cpus={group.cpus}, "
-                f"threads={group.threads})",
-                why="workers are 1 or more, the rest 0 or more",
-                fix="workers=1",
-            )
-        elif group.gpus % group.workers:
+        if group.gpus % group.workers:
             yield Problem(
                 where=where,
                 what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
@@ -302,14 +358,41 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                         why="a model runs in one worker in this version",
                         fix="workers=1",
                     )
-    asked = sum(group.gpus for group in groups.values())
+    asked = sum(group.gpus for group in usable)
     if gpus is not None and asked > gpus:
-        parts = ", ".join(f"{group.name} {group.gpus}" for group in groups.values() if group.gpus)
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus)
         yield Problem(
             where=str(graph.location),
             what=f"the worker groups ask for {asked} GPUs ({parts}), there are {gpus}",
             why="every group holds its GPUs for the whole run",
             fix="fewer GPUs a group, or more machines",
+        )
+
+
+def _group_values(group: WorkerGroup) -> Iterator[Problem]:
+    where = str(group.location)
+    if not _is_name(group.name):
+        yield Problem(
+            where=where,
+            what=f"worker group name {group.name!r} is not usable as a file name",
+            why="it names the logs of its workers",
+            fix="use letters, digits, '-' and '_'",
+        )
+    for name, low in (("workers", 1), ("gpus", 0), ("threads", 0)):
+        value = getattr(group, name)
+        if not _is_whole(value, low):
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {name}={value!r}",
+                why=f"{name} is a whole number, {low} or more",
+                fix=f"{name}={low}",
+            )
+    if not (isinstance(group.cpus, int | float) and 0 <= group.cpus < float("inf")):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has cpus={group.cpus!r}",
+            why="cpus is a number, 0 or more",
+            fix="cpus=1.0",
         )
 
 
@@ -353,6 +436,14 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
 def model_name(model: Model) -> str:
     """How a plan writes a model."""
     return model.source if model.trainable else f"{model.source} (frozen)"
+
+
+def _is_whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()
 
 
 def _names(items: Iterable) -> str:

@@ -17,13 +17,11 @@ from typing import Any
 from pipeline.stage import Location, Stage, caller
 
 
+@dataclass(frozen=True)
 class _Located:
-    location: Location
+    """Knows the line that built it. `dataclasses.replace` keeps that line, so a copy points at the original."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        self = super().__new__(cls)
-        object.__setattr__(self, "location", caller(1))
-        return self
+    location: Location = field(default_factory=lambda: caller(2), kw_only=True, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,11 @@ class Graph(_Located):
     @property
     def group_size(self) -> int:
         """Samples a prompt: what the one stage that makes samples says, 1 where none does."""
-        return next((stage.group_size for stage in self.stages if stage.group_size), 1)
+        sizes = [stage.group_size for stage in self.all_stages() if stage.group_size]
+        return sizes[0] if sizes and isinstance(sizes[0], int) else 1
 
     @property
     def batch(self) -> int:
-        """Groups a step, as the source says."""
-        return int(getattr(self.source, "batch", 1))
+        """Groups a step, as the source says; 1 where that is no whole number above 0, which is a problem of its own."""
+        batch = getattr(self.source, "batch", 1)
+        return batch if isinstance(batch, int) and batch > 0 else 1

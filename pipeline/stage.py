@@ -110,8 +110,10 @@ class Location:
 
 
 def caller(depth: int) -> Location:
-    """The location of the code `depth` frames above the caller of this function."""
+    """The location of the code `depth` frames above the caller of this function; `dataclasses` is passed over."""
     frame = sys._getframe(depth + 1)
+    while frame.f_globals.get("__name__") == "dataclasses" and frame.f_back:  # the caller of replace() is meant
+        frame = frame.f_back
     return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -146,8 +148,8 @@ class Stage:
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
         self = super().__new__(cls)
         object.__setattr__(self, "location", caller(1))
-        if not cls.name or "name" not in cls.__dict__:
-            object.__setattr__(self, "name", kwargs.get("name") or cls.name or cls.__name__.lower())
+        if not cls.name:
+            object.__setattr__(self, "name", cls.__name__.lower())
         return self
 
     @property

@@ -28,7 +28,9 @@ class RowPlane:
         """Store the blocks, all or (where a row has other bytes for a field) none. Keeps no reference to them."""
         raise TypeError(f"{type(self).__name__} does not define _write")
 
-    def _read(self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str) -> list[dict[str, Block]]:
+    def _read(
+        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
+    ) -> list[dict[str, Block]]:
         """For each tuple of rows its fields, in new memory. Raises DataPlaneError where one is not there."""
         raise TypeError(f"{type(self).__name__} does not define _read")
 
@@ -102,14 +104,16 @@ class RowPlane:
         needed = {dim for name in fields if (dim := declared.fields[name].ragged)}
         own = {dim: tuple(lengths[dim]) for dim in sorted(needed) if dim in lengths}
         if missing := sorted(needed - own.keys()):
-            raise broken(where, f"no lengths of {missing[0]}", "a ragged column is cut by them", "give one length a key")
+            raise broken(
+                where, f"no lengths of {missing[0]}", "a ragged column is cut by them", "give one length a key"
+            )
         layout = lay_out(keys, attempt, own)
         for name, start, stop in zip(layout.names, layout.edges, layout.edges[1:]):
             indices = [int(key.partition("_g")[2]) for key in keys[start:stop]]
             if indices != list(range(len(indices))):
                 raise broken(
-                    where, f"keys {keys[start]} to {keys[stop - 1]} of row {name}", "a row is read from its first sample on",
-                    "adopt whole groups, in key order",
+                    where, f"keys {keys[start]} to {keys[stop - 1]} of row {name}",
+                    "a row is read from its first sample on", "adopt whole groups, in key order",
                 )  # fmt: skip
         return KVBatchMeta(
             keys=tuple(keys), partition_id=partition, fields=tuple(fields), lengths=own,

@@ -62,10 +62,8 @@ class RowCache:
     def get(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> dict[str, Block]:
         """Those of the fields that are here for all of the rows, in new memory."""
         with self._lock:
-            held = [self._rows.get((partition, row)) for row in rows]
-            if not all(held):
-                return {}
-            found = {f: [h[f][0] for h in held] for f in fields if all(f in h for h in held)}  # type: ignore[index,union-attr]
+            held = [self._rows.get((partition, row), {}) for row in rows]
+            found = {f: [h[f][0] for h in held] for f in fields if all(f in h for h in held)}
             if found:
                 for row in rows:
                     self._rows.move_to_end((partition, row))

@@ -38,7 +38,10 @@ class Partition:
         if len(by_name) != len(fields):
             twice = sorted({f.name for f in fields if sum(g.name == f.name for g in fields) > 1})
             raise broken(
-                f"partition {name!r}", f"field {twice[0]!r} is declared twice", "a field has one type", "declare it once"
+                f"partition {name!r}",
+                f"field {twice[0]!r} is declared twice",
+                "a field has one type",
+                "declare it once",
             )
         return Partition(name, by_name, frozenset(readers))
 
@@ -61,9 +64,13 @@ def check_put(
     where = f"stage {stage!r}, put into {partition.name!r}"
     _check_keys(where, keys)
     if tags is not None and len(tags) != len(keys):
-        raise broken(where, f"{len(tags)} tags for {len(keys)} keys", "tags go one to one with keys", "give one dict a key")
+        raise broken(
+            where, f"{len(tags)} tags for {len(keys)} keys", "tags go one to one with keys", "give one dict a key"
+        )
     if not columns:
-        raise broken(where, "no column", "a put makes at least one field present", "give the columns that the stage writes")
+        raise broken(
+            where, "no column", "a put makes at least one field present", "give the columns that the stage writes"
+        )
     lengths: dict[str, tuple[int, ...]] = {}
     said_by: dict[str, str] = {}
     for name, column in columns.items():
@@ -79,11 +86,11 @@ def check_put(
             if (other := lengths.setdefault(field.ragged, own)) != own:
                 i = next(i for i, (a, b) in enumerate(zip(other, own)) if a != b)
                 raise broken(
-                    where,
-                    f"field {name!r} has {own[i]} entries for key {keys[i]}, field {said_by[field.ragged]!r} has {other[i]}",
+                    where, f"field {name!r} has {own[i]} entries for key {keys[i]}, "
+                    f"field {said_by[field.ragged]!r} has {other[i]}",
                     f"fields that share the dimension {field.ragged} share its lengths",
                     "return both from the same responses",
-                )
+                )  # fmt: skip
             said_by.setdefault(field.ragged, name)
     return lengths
 
@@ -125,7 +132,9 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
         raise broken(where, "no key", "an empty batch has no row", "skip the put where there is nothing to write")
     for i, key in enumerate(keys):
         if not _KEY.match(key):
-            raise broken(where, f"key {key!r}", "a key is `{admission:08d}_g{index:03d}`", "use pipeline.meta.sample_key")
+            raise broken(
+                where, f"key {key!r}", "a key is `{admission:08d}_g{index:03d}`", "use pipeline.meta.sample_key"
+            )
         if i and key <= keys[i - 1]:
             same = key in keys[:i]
             raise broken(
@@ -139,15 +148,17 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
     if field.dtype not in TENSOR_DTYPES:
         if field.dtype != "str":
             raise broken(
-                where, f"field {field.name!r} holds weights", "weights stay in the model; handles carry version and hash",
-                "return them as Output(weights=...)",
+                where, f"field {field.name!r} holds weights",
+                "weights stay in the model; handles carry version and hash", "return them as Output(weights=...)",
             )  # fmt: skip
         if not isinstance(column, (list, tuple)):
             raise _mistyped(where, field, column, "a list of texts")
         for i, text in enumerate(column):
             if not isinstance(text, str):
                 key = keys[i] if i < len(keys) else f"row {i}"
-                raise broken(where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "give a text")
+                raise broken(
+                    where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "give a text"
+                )
         return _check_count(where, field, len(column), keys)
     import torch
 
@@ -181,11 +192,11 @@ def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> N
         )  # fmt: skip
 
 
-def _check_range(where: str, field: Field, column: torch.Tensor | Ragged, keys: Sequence[str]) -> None:
+def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
     """One pass over the values: a minimum or maximum that is NaN or infinite shows a value that is."""
     import torch
 
-    values = (column.values if isinstance(column, Ragged) else column).detach()
+    values: torch.Tensor = (column.values if isinstance(column, Ragged) else column).detach()  # type: ignore[union-attr]
     floating = values.dtype.is_floating_point
     if not values.numel() or values.dtype == torch.bool or (not floating and field.low is None and field.high is None):
         return
@@ -203,10 +214,12 @@ def _check_range(where: str, field: Field, column: torch.Tensor | Ragged, keys: 
     value = values.flatten()[at].item()
     entry = at // max(1, values[0].numel())
     key = _key_of(column, entry, keys)
-    raise broken(where, f"field {field.name!r}, key {key}: value {value:g}", why, "mend the stage, or widen the field's bounds")
+    raise broken(
+        where, f"field {field.name!r}, key {key}: value {value:g}", why, "mend the stage, or widen the field's bounds"
+    )
 
 
-def _key_of(column: torch.Tensor | Ragged, entry: int, keys: Sequence[str]) -> str:
+def _key_of(column: Column, entry: int, keys: Sequence[str]) -> str:
     if not isinstance(column, Ragged):
         return keys[entry]
     for key, length in zip(keys, column.lengths):
@@ -218,8 +231,8 @@ def _key_of(column: torch.Tensor | Ragged, entry: int, keys: Sequence[str]) -> s
 
 def _mistyped(where: str, field: Field, column: object, wanted: str) -> DataPlaneError:
     return broken(
-        where, f"field {field.name!r} is a {type(column).__name__}", f"dtype {field.dtype}, dims {field.dims!r} is {wanted}",
-        f"return {wanted}",
+        where, f"field {field.name!r} is a {type(column).__name__}",
+        f"dtype {field.dtype}, dims {field.dims!r} is {wanted}", f"return {wanted}",
     )  # fmt: skip
 
 

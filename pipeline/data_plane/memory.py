@@ -1,9 +1,11 @@
-"""The data plane in one process: the reference semantics. Knows no network; rows are dicts under one lock.
+"""The data plane in one process: the reference semantics.
 
     plane = MemoryPlane()
     plane.register("batch", [REWARD], readers=["train"])
     handle = plane.put(["00000000_g000"], {"reward": torch.ones(1)}, partition="batch", stage="reward")
     plane.get(handle, ["reward"], reader="train")
+
+Rows are dicts under one lock. Knows no network and no other process.
 """
 
 from __future__ import annotations
@@ -13,9 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.data_plane import row_name
 from pipeline.data_plane.base import RowPlane, absent, conflict
-from pipeline.data_plane.rows import Block, same_bytes
-
-Value = object  # a tensor [entries, *inner], or a list of texts
+from pipeline.data_plane.rows import Block, Value, same_bytes
 
 
 class MemoryPlane(RowPlane):
@@ -24,7 +24,7 @@ class MemoryPlane(RowPlane):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._rows: dict[str, dict[str, dict]] = {}
+        self._rows: dict[str, dict[str, dict[str, Value]]] = {}
 
     def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
         with self._lock:
@@ -40,7 +40,9 @@ class MemoryPlane(RowPlane):
             for row, field, part in new:
                 held.setdefault(row, {})[field] = list(part) if isinstance(part, list) else part.clone()
 
-    def _read(self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str) -> list[dict[str, Block]]:
+    def _read(
+        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
+    ) -> list[dict[str, Block]]:
         with self._lock:
             held = self._rows.get(partition, {})
             for rows, fields in wanted.items():
@@ -61,7 +63,9 @@ class MemoryPlane(RowPlane):
         with self._lock:
             self._rows.setdefault(partition, {}).setdefault(row, {}).update(values)
 
-    def presence(self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0) -> dict[str, list[bool]]:
+    def presence(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
+    ) -> dict[str, list[bool]]:
         """What the store says is there; see `DataPlane.presence`."""
         declared = self._declared(partition, f"presence in {partition!r}")
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.columns import Column, Ragged
 from pipeline.data_plane import row_name
@@ -23,15 +23,17 @@ from pipeline.meta import Placement
 if TYPE_CHECKING:
     import torch
 
+Value: TypeAlias = "torch.Tensor | list[str]"  # of a field in one row: [entries, *inner], or texts
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """A field in some rows: `values` of the rows one after the other, `sizes` entries in each row."""
 
-    values: torch.Tensor | list[str]
+    values: Value
     sizes: Sequence[int]
 
-    def parts(self) -> list[torch.Tensor] | list[list[str]]:
+    def parts(self) -> list[Value]:
         """One view (texts: one list) a row."""
         if isinstance(self.values, list):
             edges = [0, *accumulate(self.sizes)]
@@ -39,7 +41,7 @@ class Block:
         return list(self.values.split(list(self.sizes)))
 
     @staticmethod
-    def of(parts: Sequence[torch.Tensor] | Sequence[list[str]]) -> Block:
+    def of(parts: Sequence[Value]) -> Block:
         """One block of new memory from the rows' values. At least one row."""
         sizes = [len(part) for part in parts]
         if isinstance(parts[0], list):
@@ -64,7 +66,7 @@ class Layout:
     placement: Placement
 
     def block(self, field: Field, column: Column, lengths: Mapping[str, Sequence[int]]) -> Block:
-        """The column as the store keeps it: on the CPU, contiguous, without a gradient; no copy where it is so already."""
+        """The column as a store keeps it: on the CPU, contiguous, no gradient; not copied where it is so already."""
         if isinstance(column, (list, tuple)):
             return Block(list(column), [b - a for a, b in pairwise(self.edges)])
         values = column.values if isinstance(column, Ragged) else column
@@ -109,11 +111,12 @@ def _starts(row: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def assemble(
-    where: str, field: Field, block: Block, placement: Placement, lengths: Mapping[str, Sequence[int]], keys: Sequence[str]
-) -> Column:
+    where: str, field: Field, block: Block, placement: Placement, lengths: Mapping[str, Sequence[int]],
+    keys: Sequence[str],
+) -> Column:  # fmt: skip
     """The column of the placement's keys, in their order, from the rows that the placement names.
 
-    `block` is new memory that the caller of get may own; it is returned as it is where the keys are all of it, in order.
+    `block` is new memory that the caller of get may own; it is returned as it is where the keys are all of it in order.
     Raises DataPlaneError where the rows do not hold what the field's type and the placement say.
     """
     base = [0, *accumulate(block.sizes)]
@@ -122,10 +125,10 @@ def assemble(
     starts = [base[r] + start for r, start in zip(placement.row, within)]
     _check_block(where, field, block, placement, base, starts, counts, keys)
     values = _gather(block.values, starts, counts)
-    return Ragged(values, tuple(counts)) if field.ragged else values  # type: ignore[arg-type,return-value]
+    return Ragged(values, tuple(counts)) if field.ragged else values  # type: ignore[arg-type]
 
 
-def _gather(values: torch.Tensor | list[str], starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor | list[str]:
+def _gather(values: Value, starts: Sequence[int], counts: Sequence[int]) -> Value:
     """Entries [start, start + count) of each key, one after the other; one slice where they are consecutive."""
     total = sum(counts)
     first = starts[0] if starts else 0
@@ -164,7 +167,7 @@ def _check_block(
             )  # fmt: skip
 
 
-def same_bytes(a: torch.Tensor | list[str], b: torch.Tensor | list[str]) -> bool:
+def same_bytes(a: Value, b: Value) -> bool:
     """Whether two values of a row are the same, bit for bit."""
     if isinstance(a, list) or isinstance(b, list):
         return a == b

@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -126,7 +127,7 @@ class TransferQueuePlane(RowPlane):
             raise _lost(what, self.settings.deadline_s) from error
         except RuntimeError as error:
             raise broken(
-                what, f"TransferQueue refused: {error}", "rows changed while they were used, or a unit ran out of memory",
+                what, f"TransferQueue refused: {error}", "its rows changed meanwhile, or a unit has no memory left",
                 "see the cause above",
             ) from error  # fmt: skip
 
@@ -175,11 +176,15 @@ class TransferQueuePlane(RowPlane):
         found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
         return found.field_schema if found.size == len(rows) else {}
 
-    def _read(self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str) -> list[dict[str, Block]]:
+    def _read(
+        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
+    ) -> list[dict[str, Block]]:
         cached = [self._cache.get(partition, rows, fields) for rows, fields in wanted.items()]
         missing = {
-            rows: left for (rows, fields), have in zip(wanted.items(), cached) if (left := [f for f in fields if f not in have])
+            rows: [field for field in fields if field not in have]
+            for (rows, fields), have in zip(wanted.items(), cached)
         }
+        missing = {rows: fields for rows, fields in missing.items() if fields}
         if not missing:
             return cached
         first = next(iter(missing))
@@ -224,7 +229,9 @@ class TransferQueuePlane(RowPlane):
 
     # what the store says
 
-    def presence(self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0) -> dict[str, list[bool]]:
+    def presence(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
+    ) -> dict[str, list[bool]]:
         """What the store says is there; see `DataPlane.presence`. A few round trips a field."""
         declared = self._declared(partition, f"presence in {partition!r}")
         rows = list(dict.fromkeys(row_name(key, attempt) for key in keys))
@@ -243,7 +250,8 @@ class TransferQueuePlane(RowPlane):
         found = await self._client.async_kv_retrieve_meta(keys=rows, partition_id=partition, create=False)
         if not found.size:
             return {field: {} for field in fields}
-        names = dict(zip(found.global_indexes, await self._client.async_kv_retrieve_keys(found.global_indexes, partition)))
+        known = await self._client.async_kv_retrieve_keys(found.global_indexes, partition)
+        names = dict(zip(found.global_indexes, known))
         counts: dict[str, dict[str, int]] = {}
         for field in fields:
             produced = await self._produced(partition, [field])
@@ -284,7 +292,7 @@ class TransferQueuePlane(RowPlane):
 
 
 def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
-    """Run blocking code on a thread of its own. Raises DataPlaneLost where it takes longer; the thread is left behind."""
+    """Run blocking code on a thread of its own, left behind with DataPlaneLost where it takes longer."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -412,9 +420,14 @@ def _decode(column: Any, name: str, rows: Sequence[str], where: str) -> Block:
         texts = [[row] if isinstance(row, str) else row for row in column.tolist()]
         if all(isinstance(row, list) and all(isinstance(text, str) for text in row) for row in texts):
             return Block([text for row in texts for text in row], [len(row) for row in texts])
-    elif column.is_nested and column.layout == torch.jagged and len(column.offsets()) == len(rows) + 1:
-        return Block(column.values(), column.offsets().diff().tolist())
+    elif column.is_nested and column.layout == torch.jagged and len(offsets := _offsets(column)) == len(rows) + 1:
+        return Block(column.values(), [b - a for a, b in pairwise(offsets)])
     raise broken(
         where, f"field {name!r} of row {rows[0]} and those after it: their types do not go together",
-        "a row holds one tensor [entries, *inner] or a list of texts", "write rows as pipeline/data_plane/__init__.py describes",
+        "a row holds one tensor [entries, *inner] or a list of texts",
+        "write rows as pipeline/data_plane/__init__.py describes",
     )  # fmt: skip
+
+
+def _offsets(jagged: Any) -> list[int]:
+    return jagged.offsets().tolist()

@@ -19,8 +19,8 @@ def handle(lengths: list[int], group: int = 2, partition: str = "p", first: int 
     keys = tuple(sample_key(first + i // group, i % group) for i in range(len(lengths)))
     shared = lay_out(keys, 0, {"T": tuple(lengths)}).placement
     return KVBatchMeta(
-        keys=keys, partition_id=partition, fields=("ids", "reward"), lengths={"T": tuple(lengths)}, placements=(shared,),
-        placement_of={"ids": 0, "reward": 0}, tags=tuple({"i": i, "key": key} for i, key in enumerate(keys)), **changes,
+        keys=keys, partition_id=partition, fields=("ids", "reward"), lengths={"T": tuple(lengths)},
+        placements=(shared,), placement_of={"ids": 0, "reward": 0}, tags=tuple({"i": i, "key": key} for i, key in enumerate(keys)), **changes,
     )  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def test_join_keeps_each_fields_own_place(lengths, data):
     cut = data.draw(st.integers(0, len(lengths) - 1))
     parts = [lay_out(keys, 1, {}).placement for keys in (left.keys[:cut], left.keys[cut:]) if keys]
     right = KVBatchMeta(
-        keys=left.keys, partition_id="p", fields=("reward",), placements=(Placement.chain(parts),), placement_of={"reward": 0},
-        attempt=1,
+        keys=left.keys, partition_id="p", fields=("reward",), placements=(Placement.chain(parts),),
+        placement_of={"reward": 0}, attempt=1,
     )  # fmt: skip
     joined = KVBatchMeta.join([left, right])
     assert joined.fields == ("ids", "reward") and joined.sequence_lengths == tuple(lengths)

@@ -106,8 +106,8 @@ def test_text_of_other_refused_puts(plane: MemoryPlane):
     with pytest.raises(DataPlaneError) as caught:
         plane.put(K, {"reward": torch.zeros(2)}, partition="other", stage="rollout")
     assert str(caught.value) == (
-        "stage 'rollout', put into 'other': partition 'other' is not registered in this process; fields and readers are "
-        "declared before use. Fix: call register(partition, fields, readers) first"
+        "stage 'rollout', put into 'other': partition 'other' is not registered in this process; fields and readers "
+        "are declared before use. Fix: call register(partition, fields, readers) first"
     )
     with pytest.raises(DataPlaneError, match=r"1 tags for 2 keys; tags go one to one with keys"):
         plane.put(K, {"reward": torch.zeros(2)}, partition="batch", stage="rollout", tags=[{}])
@@ -127,10 +127,10 @@ def test_text_of_a_refused_get(plane: MemoryPlane):
             lambda: plane.get(meta, ["reward"], reader="eval"),
         "the handle does not name field 'text' for key 00000000_g000; it names reward. "
         "Fix: join the handle of the stage that writes the field": lambda: plane.get(meta, ["text"], reader="train"),
-        "field 'gone' is not declared; the partition declares count, halves, logprobs, pixels, response_ids, reward, text, "
-        "truncated, weights_of. Fix: read a declared field": lambda: plane.get(meta, ["gone"], reader="train"),
-        f"the handle was made for schema 0, this process declares {meta.schema_hash}; writer and reader declare a partition "
-        "alike. Fix: register the same fields in both processes":
+        "field 'gone' is not declared; the partition declares count, halves, logprobs, pixels, response_ids, reward, "
+        "text, truncated, weights_of. Fix: read a declared field": lambda: plane.get(meta, ["gone"], reader="train"),
+        f"the handle was made for schema 0, this process declares {meta.schema_hash}; writer and reader declare a "
+        "partition alike. Fix: register the same fields in both processes":
             lambda: plane.get(msgspec.structs.replace(meta, schema_hash="0"), ["reward"], reader="train"),
     }  # fmt: skip
     for text, call in refused.items():
@@ -142,8 +142,8 @@ def test_text_of_a_refused_get(plane: MemoryPlane):
     with pytest.raises(DataPlaneError) as caught:
         plane.get(meta, ["reward"], reader="train")
     assert str(caught.value) == (
-        "reader 'train', get from 'batch': field 'reward' of row 00000000.0 is not there; it was not produced yet, or it "
-        "was cleared. Fix: read after the stage that writes it, and before its last reader has acknowledged"
+        "reader 'train', get from 'batch': field 'reward' of row 00000000.0 is not there; it was not produced yet, or "
+        "it was cleared. Fix: read after the stage that writes it, and before its last reader has acknowledged"
     )
 
 

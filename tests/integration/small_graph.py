@@ -1,0 +1,69 @@
+"""A graph without a model, for runs in which only the movement of columns matters. Loaded by path, as a user's file is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import Field, Graph, Schedule, Stage, StageContext, Task, WorkerGroup
+from pipeline.stage import External
+
+PROMPT = Field("prompt", dtype="str")
+SHOUT = Field("shout", dtype="str")
+SCORE = Field("score", dtype="float32")
+
+
+@dataclass(frozen=True)
+class Numbers(Stage):
+    """Prompts that are the numbers of their groups."""
+
+    batch: int
+    name: str = "numbers"
+    group_size: int = 2
+    writes: Sequence[Field] = (PROMPT,)
+
+    def setup(self, context: StageContext) -> Any:
+        return lambda columns, task: {"prompt": [str(g) for g in task.groups for _ in range(context.group_size)]}
+
+
+@dataclass(frozen=True)
+class Shout(Stage):
+    """Doubles each prompt; raises at the group `bad`."""
+
+    bad: int = -1
+    name: str = "shout"
+    on: WorkerGroup | None = None
+    reads: Sequence[Field] = (PROMPT,)
+    writes: Sequence[Field] = (SHOUT,)
+
+    def setup(self, context: StageContext) -> Any:
+        def run(columns: dict, task: Task) -> dict:
+            if str(self.bad) in columns["prompt"]:
+                raise ArithmeticError(f"group {self.bad} is bad")
+            return {"shout": [text * 2 for text in columns["prompt"]]}
+
+        return run
+
+
+@dataclass(frozen=True)
+class Listen(Stage):
+    """Reads the score and reports its sum."""
+
+    name: str = "listen"
+    per: str = "group"
+    reads: Sequence[Field] = (SHOUT, SCORE)
+
+    def setup(self, context: StageContext) -> Any:
+        from pipeline import Output
+
+        return lambda columns, task: Output(metrics={"sum": float(columns["score"].sum())})
+
+
+def graph(steps: int = 3, batch: int = 4, bad: int = -1, workers: int = 1, external: bool = False) -> Graph:
+    """Numbers, shouted; with `external`, a process outside the graph writes a score to each sample."""
+    group = WorkerGroup("shouters", workers=workers)
+    stages: tuple[Stage, ...] = (Shout(bad=bad, on=group),)
+    if external:
+        stages += (External((SCORE,), timeout_s=60.0), Listen())
+    return Graph(name="small", source=Numbers(batch=batch), stages=stages, schedule=Schedule(steps=steps))

@@ -1,0 +1,155 @@
+"""Whole runs on Ray and TransferQueue: presence from outside, fan-out, failure that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline import trace
+from pipeline.data_plane import row_name
+from pipeline.engine import Engine
+from pipeline.errors import StageError
+from pipeline.load import load
+from pipeline.meta import sample_key
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+
+HERE = Path(__file__).parent
+
+
+def engine_of(run_dir: Path, **flags):
+    from pipeline.executors.ray import RayExecutor, user_modules
+
+    file = load(HERE / "small_graph.py")
+    graph = file.build(flags)
+    executor = RayExecutor(modules=user_modules(file.module))
+    return Engine(graph, plan(graph)[0], executor, run_dir=RunDir(run_dir).create(), deadline_s=60.0)
+
+
+def events_of(engine: Engine, kind: type) -> list:
+    return [event for _, event in trace.read(engine.run_dir.events) if isinstance(event, kind)]
+
+
+def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts(tmp_path, ray_session):
+    """Nothing in the graph makes `score`: four rows of it are written straight into TransferQueue, one by one."""
+    engine = engine_of(tmp_path, steps=1, batch=4, external=True)
+    thread = threading.Thread(target=engine.execute)
+    thread.start()
+    address = ray_session.get_runtime_context().gcs_address
+    waiting_s = time.monotonic() + 60
+    while time.monotonic() < waiting_s and not any(
+        put.stage == "shout" for put in (events_of(engine, trace.Put) if engine.run_dir.events.exists() else [])
+    ):
+        time.sleep(0.1)
+    written_s = {}
+    for group in (2, 0, 3, 1):
+        command = [sys.executable, str(HERE / "outside.py"), address, "small", row_name(sample_key(group, 0), 0), "score"]
+        done = subprocess.run([*command, str(group), "0.5"], capture_output=True, text=True, timeout=60, env=os.environ)
+        assert done.returncode == 0, done.stderr[-2000:]
+        written_s[group] = tuple(map(float, done.stdout.split()[-2:]))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    started_s = {
+        group: ran.start_s for ran in events_of(engine, trace.Ran) if ran.stage == "listen" for group in ran.groups
+    }
+    assert started_s.keys() == written_s.keys()
+    for group, (before_s, after_s) in written_s.items():
+        assert before_s < started_s[group] < after_s + 2.0, "the reader starts after the field is there, and within 2 s"
+    metrics = msgspec.json.decode(engine.run_dir.metrics.read_bytes())
+    assert metrics["listen/sum"] == pytest.approx((0 + 1 + 2 + 3 + 4 * 0.5) / 4)
+    assert events_of(engine, trace.Ended)[0].rows_left == 0
+
+
+def test_a_task_is_spread_over_the_workers_of_its_group(tmp_path, ray_session):
+    engine = engine_of(tmp_path, steps=2, batch=4, workers=2)
+    engine.execute()
+    spans = [ran for ran in events_of(engine, trace.Ran) if ran.stage == "shout"]
+    assert sorted((ran.step, ran.worker, ran.groups) for ran in spans) == [
+        (0, 0, (0, 1)),
+        (0, 1, (2, 3)),
+        (1, 0, (4, 5)),
+        (1, 1, (6, 7)),
+    ]
+    samples = [msgspec.json.decode(line) for line in engine.run_dir.samples(1).read_bytes().splitlines()]
+    assert [(row["prompt"], row["shout"]) for row in samples] == [(str(g), str(g) * 2) for g in (4, 4, 5, 5, 6, 6, 7, 7)]
+    assert events_of(engine, trace.Ended)[0].rows_left == 0
+
+
+def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(tmp_path, ray_session):
+    engine = engine_of(tmp_path, steps=3, batch=4, bad=5)
+    left = []
+    close = engine.executor.close
+
+    def close_and_count():
+        plane = engine.executor.plane
+        plane_close, plane.close = plane.close, lambda: None
+        close()
+        left.append(plane.row_count("small"))
+        plane_close()
+
+    engine.executor.close = close_and_count
+    with pytest.raises(StageError) as error:
+        engine.execute()
+    (problem,) = error.value.problems
+    assert "stage 'shout' failed at step 2: ArithmeticError: group 5 is bad" in problem.what
+    assert problem.where.startswith(str(HERE / "small_graph.py"))
+    assert left == [0]
+    assert (engine.run_dir.failure(1, "shout") / "columns.json").is_file()
+    assert events_of(engine, trace.Failed)[0].problems == (str(problem),)
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, ray_session):
+    engine = engine_of(tmp_path, steps=1000, batch=4)
+    thread_error = []
+
+    def run():
+        try:
+            engine.execute()
+        except StageError as error:
+            thread_error.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    waiting_s = time.monotonic() + 60
+    while time.monotonic() < waiting_s and not engine.run_dir.metrics.exists():
+        time.sleep(0.05)
+    ray_session.kill(engine.executor._actors["shouters"][0])
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert "a worker died and did not finish 'shout'" in str(thread_error[0])
+
+
+def test_a_task_goes_out_to_all_workers_before_any_answers():
+    """One round trip, however many shards: 32 calls are on their way when submit returns."""
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.meta import KVBatchMeta
+    from pipeline.stage import Task
+
+    calls = []
+
+    class Remote:
+        def __init__(self, rank):
+            self.rank = rank
+            self.run = self
+
+        def remote(self, task, meta, cleared):
+            calls.append((self.rank, task.groups, KVBatchMeta.decode(meta).keys))
+            return object()
+
+    executor = RayExecutor()
+    executor._actors["rewards"] = [Remote(rank) for rank in range(32)]
+    executor._planned["reward"] = (("rewards",), "sample")
+    groups = tuple(range(64))
+    keys = tuple(sample_key(group, i) for group in groups for i in range(3))
+    handle = KVBatchMeta(keys=keys, partition_id="p", fields=("response",))
+    executor.submit(Task(stage="reward", step=0, groups=groups), handle)
+    assert [rank for rank, _, _ in calls] == list(range(32))
+    assert [group for _, part, _ in calls for group in part] == list(groups)
+    assert tuple(key for _, _, part in calls for key in part) == keys
