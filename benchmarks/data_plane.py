@@ -140,10 +140,13 @@ def measure(systems: dict[str, Any], samples: int, tokens: int, fields: int, rou
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
     for turn in range(rounds + 2):
         keys = [sample_key(turn * samples + i // GROUP, i % GROUP) for i in range(samples)]
-        for name, system in systems.items():
+        names = list(systems)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody always follows the same neighbour
+            system = systems[name]
             put_ms, handle = timed(system.put, keys, made)
-            get_ms, _ = timed(system.get, handle)
-            clear_ms, _ = timed(system.clear, handle)
+            get_ms = timed(system.get, handle)[0]
+            clear_ms = timed(system.clear, handle)[0]
+            del handle
             if turn >= 2:
                 times[name].append((put_ms, get_ms, clear_ms))
     rows = []
@@ -166,12 +169,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None, help="measured rounds a case")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
-    os.environ.update(environment(), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+    os.environ.update(environment(), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
     import ray
+    import torch
 
+    torch.set_num_threads(1)
     ray.init(
-        num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=2**30,
-        _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment()},
+        address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
+        object_store_memory=2**30, _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment()},
     )  # fmt: skip
     start_s, owner = timed(TransferQueuePlane.create)
     settings = owner.settings

@@ -96,7 +96,7 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest]:
                     where=str(run.checkpoints),
                     what="there is no checkpoint",
                     why="a resume starts from one",
-                    fix="start the run anew, with --checkpoint-every",
+                    fix="start the run anew, with Schedule(checkpoint_every=10)",
                 )
             ]
         )
@@ -104,7 +104,7 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest]:
 
 
 def _damage(folder: Path) -> Problem | None:
-    fix = "resume from another step (--resume STEP)"
+    fix = "resume from another step (--resume STEP), or start anew in another folder"
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
         return Problem(where=str(folder), what="manifest.json is not there", why=why, fix=fix)

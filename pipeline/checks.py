@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -34,7 +35,7 @@ def structure(graph: Graph) -> Iterator[Problem]:
     if not isinstance(graph.schedule, Schedule):
         yield Problem(
             where=where,
-            what=f"schedule is a {type(graph.schedule).__name__}",
+            what=f"schedule is {graph.schedule!r:.80}",
             why="a graph runs by a Schedule",
             fix="schedule=Schedule(steps=100)",
         )
@@ -49,12 +50,12 @@ def structure(graph: Graph) -> Iterator[Problem]:
     everything = [("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))]
     for at, stage in everything:
         if not isinstance(stage, Stage):
-            hint = f"{stage.__name__}(...)" if isinstance(stage, type) else "a Stage"
+            is_class = isinstance(stage, type)
             yield Problem(
                 where=where,
-                what=f"{at} is {stage!r:.80}",
+                what=f"{at} is the class {stage.__name__}" if is_class else f"{at} is {stage!r:.80}",
                 why="sources and stages are Stage objects",
-                fix=f"pass {hint}",
+                fix=f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)",
             )
     yield from _names_and_types([stage for _, stage in everything if isinstance(stage, Stage)])
 
@@ -62,12 +63,13 @@ def structure(graph: Graph) -> Iterator[Problem]:
 def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
-            places = " and ".join(str(stage.location) for stage in stages if stage.name == name)
+            same = [stage for stage in stages if stage.name == name]
+            named = all("name" in inspect.signature(type(stage)).parameters for stage in same[1:])
             yield Problem(
-                where=places,
+                where=" and ".join(str(stage.location) for stage in same),
                 what=f"{count} stages are named {name!r}",
                 why="a name stands for one stage",
-                fix=f"give one of them name={name + '_2'!r}",
+                fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
             )
     for stage in stages:
         if stage.name == "samples":
@@ -167,7 +169,7 @@ def _schedule(graph: Graph) -> Iterator[Problem]:
     if schedule.capacity is not None and schedule.capacity < needed:
         yield Problem(
             where=where,
-            what=f"Schedule(capacity={schedule.capacity}) groups",
+            what=f"Schedule(capacity={schedule.capacity})",
             why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once",
             fix=f"capacity={needed} or more",
         )
@@ -229,7 +231,8 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
             read.add(field.name)
             if field.name not in writers:
                 near = difflib.get_close_matches(field.name, writers, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"add a stage that writes {field.name!r}"
+                add = f"add a stage that writes {field.name!r}"
+                hint = f"did you mean {near[0]!r}? If not, {add}" if near else add
                 yield Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
@@ -311,7 +314,7 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
         elif stage.every > 1 and any(not field.per_step for field in stage.writes):
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} runs at every {stage.every}th step and writes {_names(stage.writes)}",
+                what=f"stage {stage.name!r} has every={stage.every} and writes {_names(stage.writes)}",
                 why="its readers would wait for ever in between",
                 fix="every=1",
             )
@@ -356,14 +359,14 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                         where=str(stage.location),
                         what=f"stage {stage.name!r} runs a model on {group.name!r}, which has {group.workers} workers",
                         why="a model runs in one worker in this version",
-                        fix="workers=1",
+                        fix=f"WorkerGroup({group.name!r}, ..., workers=1)",
                     )
     asked = sum(group.gpus for group in usable)
     if gpus is not None and asked > gpus:
         parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus)
         yield Problem(
             where=str(graph.location),
-            what=f"the worker groups ask for {asked} GPUs ({parts}), there are {gpus}",
+            what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
             why="every group holds its GPUs for the whole run",
             fix="fewer GPUs a group, or more machines",
         )

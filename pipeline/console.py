@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import Problem
@@ -26,9 +27,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """One line each, on stderr."""
+    """One line each, on stderr. Paths below the working directory are shown from there."""
+    here = f"{Path.cwd()}/"
     for problem in problems:
-        print(problem, file=sys.stderr)
+        text = " ".join(str(problem).splitlines())
+        print(text.replace(here, "") if len(here) > 2 else text, file=sys.stderr)
 
 
 def print_plan(plan: Plan) -> None:

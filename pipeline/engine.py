@@ -79,7 +79,8 @@ class Engine:
             )
         )
         try:
-            self.executor.start(self.graph, self.plan, settings, restore)
+            for placed in self.executor.start(self.graph, self.plan, settings, restore):
+                self._trace.write(placed)
             register(self.executor.plane, self.plan.partition, with_samples(self.graph))
             self._loop()
             self._end()

@@ -1,37 +1,46 @@
 """Loads a graph file and turns the signature of its `graph()` into command-line flags.
 
 A graph file is plain Python with a function `graph(...) -> Graph`. Each parameter has a type (int, float, str, bool, a
-Literal of those, or one of them | None) and a default; the flag has the parameter's name with dashes.
+Literal of those, or one of them | None) and a default; the flag has the parameter's name with dashes. A line of the
+docstring that names parameters and, after two spaces, says something is their help.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 import typing
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import GraphError, Problem
+from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.graph import Graph
 
 _TYPES = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}
+_KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them | None"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One parameter of graph(). `choices` is not empty for a Literal; `optional` admits the word none."""
+    """One parameter of graph(). `choices` is not empty for a Literal; `optional` admits the word none.
+
+    `where` is the line of graph(), `help` what its docstring says about the parameter.
+    """
 
     name: str
     type: type
     default: Any
     choices: tuple[Any, ...] = ()
     optional: bool = False
+    where: str = ""
+    help: str = ""
 
     @property
     def option(self) -> str:
@@ -49,7 +58,8 @@ class Flag:
         try:
             value = self.type(text)
         except ValueError:
-            raise ArgumentTypeError(f"expected {_TYPES[self.type].lower()}, got {text!r}") from None
+            kind = "a whole number" if self.type is int else "a number"
+            raise ArgumentTypeError(f"expected {kind}, got {text!r}") from None
         if self.choices and value not in self.choices:
             raise ArgumentTypeError(f"expected one of {', '.join(map(str, self.choices))}, got {text!r}")
         return value
@@ -65,10 +75,12 @@ class GraphFile:
     flags: tuple[Flag, ...]
 
     def build(self, values: Mapping[str, Any]) -> Graph:
-        """Call graph(). Raises GraphError where it raises ValueError or TypeError, or returns something else."""
+        """Call graph(). Raises GraphError where it raises anything, or returns something else than a Graph."""
         try:
             graph = self.function(**values)
-        except (ValueError, TypeError) as error:
+        except SluiceError:
+            raise
+        except Exception as error:
             raise GraphError(
                 Problem(
                     where=_deepest(error, self.path),
@@ -80,7 +92,7 @@ class GraphFile:
         if not isinstance(graph, Graph):
             raise GraphError(
                 Problem(
-                    where=str(self.path),
+                    where=_line(self.path, self.function),
                     what=f"graph() returned {type(graph).__name__}",
                     why="it returns a pipeline.Graph",
                     fix="return Graph(name=..., source=..., stages=(...), schedule=...)",
@@ -92,18 +104,10 @@ class GraphFile:
 def load(path: Path) -> GraphFile:
     """Import a graph file. Raises GraphError where it is missing, does not import, or has no usable graph()."""
     if not path.is_file():
-        near = sorted(str(p) for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
-        raise GraphError(
-            Problem(
-                where=str(path),
-                what="there is no such file",
-                why="a run starts from a graph file",
-                fix=f"one of {', '.join(near)}" if near else "graphs/quickstart.py",
-            )
-        )
+        raise GraphError(_no_file(path))
     module = _import(path)
     function = vars(module).get("graph")
-    if not callable(function):
+    if not isinstance(function, types.FunctionType):
         raise GraphError(
             Problem(
                 where=str(path),
@@ -116,18 +120,43 @@ def load(path: Path) -> GraphFile:
 
 
 def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
-    """Add the parameters of graph(). A flag that is not given is absent from the namespace."""
+    """Add the parameters of graph(). A flag that is not given is absent from the namespace.
+
+    Raises GraphError where a parameter has the name of a flag that the parser has already.
+    """
     group = parser.add_argument_group("parameters of graph()")
     for flag in flags:
         meta = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _TYPES[flag.type]
-        group.add_argument(
-            flag.option,
-            dest=f"graph.{flag.name}",
-            type=flag.parse,
-            metavar=meta,
-            default=None,
-            help=f"default: {flag.default}",
-        )
+        text = f"{flag.help}; default: {flag.default}" if flag.help else f"default: {flag.default}"
+        try:
+            group.add_argument(
+                flag.option,
+                dest=f"graph.{flag.name}",
+                type=flag.parse,
+                metavar=meta,
+                default=SUPPRESS,
+                help=text.replace("%", "%%"),
+            )
+        except ArgumentError as error:
+            raise GraphError(
+                Problem(
+                    where=flag.where,
+                    what=f"parameter {flag.name!r} of graph() would be the flag {flag.option}",
+                    why="the command has a flag of that name",
+                    fix="rename the parameter",
+                )
+            ) from error
+
+
+def _no_file(path: Path) -> Problem:
+    beside = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), beside, n=1)
+    return Problem(
+        where=str(path),
+        what="this is a folder" if path.is_dir() else "there is no such file",
+        why="a run starts from a graph file, which is named before all flags",
+        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(beside[:5] or ['graphs/quickstart.py'])}",
+    )
 
 
 def _import(path: Path) -> types.ModuleType:
@@ -144,59 +173,119 @@ def _import(path: Path) -> types.ModuleType:
         sys.path.append(folder)  # a graph may import what lies beside it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else _deepest(error, path)
+    except (Exception, SystemExit) as error:
+        where, text, fix = _deepest(error, path), str(error), "mend that line"
+        if isinstance(error, SyntaxError):
+            where, text = f"{error.filename}:{error.lineno}", error.msg
+        elif isinstance(error, ModuleNotFoundError):
+            fix = f"install {error.name}, or mend that line"
         raise GraphError(
             Problem(
-                where=line,
-                what=f"the graph file does not import: {type(error).__name__}: {error}",
+                where=where,
+                what=f"the graph file does not import: {type(error).__name__}: {text}",
                 why="its top level runs before anything else",
-                fix="mend that line",
+                fix=fix,
             )
         ) from error
     return module
 
 
-def _flags(path: Path, function: Callable[..., Graph]) -> list[Flag]:
-    hints = typing.get_type_hints(function)
-    flags, problems = [], []
-    for parameter in inspect.signature(function).parameters.values():
-        where = f"{path}:{function.__code__.co_firstlineno}"
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            problems.append(
-                Problem(
-                    where=where,
-                    what=f"graph() takes *{parameter.name}",
-                    why="every parameter is a flag",
-                    fix="name the parameters",
-                )
+def _flags(path: Path, function: types.FunctionType) -> list[Flag]:
+    where = _line(path, function)
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:
+        raise GraphError(
+            Problem(
+                where=where,
+                what=f"the types of graph() cannot be read: {type(error).__name__}: {error}",
+                why="they are those of the flags",
+                fix=f"types that are {_KNOWN_TYPES}",
             )
-            continue
-        if parameter.default is parameter.empty:
-            problems.append(
-                Problem(
-                    where=where,
-                    what=f"parameter {parameter.name!r} of graph() has no default",
-                    why="a graph runs without flags",
-                    fix=f"{parameter.name} = ...",
-                )
-            )
-            continue
-        kind, choices, optional = _kind(hints.get(parameter.name, type(parameter.default)))
-        if kind is None:
-            problems.append(
-                Problem(
-                    where=where,
-                    what=f"parameter {parameter.name!r} of graph() has type {hints.get(parameter.name)}",
-                    why="a flag is an int, float, str, bool, or a Literal of them",
-                    fix="build other objects inside graph()",
-                )
-            )
-            continue
-        flags.append(Flag(parameter.name, kind, parameter.default, choices, optional))
+        ) from error
+    said = _said(function.__doc__ or "")
+    found = [
+        _flag(parameter, hints, where, said.get(parameter.name, ""))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    problems = [item for item in found if isinstance(item, Problem)]
     if problems:
         raise GraphError(*problems)
-    return flags
+    return [item for item in found if isinstance(item, Flag)]
+
+
+def _flag(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, said: str) -> Flag | Problem:
+    """The flag of a parameter, or why it has none."""
+    name, default = parameter.name, parameter.default
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        return Problem(
+            where=where,
+            what=f"graph() takes {name!r} before a /"
+            if parameter.kind is parameter.POSITIONAL_ONLY
+            else f"graph() takes {'**' if parameter.kind is parameter.VAR_KEYWORD else '*'}{name}",
+            why="every parameter is a flag, and is given by name",
+            fix="ordinary parameters, such as steps: int = 100",
+        )
+    if default is parameter.empty:
+        example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has no default",
+            why="a graph can be checked without flags",
+            fix=str(parameter.replace(default=_Verbatim(example))),
+        )
+    if name not in hints and type(default) not in _TYPES:
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has no type",
+            why="it is that of the flag",
+            fix=f"a type that is {_KNOWN_TYPES}",
+        )
+    hint = hints.get(name, type(default))
+    kind, choices, optional = _kind(hint)
+    if kind is None:
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has the type {_shown(hint)}",
+            why=f"a flag is {_KNOWN_TYPES}",
+            fix="build other objects inside graph()",
+        )
+    fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
+    if not fits or (choices and default is not None and default not in choices):
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() is {_shown(hint)} and has the default {default!r}",
+            why="a default is a value of its type",
+            fix=f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "mend the type or the default",
+        )
+    return Flag(name, kind, default, choices, optional, where, said)
+
+
+class _Verbatim:
+    """Prints as the text it is made of."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _said(docstring: str) -> dict[str, str]:
+    """What a docstring says about parameters, in lines such as `lr, eps   of the optimizer`."""
+    rows = re.findall(r"^ *(\w+(?:, \w+)*) {2,}(\S.*)$", docstring, flags=re.MULTILINE)
+    return {name: text for names, text in rows for name in names.split(", ")}
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _line(path: Path, function: Callable[..., Any]) -> str:
+    """Where a function of the graph file is defined."""
+    code = inspect.unwrap(function).__code__
+    own = Path(code.co_filename).resolve() == path.resolve()
+    return f"{path if own else code.co_filename}:{code.co_firstlineno}"
 
 
 def _kind(hint: Any) -> tuple[type | None, tuple[Any, ...], bool]:
@@ -214,11 +303,11 @@ def _kind(hint: Any) -> tuple[type | None, tuple[Any, ...], bool]:
     return None, (), False
 
 
-def _deepest(error: Exception, path: Path) -> str:
+def _deepest(error: BaseException, path: Path) -> str:
     """The last line of the user's own file in a traceback."""
-    line, traceback = None, error.__traceback__
+    line, traceback, own = None, error.__traceback__, path.resolve()
     while traceback:
-        if traceback.tb_frame.f_code.co_filename == str(path):
+        if Path(traceback.tb_frame.f_code.co_filename).resolve() == own:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return f"{path}:{line}" if line else str(path)

@@ -39,6 +39,7 @@ def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
 
 def load_inputs(folder: Path) -> tuple[Task, Columns]:
     """The inverse. Raises GraphError where the folder is not one that `save_inputs` wrote."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     missing = [name for name in ("task.json", "columns.json", "columns.safetensors") if not (folder / name).is_file()]
@@ -51,12 +52,24 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
                 fix="name a folder below RUN/failures",
             )
         )
-    texts = msgspec.json.decode((folder / "columns.json").read_bytes())
+    try:
+        texts = msgspec.json.decode((folder / "columns.json").read_bytes(), type=dict[str, list[Any]])
+        tensors = load_file(folder / "columns.safetensors")
+        task = msgspec.json.decode((folder / "task.json").read_bytes(), type=Task)
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}",
+                what=f"the saved inputs cannot be read: {error}",
+                why="the run that failed wrote them whole",
+                fix="replay another failure, or run the graph again",
+            )
+        ) from error
     columns: Columns = {name: texts[name] for name in texts if not name.endswith(".lengths")}
-    for name, tensor in load_file(folder / "columns.safetensors").items():
+    for name, tensor in tensors.items():
         lengths = texts.get(f"{name}.lengths")
         columns[name] = tensor if lengths is None else Ragged(tensor, tuple(lengths))
-    return msgspec.json.decode((folder / "task.json").read_bytes(), type=Task), columns
+    return task, columns
 
 
 def run_again(graph: Graph, folder: Path) -> Output:
@@ -72,8 +85,8 @@ def run_again(graph: Graph, folder: Path) -> Output:
             Problem(
                 where=f"--replay {folder}",
                 what=f"stage {task.stage!r} cannot be run on its own",
-                why="it is not in this graph" if stage is None else f"it is a {stage.shape}",
-                fix=f"one of {', '.join(sorted(stages))}",
+                why="it is not in this graph" if stage is None else f"its shape is {stage.shape!r}",
+                fix="name the graph file of that run, RUN/graph.py" if stage is None else "run the graph again",
             )
         )
     group = stage.groups()[0] if stage.groups() else graph.host

@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import os
 import platform
@@ -47,6 +48,12 @@ class RunRecord(msgspec.Struct, kw_only=True):
     started: str
 
 
+class _MetricsLine(msgspec.Struct):
+    """What a resume reads of a line of metrics.jsonl."""
+
+    step: int
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     started_s = time.monotonic()
@@ -75,12 +82,11 @@ def _main(argv: list[str], started_s: float) -> int:
         )
     file = load(Path(first.graph))
     parser = _parser(add_help=True)
+    parser.graph_file = first.graph
     parser.description = (file.function.__doc__ or file.module.__doc__ or "").strip().partition("\n\n")[0]
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
-    given = {
-        name[6:]: value for name, value in vars(options).items() if name.startswith("graph.") and value is not None
-    }
+    given = {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.")}
     record = _recorded(options)
     defaults = {flag.name: flag.default for flag in file.flags}
     values = defaults | (record.args if record else {}) | given
@@ -98,7 +104,7 @@ def _main(argv: list[str], started_s: float) -> int:
     return _run(file, graph, planned, values, options, record, argv, started_s)
 
 
-def _parser(*, add_help: bool) -> argparse.ArgumentParser:
+def _parser(*, add_help: bool) -> _Parser:
     parser = _Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False)
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
@@ -121,10 +127,18 @@ def _parser(*, add_help: bool) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    graph_file = "GRAPH"
+
     def error(self, message: str) -> Any:
+        flag, _, expected = message.removeprefix("argument ").partition(": ")
+        unknown = expected.partition(" ")[0].partition("=")[0] if flag == "unrecognized arguments" else ""
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.75)
         raise GraphError(
             Problem(
-                where="command line", what=message, why="the flags are those of --help", fix=f"{self.prog} GRAPH --help"
+                where=flag if flag.startswith("-") else "command line",
+                what=expected if flag.startswith("-") else message,
+                why="the flags are those of --help",
+                fix=f"did you mean {near[0]}?" if near else f"see {self.prog} {self.graph_file} --help",
             )
         )
 
@@ -183,8 +197,7 @@ def _run(
     from pipeline import checkpoint
     from pipeline.engine import Engine
 
-    parent = Path(options.run_dir) if options.run_dir else None
-    run_dir = RunDir(parent).create() if parent else RunDir.new(Path("runs"), planned.name)
+    run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
     start = 0
     if record:
         start = checkpoint.read(run_dir, _step(options.resume))[1].steps
@@ -225,7 +238,12 @@ def _run(
         Engine(
             graph, planned, executor, run_dir=run_dir, start=start, on_step=progress.step, deadline_s=options.deadline_s
         ).execute()
-    except (SluiceError, KeyboardInterrupt):
+    except SluiceError as error:
+        progress.end()
+        console.print_problems(error.problems)
+        _print_way_on(file, run_dir, values, resume)
+        return error.exit_code
+    except KeyboardInterrupt:
         progress.end()
         _print_way_on(file, run_dir, values, resume)
         raise
@@ -237,6 +255,20 @@ def _run(
         planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
     )
     return 0
+
+
+def _run_dir(path: Path | None, name: str) -> RunDir:
+    try:
+        return RunDir(path).create() if path else RunDir.new(Path("runs"), name)
+    except OSError as error:
+        raise GraphError(
+            Problem(
+                where=f"--run-dir {path or 'runs'}",
+                what=f"the folder cannot be made: {error.strerror}: {error.filename}",
+                why="a run records itself there",
+                fix="--run-dir with a path that can be written",
+            )
+        ) from error
 
 
 def _executor(options: argparse.Namespace, file: GraphFile) -> Any:
@@ -291,8 +323,23 @@ def _check_resume(record: RunRecord, graph: Graph, planned: Plan, start: int) ->
 def _cut_metrics(run_dir: RunDir, start: int) -> None:
     """Steps after the checkpoint are made again: drop their lines."""
     if run_dir.metrics.is_file():
-        lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["step"] <= start]
+        kept = []
+        for number, line in enumerate(run_dir.metrics.read_bytes().splitlines(keepends=True), start=1):
+            try:
+                done = msgspec.json.decode(line, type=_MetricsLine).step
+            except msgspec.DecodeError as error:
+                if not line.endswith(b"\n"):  # the line that was being written as the run ended
+                    continue
+                raise GraphError(
+                    Problem(
+                        where=f"{run_dir.metrics}:{number}",
+                        what=f"this line cannot be read: {error}",
+                        why="the resumed run goes on in this file",
+                        fix="remove the line, then --resume",
+                    )
+                ) from error
+            if line.endswith(b"\n") and done <= start:
+                kept.append(line)
         run_dir.metrics.write_bytes(b"".join(kept))
 
 

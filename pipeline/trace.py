@@ -25,6 +25,15 @@ class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True):
     wall_s: float
 
 
+class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True):
+    """A worker is up. `node` is the address of its machine in the cluster."""
+
+    group: str
+    worker: int
+    node: str
+    pid: int
+
+
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
     """Groups entered with a step."""
 
@@ -143,7 +152,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True):
 
 
 TraceEvent = (
-    Started | Admitted | Submitted | Got | Put | Ran | Published | Cleared | Checkpointed | StepEnded | Failed | Ended
+    Started | Placed | Admitted | Submitted | Got | Put | Ran | Published | Cleared | Checkpointed | StepEnded | Failed | Ended
 )
 _DECODER = msgspec.json.Decoder(TraceEvent)
 

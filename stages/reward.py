@@ -119,7 +119,7 @@ class Reward(Stage):
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: _plain(columns[made.name]) for made in self.reads}
             count = len(next(iter(plain.values())))
-            samples = [_Sample(task.groups, context.group_size, i) for i in range(count)]
+            samples = [_Sample(task.step, task.groups, context.group_size, i) for i in range(count)]
             scores = [
                 [_call(function, {name: plain[name][sample.index] for name in names}, sample) for sample in samples]
                 for function, names in zip(self.functions, fields_of)
@@ -139,6 +139,7 @@ class Reward(Stage):
 
 @dataclass(frozen=True)
 class _Sample:
+    step: int
     groups: Sequence[int]
     group_size: int
     index: int
@@ -146,7 +147,7 @@ class _Sample:
     def __str__(self) -> str:
         group, member = divmod(self.index, self.group_size)
         admission = f" (group {self.groups[group]}, member {member})" if group < len(self.groups) else ""
-        return f"sample {self.index}{admission}"
+        return f"sample {self.index} of step {self.step + 1}{admission}"
 
 
 def _call(function: RewardFunction, inputs: dict[str, Any], sample: _Sample) -> float:

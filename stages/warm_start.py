@@ -1,12 +1,14 @@
 """Supervised training before the graph runs: GRPO needs a model that is right now and then.
 
-task = Generated("reverse")
-Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, steps=60))
+    task = Generated("reverse")
+    Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, steps=200, until=0.4))
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import KW_ONLY, dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stages.tasks import Generated
@@ -14,13 +16,17 @@ from stages.tasks import Generated
 if TYPE_CHECKING:
     from pipeline.columns import Ragged
 
+WINDOW = 4  # batches that `until` looks back on
+
 
 @dataclass(frozen=True)
 class Supervised:
     """Next-token cross-entropy on the answers of training prompts, AdamW at a constant rate.
 
     source  training prompts and answers; held-out ones are not touched
-    steps   updates
+    steps   updates at most
+    until   ends earlier, once this fraction of the answers in the last 4 batches was right, greedily and entirely; how
+            fast a model learns varies from seed to seed, and this makes where it starts alike. None makes all steps
     batch   examples an update
     lr      learning rate
     """
@@ -28,6 +34,7 @@ class Supervised:
     source: Generated
     _: KW_ONLY
     steps: int = 60
+    until: float | None = None
     batch: int = 64
     lr: float = 3e-3
 
@@ -39,6 +46,7 @@ class Supervised:
         from stages.backends.torch.score import response_logits
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
+        right: deque[float] = deque(maxlen=WINDOW)
         for step in range(self.steps):
             pairs = [self.source.train(step * self.batch + i, order=seed) for i in range(self.batch)]
             prompts = _encode(tokenizer, [prompt for prompt, _ in pairs], closing=[])
@@ -46,6 +54,10 @@ class Supervised:
             logits_NTV, ids_NT, real_NT = response_logits(
                 model, prompts, answers, temperature=1.0, pad=tokenizer.pad_token_id
             )
+            # Where every argmax is right given the answer so far, greedy decoding gives exactly this answer.
+            right.append(((logits_NTV.argmax(-1) == ids_NT) | ~real_NT).all(1).float().mean().item())
+            if self.until is not None and len(right) == WINDOW and fmean(right) >= self.until:
+                return
             loss = -selected_logprobs(logits_NTV, ids_NT)[real_NT].mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

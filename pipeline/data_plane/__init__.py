@@ -48,15 +48,22 @@ class DataPlane(Protocol):
     def get(self, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> Columns:
         """The named columns, in the order of `meta.keys`."""
 
-    def presence(self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0) -> dict[str, list[bool]]:
+    def presence(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
+    ) -> dict[str, list[bool]]:
         """What the store itself says is there, field -> one bool a key; also what a process outside the graph wrote.
 
         Slow; off the hot path. A key is looked up in the row of its group.
         """
 
     def adopt(
-        self, partition: str, keys: Sequence[str], fields: Sequence[str], lengths: Mapping[str, Sequence[int]],
-        *, attempt: int = 0,
+        self,
+        partition: str,
+        keys: Sequence[str],
+        fields: Sequence[str],
+        lengths: Mapping[str, Sequence[int]],
+        *,
+        attempt: int = 0,
     ) -> KVBatchMeta:
         """The handle on fields that `presence` found: written from outside, laid out as described above."""
 

@@ -82,7 +82,7 @@ def check_put(
             )  # fmt: skip
         _check_column(where, field, column, keys)
         if field.ragged:
-            own = column.lengths  # type: ignore[union-attr]
+            own = tuple(column.lengths)  # type: ignore[union-attr]
             if (other := lengths.setdefault(field.ragged, own)) != own:
                 i = next(i for i, (a, b) in enumerate(zip(other, own)) if a != b)
                 raise broken(

@@ -54,12 +54,12 @@ def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     awaited longer than the deadline, because TransferQueue only logs when it does not come.
     """
     return {
-        "TQ_LOGGING_LEVEL": "CRITICAL",
+        "TQ_LOGGING_LEVEL": "ERROR",
         "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": str(max(1, round(deadline_s / 3))),
         "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": "1",
         "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "3",
         "TQ_DATA_UPDATE_RESPONSE_TIMEOUT": str(round(2 * deadline_s) + 1),
-        "TQ_PERF_LOG_FLUSH_INTERVAL": "86400",
+        "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "20",
     }
 
 
@@ -76,17 +76,19 @@ class TransferQueuePlane(RowPlane):
         self._cache = RowCache(settings.cache_bytes)
         self._closed = False
         self._clearing = threading.Lock()
+        self._client = within(settings.deadline_s, "attach to TransferQueue", lambda: _connect(settings))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="data-plane")
         self._thread.start()
-        self._client = within(settings.deadline_s, "attach to TransferQueue", lambda: _connect(settings))
 
     @staticmethod
     def create(
         *, deadline_s: float = DEADLINE_S, storage_units: int = 1, trusted_network: bool = False,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int = CACHE_BYTES, storage_resource: str | None = None,
     ) -> TransferQueuePlane:  # fmt: skip
         """Start TransferQueue in the Ray cluster that this process is connected to (with CPUs for 1 + storage_units).
+
+        Storage units go round the nodes that have the Ray resource `storage_resource`, or round all nodes.
 
         Raises DataPlaneError where the cluster has one already, or where it would bind an address that is not loopback
         and the network is not trusted; DataPlaneLost where it does not come up.
@@ -97,14 +99,14 @@ class TransferQueuePlane(RowPlane):
         try:
             settings = within(
                 START_DEADLINE_S, "start TransferQueue",
-                lambda: _start(deadline_s, storage_units, trusted_network, cache_bytes),
+                lambda: _start(deadline_s, storage_units, trusted_network, cache_bytes, storage_resource),
             )  # fmt: skip
             started = True
             return TransferQueuePlane(settings, owns=True)
         except BaseException:
-            TransferQueuePlane._creator.release()
             if started:
                 within(START_DEADLINE_S, "stop TransferQueue", _stop)
+            TransferQueuePlane._creator.release()
             raise
 
     @staticmethod
@@ -205,7 +207,7 @@ class TransferQueuePlane(RowPlane):
         found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
         gone = found.size != len(rows) or any(name not in found.field_schema for name in fields)
         if not gone:
-            # storage_manager and not the client: the client resets torch's thread count, which is not the store's
+            # storage_manager and not the client, which sets torch's thread count around each call and adds a round trip
             asked = BatchMeta(found.global_indexes, found.partition_ids, {name: {} for name in fields})
             try:
                 columns = await self._client.storage_manager.get_data(asked)
@@ -232,7 +234,10 @@ class TransferQueuePlane(RowPlane):
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store says is there; see `DataPlane.presence`. A few round trips a field."""
+        """What the store says is there; see `DataPlane.presence`. A few round trips a field.
+
+        Only a dense field shows how many samples a row holds: a ragged or str field counts for all keys of its group.
+        """
         declared = self._declared(partition, f"presence in {partition!r}")
         rows = list(dict.fromkeys(row_name(key, attempt) for key in keys))
         if not rows:
@@ -285,10 +290,14 @@ class TransferQueuePlane(RowPlane):
         self._cache.forget_all()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self.settings.deadline_s)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._client.close()
         if self._owns:
-            TransferQueuePlane._creator.release()
-            within(START_DEADLINE_S, "stop TransferQueue", _stop)
+            try:
+                within(START_DEADLINE_S, "stop TransferQueue", _stop)
+            finally:
+                TransferQueuePlane._creator.release()
 
 
 def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
@@ -312,7 +321,9 @@ def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
-def _start(deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int) -> Settings:
+def _start(
+    deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None
+) -> Settings:
     for name, value in environment(deadline_s).items():
         os.environ.setdefault(name, value)
     import transfer_queue
@@ -323,7 +334,12 @@ def _start(deadline_s: float, storage_units: int, trusted_network: bool, cache_b
     asked = OmegaConf.create(
         {
             "controller": {"polling_mode": True},  # a blocking fetch would stall the controller for everyone
-            "backend": {"SimpleStorage": {"num_data_storage_units": storage_units}},
+            "backend": {
+                "SimpleStorage": {
+                    "num_data_storage_units": storage_units,
+                    "required_node_resource": storage_resource,
+                }
+            },
         }
     )
     config = transfer_queue.init(asked)

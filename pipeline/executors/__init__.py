@@ -12,6 +12,7 @@ from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import Plan
 from pipeline.stage import Task
+from pipeline.trace import Placed
 from pipeline.worker import TaskResult, WorkerSettings
 
 
@@ -21,9 +22,10 @@ class Executor(Protocol):
     name: str
     plane: DataPlane
 
-    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> None:
+    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         """Bring up data plane and workers, and give them their state back from the checkpoint `restore`.
 
+        Returns where each worker runs.
         Raises SluiceError where a worker cannot be set up.
         """
 

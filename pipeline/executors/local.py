@@ -5,6 +5,7 @@ The tasks of a step run in the order of submission, so a run is as deterministic
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import Plan, with_samples, worker_groups
 from pipeline.stage import Task
+from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 
@@ -30,7 +32,7 @@ class LocalExecutor:
         self._workers: dict[str, Worker] = {}
         self._groups_of: dict[str, tuple[str, ...]] = {}
 
-    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> None:
+    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         stages = with_samples(graph)
         by_name = {stage.name: stage for stage in stages}
         self._groups_of = {stage.name: stage.groups for stage in plan.stages}
@@ -43,6 +45,7 @@ class LocalExecutor:
             worker.connect(self.plane)
             if restore:
                 worker.restore(restore)
+        return [Placed(group=name, worker=0, node="this process", pid=os.getpid()) for name in self._workers]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         self._queue.append((task, meta))

@@ -30,10 +30,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
 from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
 from pipeline.executors import parts
-from pipeline.graph import Graph, WorkerGroup
+from pipeline.graph import HOST, Graph, WorkerGroup
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import Plan, with_samples, worker_groups
 from pipeline.stage import Task
+from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
@@ -63,7 +64,7 @@ class RayExecutor:
         self._pending: dict[ray.ObjectRef, tuple[Task, str, list[ray.ObjectRef]]] = {}
         self._cleared: dict[str, list[str]] = {}
 
-    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> None:
+    def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         self._connect(plan)
         self._planned = {stage.name: (stage.groups, stage.per) for stage in plan.stages}
@@ -74,16 +75,20 @@ class RayExecutor:
             cloudpickle.register_pickle_by_value(module)
         blob_of_all = cloudpickle.dumps(tuple(stages))
         setups = []
-        for placed in plan.groups:
+        for placed in sorted(plan.groups, key=lambda group: group.name != HOST):  # the host group has one node only
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             self._actors[placed.name] = self._place(groups[placed.name], hosted, blob_of_all, settings)
             setups += [actor.setup.remote() for actor in self._actors[placed.name]]
-        self.plane = TransferQueuePlane.create(trusted_network=self._trusted_network)  # while the models load
+        here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
+        self.plane = TransferQueuePlane.create(  # while the models load
+            trusted_network=self._trusted_network, storage_resource=here
+        )
         actors = [actor for group in self._actors.values() for actor in group]
         self._get_all(setups, "set up")
-        self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        placed_at = self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         if restore:
             self._get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
+        return placed_at
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         names, per = self._planned[task.stage]
@@ -164,21 +169,22 @@ class RayExecutor:
                 )
             ) from error
         self._owns_ray = True
-        have = int(ray.cluster_resources().get("GPU", 0))
-        asked = sum(group.gpus for group in plan.groups)
-        if asked > have:
-            raise GraphError(
-                Problem(
-                    where=plan.name,
-                    what=f"the worker groups ask for {asked} GPUs, the cluster has {have}",
-                    why="every group holds its GPUs for the whole run",
-                    fix="fewer GPUs a group, or more machines",
+        needed_gpus = sum(group.gpus for group in plan.groups)
+        for kind, asked in (("GPU", needed_gpus), ("CPU", needed)):
+            have = ray.cluster_resources().get(kind, 0.0)
+            if asked > have:
+                raise GraphError(
+                    Problem(
+                        where=plan.name,
+                        what=f"the run asks for {asked:g} {kind}s, the cluster has {have:g}",
+                        why="every worker group holds its own for the whole run, and the data plane 2 CPUs",
+                        fix="smaller worker groups, or more machines",
+                    )
                 )
-            )
 
     def _place(self, group: WorkerGroup, hosted: bytes, stages: bytes, settings: WorkerSettings) -> list[Any]:
         gpus = group.gpus / group.workers
-        if group.name == "host":  # it writes samples into the run directory, so it stays with the driver
+        if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
             node = ray.get_runtime_context().get_node_id()
             strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * group.workers
         else:
@@ -211,7 +217,7 @@ class RayExecutor:
             for rank in range(group.workers)
         ]
 
-    def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> None:
+    def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
         """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
         try:
             answers = ray.get(list(refs), timeout=START_DEADLINE_S)
@@ -229,6 +235,7 @@ class RayExecutor:
         for answer in answers:
             if isinstance(answer, SluiceError):
                 raise answer
+        return answers
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult:
         task, group, others = self._pending.pop(ref)
@@ -276,8 +283,10 @@ class _Actor:
     def setup(self) -> SluiceError | None:
         return self._worker.setup()
 
-    def connect(self, settings: Any) -> None:
+    def connect(self, settings: Any) -> Placed:
         self._worker.connect(TransferQueuePlane.attach(settings))
+        node = ray.util.get_node_ip_address()
+        return Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
 
     def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)

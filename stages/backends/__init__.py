@@ -248,11 +248,7 @@ def model_problems(model: Model) -> tuple[Problem, ...]:
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1
         if looks_local and not (path / "config.json").is_file():
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
-            return (
-                Problem(
-                    where=where, what=what, why="a model is a Hugging Face folder or hub name", fix="the right path"
-                ),
-            )
+            return (Problem(where=where, what=what, why="a model is a folder or a hub name", fix="the right path"),)
         return ()
     problems = []
     if "model_type" not in model.config:

@@ -20,7 +20,8 @@ def handle(lengths: list[int], group: int = 2, partition: str = "p", first: int 
     shared = lay_out(keys, 0, {"T": tuple(lengths)}).placement
     return KVBatchMeta(
         keys=keys, partition_id=partition, fields=("ids", "reward"), lengths={"T": tuple(lengths)},
-        placements=(shared,), placement_of={"ids": 0, "reward": 0}, tags=tuple({"i": i, "key": key} for i, key in enumerate(keys)), **changes,
+        placements=(shared,), placement_of={"ids": 0, "reward": 0},
+        tags=tuple({"i": i, "key": key} for i, key in enumerate(keys)), **changes,
     )  # fmt: skip
 
 

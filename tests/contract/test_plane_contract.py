@@ -129,6 +129,13 @@ def test_neither_direction_aliases_the_store(store: Store):
             )
 
 
+def test_a_part_does_not_hold_the_memory_of_the_whole(store: Store):
+    meta = store.put(keys_of(1, 8), columns_of([9] * 8))
+    got = store.other.get(meta.slice(2, 4), ["response_ids", "reward"], reader="train")
+    assert got["response_ids"].values.untyped_storage().nbytes() == 2 * 9 * 8
+    assert got["reward"].untyped_storage().nbytes() == 2 * 4
+
+
 def test_gradients_and_strides_do_not_travel(store: Store):
     keys = keys_of(1, 4)
     strided = torch.arange(8.0)[::2].requires_grad_()
@@ -150,6 +157,15 @@ def test_repeated_put_is_a_no_op_and_other_bytes_raise(store: Store):
         store.put(keys_of(2, 2, first=1)[:4] + keys_of(1, 2, first=9), {"reward": torch.full((6,), 7.0)})
     assert_same(store.other.get(meta, ["reward"], reader="train")["reward"], columns["reward"])
     assert store.plane.row_count(store.partition) in (3, 4)  # TransferQueue names a row before it has a field
+
+
+def test_other_bytes_raise_beside_a_field_that_is_new_to_the_partition(store: Store):
+    keys = keys_of(2, 2)
+    store.put(keys, {"reward": torch.zeros(4)})
+    with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is there already with other bytes"):
+        store.put(keys, {"truncated": torch.zeros(4, dtype=torch.bool), "reward": torch.ones(4)})
+    meta = store.put(keys, {"truncated": torch.ones(4, dtype=torch.bool), "reward": torch.zeros(4)})
+    assert store.other.get(meta, ["truncated"], reader="train")["truncated"].all()
 
 
 def test_negative_zero_is_not_zero(store: Store):

@@ -167,19 +167,6 @@ def test_everything_listens_on_loopback_only(transfer_queue: TransferQueuePlane)
     _check_address("::1", trusted_network=False)
 
 
-def test_torch_keeps_its_thread_count(transfer_queue: TransferQueuePlane):
-    before = torch.get_num_threads()
-    transfer_queue.register("threads", FIELDS, ["train"])
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        meta = transfer_queue.put(keys_of(1, 2, first=count), columns_of([1, 2]), partition="threads", stage="work")
-        transfer_queue.evict(meta.placements[0].rows)
-        transfer_queue.get(meta, NAMES, reader="train")
-        transfer_queue.clear(meta)
-        assert torch.get_num_threads() == count
-    torch.set_num_threads(before)
-
-
 LOST = """
     import os, socket, time
     from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment

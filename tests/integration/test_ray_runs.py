@@ -153,3 +153,19 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
     assert [rank for rank, _, _ in calls] == list(range(32))
     assert [group for _, part, _ in calls for group in part] == list(groups)
     assert tuple(key for _, _, part in calls for key in part) == keys
+
+
+def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp_path):
+    """In a process of its own, with a Ray of its own; the graph's folder is gone before any worker starts."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "two_nodes.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = msgspec.json.decode(done.stdout.splitlines()[-1])
+    assert seen["nodes"] == {"host": "127.0.0.2", "shouters": "127.0.0.3"}
+    assert seen["samples"] == [text * 2 for text in "44556677"]
+    assert (seen["steps"], seen["rows_left"]) == (2, 0)

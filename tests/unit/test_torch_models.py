@@ -113,14 +113,14 @@ def test_warm_start_learns() -> None:
     task = Generated("reverse", digits=2, held_out=10)
 
     def loss(steps: int) -> float:
-        model = Model("m", config=CONFIG, alphabet=task.alphabet, warm_start=Supervised(task, steps=steps, batch=16))
+        model = Model("m", config=CONFIG, alphabet=task.alphabet, warm_start=Supervised(task, steps=steps, lr=2e-2))
         backend = opened()
         pairs = task.held_out_pairs(10)
         prompts, answers = (backend.encode(model, list(texts)) for texts in zip(*pairs))
         scores = backend.score(model, prompts, answers, temperature=1.0, microbatch=0)
         return -scores.values.mean().item()
 
-    assert loss(40) < loss(1) - 0.3
+    assert loss(40) < loss(1) - 0.5
 
 
 def test_the_hash_changes_with_every_part_of_the_weights() -> None:
@@ -232,7 +232,8 @@ def test_a_group_with_gpus_needs_cuda() -> None:
     [
         (
             WorkerGroup("sampler", backend="tensorflow"),
-            "worker group 'sampler' has the backend 'tensorflow'; no backend has that name. Fix: one of 'torch', 'python'",
+            "worker group 'sampler' has the backend 'tensorflow'; no backend has that name. "
+            "Fix: one of 'torch', 'python'",
         ),
         (
             WorkerGroup("sampler", backend="python"),

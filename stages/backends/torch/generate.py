@@ -5,7 +5,7 @@ the vocabulary, so a sample depends on its own numbers only. Each distinct promp
 cache is then shared out to its samples.
 
 Legend: N samples, B rows in the network (distinct prompts first, unfinished samples later), P prompt, T response,
-V vocabulary.
+S prompt and response so far, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,28 +32,8 @@ def generate(
     pad: int,
 ) -> Generation:
     """Responses to N prompts. `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it."""
-    device = network.device
-    prompts, prompt_of = _distinct(prompt_ids)
-    of_sample = torch.tensor(prompt_of, device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    prompts_BP = pad_left(prompts, pad).to(device)
-    padded = bool((lengths != prompts_BP.shape[1]).any())
-    mask_BP = _prompt_mask(lengths, prompts_BP.shape[1]) if padded else None
-    cache = DynamicCache(config=network.config)
-    logits_BV = network(
-        input_ids=prompts_BP,
-        attention_mask=mask_BP,
-        position_ids=(mask_BP.cumsum(-1) - 1).clamp(min=0) if mask_BP is not None else None,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
-    logits_BV, mask_B, next_B = logits_BV[of_sample], mask_BP, lengths[of_sample]
-    cache.batch_select_indices(of_sample)
-    if mask_B is not None:
-        mask_B = mask_B[of_sample]
-
-    count = len(prompt_of)
+    device, count = network.device, len(prompt_ids)
+    cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
     ends = torch.tensor(sorted(closing), device=device)
     uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
     tokens_NT = torch.full((count, sampling.max_tokens), pad, device=device)
@@ -62,12 +42,10 @@ def generate(
     closed_N = torch.zeros(count, dtype=torch.bool, device=device)
     rows_B = torch.arange(count, device=device)
     for t in range(sampling.max_tokens):
-        chosen_B, chosen_logprobs_B = choose(
-            logits_BV, sampling, None if uniforms_NT is None else uniforms_NT[rows_B, t]
-        )
+        uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
+        chosen_B, logprobs_NT[rows_B, t] = choose(logits_BV, sampling, uniform_B)
         open_B = ~closed_N[rows_B]
         tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, pad)
-        logprobs_NT[rows_B, t] = chosen_logprobs_B
         lengths_N[rows_B] += open_B
         closed_N[rows_B] |= torch.isin(chosen_B, ends)
         open_B = ~closed_N[rows_B]
@@ -78,18 +56,44 @@ def generate(
             keep = open_B.nonzero()[:, 0]
             cache.batch_select_indices(keep)
             rows_B, chosen_B, next_B = rows_B[keep], chosen_B[keep], next_B[keep]
-            mask_B = None if mask_B is None else mask_B[keep]
-        if mask_B is not None:
-            mask_B = torch.cat([mask_B, mask_B.new_ones(len(mask_B), 1)], dim=1)
+            mask_BS = None if mask_BS is None else mask_BS[keep]
+        if mask_BS is not None:
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
         logits_BV = network(
             input_ids=chosen_B[:, None],
-            attention_mask=mask_B,
-            position_ids=None if mask_B is None else (next_B + t)[:, None],
+            attention_mask=mask_BS,
+            position_ids=None if mask_BS is None else (next_B + t)[:, None],
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
     sizes = lengths_N.tolist()
     return Generation(unpad_right(tokens_NT, sizes), unpad_right(logprobs_NT, sizes), ~closed_N.cpu())
+
+
+def _prefill(
+    network: PreTrainedModel, prompt_ids: Ragged, pad: int
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Cache and next-token logits [N, V] of N prompts, the mask [N, P] where any is padded, and the lengths [N]."""
+    prompts, prompt_of = _distinct(prompt_ids)
+    of_sample = torch.tensor(prompt_of, device=network.device)
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
+    prompts_BP = pad_left(prompts, pad).to(network.device)
+    width = prompts_BP.shape[1]
+    mask_BP = positions_BP = None
+    if bool((lengths_B != width).any()):
+        mask_BP = (torch.arange(width, device=network.device) >= width - lengths_B[:, None]).long()
+        positions_BP = (mask_BP.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=network.config)
+    logits_BV = network(
+        input_ids=prompts_BP,
+        attention_mask=mask_BP,
+        position_ids=positions_BP,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    cache.batch_select_indices(of_sample)
+    return cache, logits_BV[of_sample], None if mask_BP is None else mask_BP[of_sample], lengths_B[of_sample]
 
 
 def choose(
@@ -136,8 +140,3 @@ def _distinct(prompt_ids: Ragged) -> tuple[list[torch.Tensor], list[int]]:
     index = [place.setdefault(tuple(row.tolist()), len(place)) for row in rows]
     first = {p: i for i, p in reversed(list(enumerate(index)))}
     return [rows[first[p]] for p in range(len(place))], index
-
-
-def _prompt_mask(lengths_B: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, P], 1 where there is a token; padding is on the left."""
-    return (torch.arange(width, device=lengths_B.device) >= width - lengths_B[:, None]).long()

@@ -1,0 +1,15 @@
+"""A finished run of two steps, made once."""
+
+import pytest
+
+from tests.errors.harness import command, live_text
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The run directory of the live graph, in process."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "graph.py").write_text(live_text())
+    code, _, stderr = command(folder, "graph.py", "--executor", "local", "--run-dir", "run")
+    assert code == 0, stderr
+    return folder / "run"

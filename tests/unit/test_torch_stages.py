@@ -1,0 +1,411 @@
+"""The model stages, run without an engine: columns in, columns out."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.quickstart import graph as quickstart
+from ops.rewards import digit_match
+from pipeline import Graph, Model, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.columns import Columns, Ragged
+from stages import (
+    ClippedLoss,
+    Evaluate,
+    Generated,
+    PrevLogprobs,
+    Prompts,
+    Refit,
+    RefLogprobs,
+    Rollout,
+    Supervised,
+    Train,
+)
+from stages.backends import engine
+
+torch.set_num_threads(1)
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+TASK = Generated("reverse", digits=2, held_out=20)
+POLICY = Model("tiny", config=CONFIG, alphabet=TASK.alphabet)
+SAMPLER = WorkerGroup("sampler", backend="torch", threads=1)
+LEARNER = WorkerGroup("learner", backend="torch", threads=1)
+G = 4
+
+
+def context(group: WorkerGroup = SAMPLER, seed: int = 0, steps: int = 0) -> StageContext:
+    return StageContext(group=group, rank=0, seed=seed, group_size=G, run_dir=None, shared={}, steps=steps)
+
+
+def described(*stages: Stage, batch: int = 8) -> Graph:
+    return Graph(name="g", source=Prompts(TASK, batch=batch), stages=stages, schedule=Schedule(steps=1))
+
+
+def prompts_of(groups: tuple[int, ...]) -> Columns:
+    return {"prompt": [TASK.train(group)[0] for group in groups for _ in range(G)]}
+
+
+def rolled_out(stage: Rollout, groups: tuple[int, ...], *, seed: int = 0, version: int = 0) -> list[Any]:
+    run = stage.setup(context(seed=seed))
+    task = Task(stage="rollout", step=0, groups=groups, version=version)
+
+    async def collect() -> list[Any]:
+        return [output async for output in run(prompts_of(groups), task)]
+
+    return asyncio.run(collect())
+
+
+ROLLOUT = Rollout(POLICY, on=SAMPLER, samples_per_prompt=G, max_tokens=6)
+
+
+def test_rollout_writes_what_it_declares() -> None:
+    (output,) = rolled_out(ROLLOUT, (0, 1, 5), version=3)
+    assert list(output.columns) == [field.name for field in ROLLOUT.writes]
+    assert list(output.index) == list(range(12))
+    columns = output.columns
+    lengths = columns["response_ids"].lengths
+    assert len(lengths) == 12 and max(lengths) <= 6 and min(lengths) >= 1
+    assert lengths == columns["rollout_logprobs"].lengths == columns["token_versions"].lengths
+    assert set(columns["token_versions"].values.tolist()) == {3}
+    assert columns["token_versions"].values.dtype == torch.int32
+    assert columns["truncated"].dtype == torch.bool and columns["truncated"].shape == (12,)
+    for ids, text in zip(columns["response_ids"].rows(), columns["response"]):
+        assert text == "".join(TASK.alphabet[i - 2] for i in ids.tolist() if i > 1)
+    for ids, text in zip(columns["prompt_ids"].rows(), prompts_of((0, 1, 5))["prompt"]):
+        assert "".join(TASK.alphabet[i - 2] for i in ids.tolist()) == text
+    assert output.metrics["length_mean"] == sum(lengths) / 12
+    assert output.metrics["truncated"] == columns["truncated"].float().mean().item()
+    assert output.metrics["tokens"] == sum(lengths)
+    assert ROLLOUT.group_size == G
+
+
+def test_a_group_is_the_same_in_any_company() -> None:
+    (together,) = rolled_out(ROLLOUT, (0, 1, 5))
+    (alone,) = rolled_out(ROLLOUT, (5,))
+    (other_seed,) = rolled_out(ROLLOUT, (5,), seed=1)
+    (other_group,) = rolled_out(ROLLOUT, (6,))
+    assert together.columns["response"][8:] == alone.columns["response"]
+    assert len(set(alone.columns["response"])) > 1
+    assert other_seed.columns["response"] != alone.columns["response"] != other_group.columns["response"]
+
+
+def test_decode_batches_are_whole_groups_and_change_no_sample() -> None:
+    parts = rolled_out(replace(ROLLOUT, decode_batch=2), (0, 1, 5))
+    (whole,) = rolled_out(ROLLOUT, (0, 1, 5))
+    assert [list(part.index) for part in parts] == [list(range(8)), list(range(8, 12))]
+    assert [text for part in parts for text in part.columns["response"]] == whole.columns["response"]
+
+
+def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, shared: Any = None) -> Columns:
+    (output,) = rolled_out(ROLLOUT, groups)
+    columns = output.columns
+    run = PrevLogprobs(POLICY, on=LEARNER).setup(context(LEARNER))
+    columns |= run(columns, Task(stage="prev_logprobs", step=0, groups=groups)).columns
+    if kl:
+        columns["ref_logprobs"] = columns["prev_logprobs"]
+    columns["advantage"] = torch.linspace(-1, 1, len(groups) * G)
+    return columns
+
+
+def test_prev_and_ref_logprobs_are_the_rollouts_of_the_same_weights() -> None:
+    columns = batch_columns()
+    torch.testing.assert_close(columns["prev_logprobs"].values, columns["rollout_logprobs"].values, atol=1e-5, rtol=0)
+    stage = RefLogprobs(POLICY.frozen(), on=LEARNER, microbatch=3)
+    reference = stage.setup(context(LEARNER))(columns, Task(stage="ref_logprobs", step=0)).columns
+    assert list(reference) == ["ref_logprobs"]
+    torch.testing.assert_close(reference["ref_logprobs"].values, columns["prev_logprobs"].values, atol=1e-5, rtol=0)
+
+
+def test_the_reference_does_not_follow_the_trained_model() -> None:
+    shared = context(LEARNER)
+    columns, task = batch_columns(), Task(stage="any", step=0, groups=(0, 1, 2, 3))
+    previous = PrevLogprobs(POLICY, on=LEARNER).setup(shared)
+    reference = RefLogprobs(POLICY.frozen(), on=LEARNER).setup(shared)
+    train = Train(POLICY, on=LEARNER, lr=1e-2).setup(shared)
+    before = [run(columns, task).columns for run in (previous, reference)]
+    train(columns, task)
+    after = [run(columns, task).columns for run in (previous, reference)]
+    assert not torch.equal(before[0]["prev_logprobs"].values, after[0]["prev_logprobs"].values)
+    assert torch.equal(before[1]["ref_logprobs"].values, after[1]["ref_logprobs"].values)
+
+
+def test_train_reads_reference_logprobs_only_for_a_kl_term() -> None:
+    plain, with_kl = Train(POLICY, on=LEARNER, lr=1e-3), Train(POLICY, on=LEARNER, lr=1e-3, loss=ClippedLoss(kl=0.1))
+    assert "ref_logprobs" not in {field.name for field in plain.reads}
+    assert "ref_logprobs" in {field.name for field in with_kl.reads}
+
+
+def test_train_makes_minibatches_times_epochs_updates() -> None:
+    stage = Train(POLICY, on=LEARNER, lr=1e-2, minibatches=2, epochs=3, loss=ClippedLoss(kl=0.1))
+    task = Task(stage="train", step=0, groups=(0, 1, 2, 3), version=7)
+    output = stage.setup(context(LEARNER))(batch_columns(kl=True), task)
+    assert output.weights == (8, "")
+    assert output.columns == {}
+    assert output.metrics["updates"] == 6.0 and output.metrics["skipped"] == 0.0
+    assert output.metrics["ratio_max"] > 1.0 and output.metrics["clip_fraction"] > 0
+    assert output.metrics["kl"] > 0
+    assert abs(output.metrics["mismatch_kl"]) < 1e-8
+
+
+def test_minibatches_are_runs_of_whole_groups_in_order() -> None:
+    seen = []
+    stage = Train(POLICY, on=LEARNER, lr=0.0, minibatches=2)
+    runner = stage.setup(context(LEARNER))
+    update = runner.learner.update
+    runner.learner.update = lambda part, *rest, **named: (seen.append(part), update(part, *rest, **named))[1]
+    columns = batch_columns()
+    runner(columns, Task(stage="train", step=0, groups=(0, 1, 2, 3)))
+    assert [len(part) for part in seen] == [8, 8]
+    assert torch.equal(torch.cat([part.advantage for part in seen]), columns["advantage"])
+    assert torch.equal(torch.cat([part.response_ids.values for part in seen]), columns["response_ids"].values)
+
+
+def test_mismatch_is_seen() -> None:
+    columns = batch_columns()
+    rollout = columns["rollout_logprobs"]
+    columns["rollout_logprobs"] = Ragged(rollout.values - 0.5, rollout.lengths)
+    output = Train(POLICY, on=LEARNER, lr=1e-3).setup(context(LEARNER))(columns, Task(stage="train", step=0))
+    assert output.metrics["mismatch_kl"] == pytest.approx(torch.tensor(0.5).exp().item() - 1.5, rel=1e-3)
+
+
+def test_a_step_without_a_finite_update_reports_only_counts() -> None:
+    columns = batch_columns()
+    columns["advantage"][0] = float("nan")
+    output = Train(POLICY, on=LEARNER, lr=1e-3).setup(context(LEARNER))(columns, Task(stage="train", step=0))
+    assert output.metrics["skipped"] == 1.0 and output.metrics["updates"] == 0.0
+    assert "loss" not in output.metrics
+
+
+def test_a_restored_runner_continues_bit_for_bit(tmp_path: Path) -> None:
+    stage = Train(POLICY, on=LEARNER, lr=1e-2, minibatches=2, schedule="linear")
+    columns, task = batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3))
+    contexts = [context(LEARNER, steps=2) for _ in range(2)]
+    first, second = (stage.setup(each) for each in contexts)
+    first(columns, task)
+    first.save(tmp_path)
+    second.restore(tmp_path)
+    assert first(columns, task).metrics == second(columns, task).metrics
+    hashes = [engine(each).weight_hash(engine(each).trained_weights(POLICY)) for each in contexts]
+    assert hashes[0] == hashes[1]
+
+
+class Meeting:
+    """Both sides of a transfer, one after the other; `spoil` changes what travels."""
+
+    def __init__(self, spoil: Any = None) -> None:
+        self.side, self.spoil = "source", spoil
+        self.payload: Any = None
+
+    def offer(self, payload: Any) -> None:
+        self.payload, self.side = payload, "target"
+        if self.spoil:
+            self.spoil(payload)
+
+    def take(self) -> Any:
+        return self.payload
+
+
+def test_refit_serves_the_trained_weights() -> None:
+    sampler, learner = context(SAMPLER), context(LEARNER)
+    stage = Refit(POLICY, source=LEARNER, target=SAMPLER)
+    sides = [stage.setup(learner), stage.setup(sampler)]
+    train = Train(POLICY, on=LEARNER, lr=1e-2).setup(learner)
+    train(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
+    sent = engine(learner).weight_hash(engine(learner).trained_weights(POLICY))
+    assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) != sent
+    meeting, task = Meeting(), Task(stage="refit", step=0, version=4)
+    assert sides[0](meeting, task).weights is None
+    output = sides[1](meeting, task)
+    assert output.weights == (5, sent)
+    assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) == sent
+    assert output.metrics["size_bytes"] == 4 * sum(
+        p.numel() for p in engine(sampler).network(POLICY, "served").parameters()
+    )
+    assert stage.groups() == (LEARNER, SAMPLER)
+
+
+def test_the_first_refit_publishes_the_version_that_there_is() -> None:
+    stage, meeting = Refit(POLICY, source=LEARNER, target=SAMPLER), Meeting()
+    sides = [stage.setup(context(LEARNER)), stage.setup(context(SAMPLER))]
+    task = Task(stage="refit", step=-1, version=0)
+    sides[0](meeting, task)
+    assert sides[1](meeting, task).weights[0] == 0
+
+
+def test_training_after_a_refit_does_not_change_what_is_served_on_the_same_group() -> None:
+    both = context(LEARNER)
+    stage, meeting = Refit(POLICY, source=LEARNER, target=LEARNER), Meeting()
+    task = Task(stage="refit", step=0)
+    run, train = stage.setup(both), Train(POLICY, on=LEARNER, lr=1e-2).setup(both)
+    run(meeting, task)
+    _, served = run(meeting, task).weights
+    train(batch_columns(), Task(stage="train", step=1, groups=(0, 1, 2, 3)))
+    assert engine(both).weight_hash(engine(both).served_weights(POLICY)) == served
+    assert engine(both).weight_hash(engine(both).trained_weights(POLICY)) != served
+
+
+@pytest.mark.parametrize("what", ["bytes", "version"])
+def test_a_transfer_that_changes_anything_is_an_error(what: str) -> None:
+    def spoil(payload: Any) -> None:
+        if what == "version":
+            payload["version"] += 1
+        else:
+            payload["weights"]["lm_head.weight"][0, 0] += 1
+
+    stage, meeting = Refit(POLICY, source=LEARNER, target=SAMPLER), Meeting(spoil)
+    sides = [stage.setup(context(LEARNER)), stage.setup(context(SAMPLER))]
+    task = Task(stage="refit", step=2, version=2)
+    sides[0](meeting, task)
+    with pytest.raises(StageError, match=r"stage 'refit', step 2: sent version \d .* now serving version 3 with"):
+        sides[1](meeting, task)
+
+
+def test_evaluation_is_greedy_exact_match_on_held_out_prompts() -> None:
+    warm = replace(POLICY, warm_start=Supervised(TASK, steps=60, lr=5e-3))
+    stage = Evaluate(warm, TASK, on=SAMPLER, reward=digit_match, prompts=15, max_tokens=3)
+    shared = context()
+    output = stage.setup(shared)({}, Task(stage="evaluate", step=0))
+    assert output.columns == {}
+    network = engine(shared).network(warm, "served")
+    right = 0
+    for prompt, answer in TASK.held_out_pairs(15):
+        ids = [TASK.alphabet.index(c) + 2 for c in prompt]
+        for _ in range(3):
+            with torch.no_grad():
+                ids.append(network(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item())
+            if ids[-1] == 1:
+                break
+        right += "".join(TASK.alphabet[i - 2] for i in ids[len(prompt) :] if i > 1) == answer
+    assert output.metrics["eval/exact_match"] == pytest.approx(right / 15)
+    assert output.metrics["eval/digit_match"] > output.metrics["eval/exact_match"] > 0
+    assert output.metrics["eval/count"] == 15
+    parts = replace(stage, decode_batch=4).setup(shared)({}, Task(stage="evaluate", step=0))
+    assert parts.metrics == pytest.approx(output.metrics)
+
+
+def test_evaluation_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"q": p, "a": a}) + "\n" for p, a in TASK.held_out_pairs(5)))
+    stage = Evaluate(POLICY, path, on=SAMPLER, max_tokens=3, prompts=4, prompt="q", answer="a")
+    assert list(stage.check(described(stage))) == []
+    assert stage.setup(context())({}, Task(stage="evaluate", step=0)).metrics["eval/count"] == 4
+
+
+def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
+    problems = stage.check(described(stage, *others, batch=batch))
+    return [str(problem).removeprefix(f"{stage.location}: ") for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        (
+            replace(ROLLOUT, temperature=0.0),
+            "stage 'rollout' has temperature=0.0; temperature is above 0. Fix: temperature=1.0",
+        ),
+        (
+            replace(ROLLOUT, top_p=1.5),
+            "stage 'rollout' has top_p=1.5; top_p is above 0 and at most 1. Fix: top_p=1.0",
+        ),
+        (
+            replace(ROLLOUT, max_tokens=0),
+            "stage 'rollout' has max_tokens=0; max_tokens is 1 or more. Fix: max_tokens=512",
+        ),
+        (replace(ROLLOUT, top_k=-1), "stage 'rollout' has top_k=-1; top_k is 0 (off) or more. Fix: top_k=0"),
+        (
+            Train(POLICY, on=LEARNER, lr=0.0),
+            "stage 'train' has lr=0.0; the learning rate is above 0. Fix: lr=1e-6",
+        ),
+        (
+            Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
+            "stage 'train' has minibatches=3 for 8 groups a batch; minibatches are equal runs of whole groups. "
+            "Fix: minibatches=2 or 4",
+        ),
+        (
+            Train(POLICY, on=LEARNER, lr=1e-3, loss=ClippedLoss(clip=(-0.1, 0.2))),
+            "stage 'train' has clip=(-0.1, 0.2); the ratio may fall by less than 1, and no bound is negative. "
+            "Fix: clip=(0.2, 0.2)",
+        ),
+        (
+            Train(POLICY, on=LEARNER, lr=1e-3, schedule="step"),  # type: ignore[arg-type]
+            "stage 'train' has schedule='step'; known are constant, linear, cosine. Fix: schedule='constant'",
+        ),
+        (
+            RefLogprobs(POLICY, on=LEARNER),
+            "stage 'ref_logprobs' scores with the trained copy of 'tiny'; the reference does not change during "
+            "training. Fix: RefLogprobs(model.frozen(), ...)",
+        ),
+        (
+            PrevLogprobs(POLICY, on=LEARNER, microbatch=-1),
+            "stage 'prev_logprobs' has microbatch=-1; microbatch is samples in one pass, or 0 for all. "
+            "Fix: microbatch=0",
+        ),
+        (
+            Evaluate(POLICY, TASK, on=SAMPLER, every=0),
+            "stage 'evaluate' has every=0; every is 1 or more. Fix: every=10",
+        ),
+        (
+            Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER),
+            "the task 'sort' holds no prompt out; evaluation on prompts that were trained on shows memory, not skill. "
+            "Fix: Generated(..., held_out=1000)",
+        ),
+        (
+            Refit(POLICY, source=WorkerGroup("a", backend="torch", gpus=1), target=SAMPLER),
+            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on a GPU and float32 weights "
+            "on a CPU. Fix: gpus on both worker groups, or on neither",
+        ),
+    ],
+)
+def test_problems(stage: Stage, text: str) -> None:
+    assert texts(stage) == [text]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [PrevLogprobs(POLICY, on=LEARNER), Train(POLICY, on=LEARNER, lr=1e-3), RefLogprobs(POLICY.frozen(), on=LEARNER)],
+)
+def test_another_temperature_than_the_rollouts_is_a_problem(stage: Stage) -> None:
+    assert texts(stage, replace(ROLLOUT, temperature=0.7)) == [
+        f"{stage.name!r} has temperature=1.0 and 'rollout' 0.7; logprobs at another temperature are those of another "
+        "policy, and every ratio would be wrong. Fix: temperature=0.7"
+    ]
+    assert texts(replace(stage, temperature=0.7), replace(ROLLOUT, temperature=0.7)) == []
+
+
+def test_a_trainer_of_several_workers_is_a_problem() -> None:
+    many = WorkerGroup("learner", backend="torch", workers=2)
+    (problem,) = Train(POLICY, on=many, lr=1e-3).check(described())
+    assert str(problem) == (
+        f"{many.location}: stage 'train' runs on 2 workers of group 'learner'; the backend 'torch' trains in one "
+        "process. Fix: workers=1"
+    )
+
+
+def test_the_recipes_have_no_problem_and_load_no_tensor_library() -> None:
+    described = quickstart()
+    assert [problem for stage in described.all_stages() for problem in stage.check(described)] == []
+    code = """
+import sys, graphs.quickstart, graphs.grpo
+g = graphs.quickstart.graph()
+assert not [p for s in g.all_stages() for p in s.check(g)]
+print([m for m in ("torch", "ray", "transformers", "transfer_queue", "tokenizers") if m in sys.modules])
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
