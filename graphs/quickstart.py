@@ -44,8 +44,9 @@ def graph(
     prompts_per_step: int = 32,
     samples_per_prompt: int = 16,
     lr: float = 2e-3,
-    minibatches: int = 1,
-    warm_start_steps: int = 60,
+    minibatches: int = 2,
+    warm_start_steps: int = 600,
+    warm_start_until: float = 0.25,
     evaluate_every: int = 20,
 ) -> Graph:
     """Teaches a tiny transformer to reverse digits, to sort them, or to add two numbers.
@@ -55,9 +56,10 @@ def graph(
     seed                of the model's weights and of every random number
     prompts_per_step    groups of a batch
     samples_per_prompt  responses to each prompt
-    lr                  learning rate
+    lr                  learning rate at the start; it falls to 0 over the run
     minibatches         optimizer updates of each batch
-    warm_start_steps    supervised updates before GRPO, which needs a model that is right now and then
+    warm_start_steps    supervised updates before GRPO, at most
+    warm_start_until    they end once this fraction of answers is right: GRPO needs a model that is right now and then
     evaluate_every      steps between evaluations on 1,000 held-out prompts
     """
     source = Generated(task, digits=4)
@@ -65,7 +67,7 @@ def graph(
         "tiny-qwen3",
         config=TINY_QWEN3,
         alphabet=source.alphabet,
-        warm_start=Supervised(source, steps=warm_start_steps),
+        warm_start=Supervised(source, steps=warm_start_steps, until=warm_start_until),
         seed=seed,
     )
     sampler = WorkerGroup("sampler", backend="torch", threads=1)
@@ -79,7 +81,15 @@ def graph(
             Reward(digit_match),
             PrevLogprobs(policy, on=learner),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=ClippedLoss(), lr=lr, minibatches=minibatches),
+            Train(
+                policy,
+                on=learner,
+                loss=ClippedLoss(),
+                lr=lr,
+                betas=(0.9, 0.95),
+                schedule="cosine",
+                minibatches=minibatches,
+            ),
             Refit(policy, source=learner, target=sampler),
             Evaluate(policy, source, on=sampler, every=evaluate_every, max_tokens=max_tokens),
         ),

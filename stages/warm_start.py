@@ -1,7 +1,7 @@
 """Supervised training before the graph runs: GRPO needs a model that is right now and then.
 
-    task = Generated("reverse")
-    Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, steps=200, until=0.4))
+task = Generated("reverse")
+Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, steps=200, until=0.4))
 """
 
 from __future__ import annotations

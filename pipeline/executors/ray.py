@@ -153,6 +153,7 @@ class RayExecutor:
         if self._address:
             options = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
         else:
+            options["address"] = "local"  # never somebody else's Ray that happens to run on this machine
             options["num_cpus"] = max(int(needed + 0.999), os.cpu_count() or 1, 4)
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:

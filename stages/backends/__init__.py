@@ -1,162 +1,48 @@
-"""Backends: who computes for the stages that need a model. A registry of names, and what every engine can do.
+"""Backends: who computes for the stages that need a model. A registry of names, and the checks that need no backend.
 
 A worker opens its engine once and all stages on it share it:
 
     engine(context).score(model, prompt_ids, response_ids, temperature=1.0, microbatch=64)
 
-This module knows names and signatures. It loads no backend: that happens when a worker calls `engine`.
+This module knows names. It loads no backend: that happens when a worker calls `engine`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import Model, StageContext, StageError, WorkerGroup
-from pipeline.columns import Ragged
 from pipeline.errors import Problem
+from stages.backends.interface import (
+    STREAM_ROLLOUT,
+    Engine,
+    Generation,
+    Learner,
+    Minibatch,
+    Optimization,
+    Sampling,
+    cut,
+)
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any other stream has another number
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen.
-
-    Probabilities are softmax(logits / temperature); `top_k` (0 is all) and then `top_p` cut the tail off and what is
-    left is normalised again. `greedy` takes the most probable token instead and ignores the rest. A response ends
-    with an end-of-sequence token, with one of the `stop` texts (each one token of the tokenizer), or after
-    `max_tokens` tokens.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    greedy: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """Sampled responses: token ids with the closing token, their logprobs, and whether `max_tokens` cut them off.
-
-    The logprobs are those of softmax(logits / temperature) over the *whole* vocabulary, also where top_k or top_p
-    restricted the choice: `score` at the same temperature gives the same numbers. Greedy uses temperature 1.
-    """
-
-    response_ids: Ragged
-    logprobs: Ragged
-    truncated: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Optimization:
-    """How `Learner.update` steps: AdamW with decoupled weight decay, and a learning rate that follows `schedule`.
-
-    The rate rises linearly over the first `warmup` updates; then it stays ("constant"), or falls to 0 at `updates`
-    in a line ("linear") or a half cosine ("cosine"). `clip_grad` bounds the norm of the whole gradient; 0 is no bound.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    schedule: str = "constant"
-    warmup: int = 0
-    updates: int = 0
-    microbatch: int = 0
-    checkpoint_activations: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Minibatch:
-    """What one update is made of. `old_logprobs` divide the ratio; `ref_logprobs` are the frozen model's."""
-
-    prompt_ids: Ragged
-    response_ids: Ragged
-    advantage: torch.Tensor
-    old_logprobs: Ragged
-    ref_logprobs: Ragged | None = None
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
-    def part(self, start: int, stop: int) -> Minibatch:
-        """Samples `start` to `stop`, as views."""
-        return Minibatch(
-            cut(self.prompt_ids, start, stop),
-            cut(self.response_ids, start, stop),
-            self.advantage[start:stop],
-            cut(self.old_logprobs, start, stop),
-            None if self.ref_logprobs is None else cut(self.ref_logprobs, start, stop),
-        )
-
-
-def cut(column: Ragged, start: int, stop: int) -> Ragged:
-    """Samples `start` to `stop` of a ragged column, as a view."""
-    first = sum(column.lengths[:start])
-    lengths = column.lengths[start:stop]
-    return Ragged(column.values[first : first + sum(lengths)], lengths)
-
-
-class Learner(Protocol):
-    """The model that is trained, with its optimizer."""
-
-    def update(self, batch: Minibatch, loss: Any, *, temperature: float) -> dict[str, float]:
-        """One optimizer update. Returns loss, kl, clip_fraction, ratio_max, grad_norm, lr, entropy, skipped."""
-
-    def save(self, folder: Path) -> None:
-        """Weights and optimizer state, exact to the bit."""
-
-    def restore(self, folder: Path) -> None:
-        """What `save` wrote. Raises CheckpointError where the files are not whole."""
-
-
-class Engine(Protocol):
-    """What a backend can do. One engine holds the models of all stages on its worker.
-
-    Of one model there are up to three copies: the one that is trained, the one that is served to rollout, and the
-    frozen one. They start equal.
-    """
-
-    def encode(self, model: Model, texts: Sequence[str]) -> Ragged:
-        """Token ids of each text."""
-
-    def decode(self, model: Model, ids: Ragged) -> list[str]:
-        """The texts, without special tokens."""
-
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
-        """Responses of the served copy. `uniforms` [N, max_tokens] in (0, 1) choose the tokens; greedy needs none."""
-
-    def score(
-        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, temperature: float, microbatch: int
-    ) -> Ragged:
-        """Logprobs of the response tokens: of the trained copy, or of a frozen model's frozen one."""
-
-    def learner(self, model: Model, optimization: Optimization) -> Learner:
-        """The trained copy with an optimizer. One a model."""
-
-    def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """The trained copy's weights on the CPU, by name; a tied tensor once. A snapshot: later updates do not show."""
-
-    def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """The same of the served copy."""
-
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights into the served copy. Raises StageError where names, shapes or dtypes differ."""
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
+__all__ = [
+    "BACKENDS",
+    "STREAM_ROLLOUT",
+    "Backend",
+    "Engine",
+    "Generation",
+    "Learner",
+    "Minibatch",
+    "Optimization",
+    "Sampling",
+    "backend_problems",
+    "cut",
+    "engine",
+    "model_problems",
+]
 
 
 @dataclass(frozen=True)
@@ -187,95 +73,76 @@ def engine(context: StageContext) -> Engine:
     return context.shared["engine"]
 
 
-def backend_problems(group: WorkerGroup | None) -> tuple[Problem, ...]:
+def backend_problems(group: WorkerGroup | None) -> Iterator[Problem]:
     """What keeps a worker group from running a model. Looks packages up without importing them."""
     models = [name for name, backend in BACKENDS.items() if backend.opener]
     if group is None:
-        return (
-            Problem(
-                where="graph",
-                what="a stage that computes with a model names no worker group",
-                why="the host group runs plain functions only",
-                fix=f"on=WorkerGroup(..., backend={models[0]!r})",
-            ),
+        yield Problem(
+            where="graph",
+            what="a stage that computes with a model names no worker group",
+            why="the host group runs plain functions only",
+            fix=f"on=WorkerGroup(..., backend={models[0]!r})",
         )
-    where = str(group.location)
+        return
+    where, has = str(group.location), f"worker group {group.name!r} has the backend {group.backend!r}"
     backend = BACKENDS.get(group.backend)
     if backend is None:
-        return (
-            Problem(
-                where=where,
-                what=f"worker group {group.name!r} has the backend {group.backend!r}",
-                why="no backend has that name",
-                fix="one of " + ", ".join(repr(name) for name in BACKENDS),
-            ),
-        )
+        known = ", ".join(repr(name) for name in BACKENDS)
+        yield Problem(where=where, what=has, why="no backend has that name", fix=f"one of {known}")
+        return
     if backend.opener is None:
-        return (
-            Problem(
-                where=where,
-                what=f"worker group {group.name!r} has the backend {group.backend!r} and a stage that needs a model",
-                why=f"{group.backend!r} runs plain functions only",
-                fix="backend=" + " or ".join(repr(name) for name in models),
-            ),
-        )
-    if group.gpus > group.workers:
-        return (
-            Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
-                why=f"a worker of the backend {group.backend!r} computes on one GPU",
-                fix=f"gpus={group.workers}",
-            ),
-        )
-    missing = [package for package in backend.packages if importlib.util.find_spec(package) is None]
-    return tuple(
-        Problem(
+        yield Problem(
             where=where,
-            what=f"worker group {group.name!r} has the backend {group.backend!r}, which needs the package {package!r}",
-            why="it is not installed",
-            fix=backend.install,
+            what=f"{has} and a stage that needs a model",
+            why=f"{group.backend!r} runs plain functions only",
+            fix="backend=" + " or ".join(repr(name) for name in models),
         )
-        for package in missing
-    )
+        return
+    if group.gpus > group.workers:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
+            why=f"a worker of the backend {group.backend!r} computes on one GPU",
+            fix=f"gpus={group.workers}",
+        )
+    for package in backend.packages:
+        if importlib.util.find_spec(package) is None:
+            yield Problem(
+                where=where,
+                what=f"{has}, which needs the package {package!r}",
+                why="it is not installed",
+                fix=backend.install,
+            )
 
 
-def model_problems(model: Model) -> tuple[Problem, ...]:
+def model_problems(model: Model) -> Iterator[Problem]:
     """What can be said about a model without loading it."""
     where = str(model.location)
     if model.config is None:
-        path = Path(model.source).expanduser()
+        path = Path(model.source)
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1
         if looks_local and not (path / "config.json").is_file():
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
-            return (Problem(where=where, what=what, why="a model is a folder or a hub name", fix="the right path"),)
-        return ()
-    problems = []
+            yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="the right path")
+        return
     if "model_type" not in model.config:
-        problems.append(
-            Problem(
-                where=where,
-                what=f"the config of model {model.source!r} has no 'model_type'",
-                why="it names the architecture that is built",
-                fix="config={'model_type': 'qwen3', ...}",
-            )
+        yield Problem(
+            where=where,
+            what=f"the config of model {model.source!r} has no 'model_type'",
+            why="it names the architecture that is built",
+            fix="config={'model_type': 'qwen3', ...}",
         )
     if not model.alphabet:
-        problems.append(
-            Problem(
-                where=where,
-                what=f"model {model.source!r} has a config and no alphabet",
-                why="a model that is built from a config has one token a character, and needs to know them",
-                fix="alphabet='0123456789 ...'",
-            )
+        yield Problem(
+            where=where,
+            what=f"model {model.source!r} has a config and no alphabet",
+            why="a model that is built from a config has one token a character, and needs to know them",
+            fix="alphabet='0123456789 ...'",
         )
     elif len(set(model.alphabet)) != len(model.alphabet):
-        problems.append(
-            Problem(
-                where=where,
-                what=f"the alphabet of model {model.source!r} names a character twice",
-                why="each character is one token",
-                fix="each character once",
-            )
+        yield Problem(
+            where=where,
+            what=f"the alphabet of model {model.source!r} names a character twice",
+            why="each character is one token",
+            fix="each character once",
         )
-    return tuple(problems)

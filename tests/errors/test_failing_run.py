@@ -59,8 +59,9 @@ def test_the_run_directory_tells_of_the_failure(failed):
     folder, *_ = failed
     assert "RuntimeError: no unit" in (folder / "run/logs/host-0.log").read_text()
     assert {path.name for path in (folder / "run/failures").iterdir()} == {"step_000002_reward"}
-    events = [*trace.read(folder / "run/events.jsonl")] if hasattr(trace, "read") else []
-    assert not events or any(isinstance(event, trace.Failed) for event in events)
+    last = [event for _, event in trace.read(folder / "run/events.jsonl")][-1]
+    assert isinstance(last, trace.Failed)
+    assert "no unit for sample 2 of step 2" in last.problems[0]
 
 
 def test_replay_repeats_the_failure_and_passes_once_mended(failed):

@@ -5,6 +5,7 @@ bit for bit, with one thread. It imports nothing of the engine or the stages; th
 `ops.random`, because they are part of the input.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Settings:
     clip: float = 0.2
 
 
-def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
+def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains; returns the mean loss of each step and the final weights."""
     ids_of = {character: i + 2 for i, character in enumerate(s.alphabet)}
 
@@ -52,7 +53,7 @@ def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build(s)
     warm_start(model, s, encode)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=s.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
+        model.parameters(), lr=s.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
     )
     losses = []
     for step in range(s.steps):
@@ -75,10 +76,10 @@ def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
         with torch.no_grad():
             width = int(lengths.max())
             old = logprobs_of(model, inputs, responses[:, :width])
-        per_batch = len(inputs) // s.minibatches
+        size = len(inputs) // s.minibatches
         total = 0.0
-        for start in range(0, len(inputs), per_batch):
-            part = slice(start, start + per_batch)
+        for i in range(s.minibatches):
+            part = slice(i * size, (i + 1) * size)
             width = int(lengths[part].max())
             mask = torch.arange(width) < lengths[part, None]
             new = logprobs_of(model, inputs[part], responses[part, :width])
@@ -88,10 +89,13 @@ def run(s: Settings) -> tuple[list[float], dict[str, torch.Tensor]]:
             loss = torch.where(mask, -torch.min(ratio * weight, clipped * weight), 0.0).sum() / mask.sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            done = (step * s.minibatches + i) / (s.steps * s.minibatches)
+            optimizer.param_groups[0]["lr"] = s.lr * 0.5 * (1 + math.cos(math.pi * done))
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
         losses.append(total / s.minibatches)
+        on_step()
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

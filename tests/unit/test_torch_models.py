@@ -123,6 +123,22 @@ def test_warm_start_learns() -> None:
     assert loss(40) < loss(1) - 0.5
 
 
+def test_a_warm_start_ends_once_enough_answers_are_right() -> None:
+    task = Generated("reverse", digits=2, held_out=10)
+    made = []
+    for until in (0.0, 0.3, None):
+        warm = Supervised(task, steps=80, until=until, lr=2e-2)
+        backend = opened()
+        policy = Model("m", config=CONFIG, alphabet=task.alphabet, warm_start=warm)
+        pairs = [task.train(index) for index in range(90)]
+        prompts = backend.encode(policy, [prompt for prompt, _ in pairs])
+        answers = backend.generate(policy, prompts, Sampling(3, greedy=True), None)
+        texts = backend.decode(policy, answers.response_ids)
+        made.append(sum(text == answer for text, (_, answer) in zip(texts, pairs)) / 90)
+    assert made[0] < 0.1
+    assert 0.2 < made[1] < 0.9 < made[2]
+
+
 def test_the_hash_changes_with_every_part_of_the_weights() -> None:
     first = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2, 3)}
     same = weight_hash(first)

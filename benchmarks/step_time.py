@@ -1,0 +1,207 @@
+"""Seconds a step of the quickstart's GRPO: by hand, in process, on Ray and TransferQueue, and TRL's trainer.
+
+python -m benchmarks.step_time [--steps 40] [--rounds 3] [--threads 2] [--out FILE]
+
+Every contender trains the same warm-started model on the same prompts with the same batch and seed, each in a process
+of its own, one after the other, round after round. A step is everything from one set of weights to the next: rollout,
+rewards, previous-policy logprobs, advantages, one update, and, where there is one, refit. TRL makes no separate pass
+for previous-policy logprobs when a batch is used once. Steps in the first quarter of a process are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.report import report
+from graphs import quickstart
+from pipeline import Graph, WorkerGroup
+
+PROMPTS, SAMPLES, LR, SEED, WARM_STEPS = 32, 16, 2e-3, 0, 40
+TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
+CONTENDERS = {
+    "by hand": {},
+    "by hand, malloc tuned": TUNED,
+    "local": {},
+    "Ray + TransferQueue": {},
+    "TRL GRPOTrainer": {},
+    "TRL GRPOTrainer, malloc tuned": TUNED,
+}
+
+
+def described(steps: int, threads: int) -> Graph:
+    """The quickstart without evaluation, on worker groups of `threads` threads."""
+    graph = quickstart.graph(
+        steps=steps, seed=SEED, prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, lr=LR, warm_start_steps=WARM_STEPS
+    )
+    groups = {name: WorkerGroup(name, backend="torch", threads=threads) for name in ("sampler", "learner")}
+    stages = []
+    for stage in graph.stages:
+        changes = {part: groups[vars(stage)[part].name] for part in ("on", "source", "target") if _is_group(stage, part)}
+        if stage.name != "evaluate":
+            stages.append(replace(stage, **changes) if changes else stage)  # type: ignore[type-var]
+    return replace(graph, stages=tuple(stages))
+
+
+def _is_group(stage: object, part: str) -> bool:
+    return isinstance(vars(stage).get(part), WorkerGroup)
+
+
+def by_hand(steps: int, threads: int) -> list[float]:
+    """Seconds of each step of the hand-written loop of the tests."""
+    import torch
+
+    from stages import Generated, Supervised
+    from stages.backends import STREAM_ROLLOUT
+    from tests.integration import handwritten
+
+    torch.set_num_threads(threads)
+    task = Generated("reverse", digits=4)
+    ends_s = [0.0]
+    settings = handwritten.Settings(
+        config={key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"},
+        embedding_std=float(str(quickstart.TINY_QWEN3["embedding_std"])),
+        alphabet=task.alphabet,
+        example=lambda index: task.train(index, order=SEED),
+        stream=STREAM_ROLLOUT,
+        max_tokens=task.max_answer + 1,
+        warm_steps=WARM_STEPS,
+        warm_batch=Supervised(task).batch,
+        warm_lr=Supervised(task).lr,
+        steps=steps,
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        lr=LR,
+        minibatches=1,
+        seed=SEED,
+    )
+    handwritten.run(settings, on_step=lambda: ends_s.append(time.perf_counter()))
+    return _between(ends_s[1:])
+
+
+def ours(steps: int, threads: int, executor_name: str) -> list[float]:
+    """Seconds between the published versions of a run."""
+    from pipeline import trace
+    from pipeline.engine import Engine
+    from pipeline.plan import plan
+    from pipeline.rundir import RunDir
+
+    if executor_name == "local":
+        from pipeline.executors.local import LocalExecutor as Executor
+    else:
+        from pipeline.executors.ray import RayExecutor as Executor  # type: ignore[assignment]
+    graph = described(steps, threads)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder)).create()
+        Engine(graph, plan(graph)[0], Executor(), run_dir=run_dir).execute()
+        return _between([e.at_s for _, e in trace.read(run_dir.events) if isinstance(e, trace.Published)])
+
+
+def trl(steps: int, threads: int) -> list[float]:
+    """Seconds of each step of TRL's trainer with the same model, prompts and reward."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from ops.rewards import digit_match
+    from stages import Generated
+    from stages.backends.torch.models import load_network, load_tokenizer
+
+    torch.set_num_threads(threads)
+    task = Generated("reverse", digits=4)
+    policy = described(steps, threads).stages[0].model  # type: ignore[attr-defined]
+    tokenizer = load_tokenizer(policy)
+    network = load_network(policy, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    pairs = [task.train(index, order=SEED) for index in range(steps * PROMPTS)]
+    ends_s: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            ends_s.append(time.perf_counter())
+
+    def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        return [digit_match(text, right) for text, right in zip(completions, answer)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+            max_completion_length=task.max_answer + 1, learning_rate=LR, lr_scheduler_type="constant", beta=0.0,
+            temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
+            logging_strategy="no", disable_tqdm=True, seed=SEED, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo",
+        )  # fmt: skip
+        dataset = Dataset.from_dict({"prompt": [p for p, _ in pairs], "answer": [a for _, a in pairs]})
+        GRPOTrainer(
+            model=network, args=config, train_dataset=dataset, reward_funcs=reward, processing_class=tokenizer,
+            callbacks=[Clock()],
+        ).train()  # fmt: skip
+    return _between(ends_s)
+
+
+def _between(ends_s: Iterable[float]) -> list[float]:
+    return [b - a for a, b in pairwise(ends_s)]
+
+
+def contend(name: str, steps: int, threads: int) -> list[float]:
+    """Run one contender in this process."""
+    runs: dict[str, Callable[[], list[float]]] = {
+        "by hand": lambda: by_hand(steps, threads),
+        "local": lambda: ours(steps, threads, "local"),
+        "Ray + TransferQueue": lambda: ours(steps, threads, "ray"),
+        "TRL GRPOTrainer": lambda: trl(steps, threads),
+    }
+    return runs[name.partition(",")[0]]()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of each process")
+    parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its steps as JSON")
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    if options.contender:
+        print(json.dumps(contend(options.contender, options.steps, options.threads)))
+        return
+    names = [name for name in CONTENDERS if not name.startswith("TRL") or importlib.util.find_spec("trl")]
+    medians_s: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in names:
+            command = [sys.executable, "-m", "benchmarks.step_time", "--contender", name]
+            command += ["--steps", str(options.steps), "--threads", str(options.threads)]
+            environment = os.environ | CONTENDERS[name] | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+            if done.returncode:
+                sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
+            steps_s = json.loads(done.stdout.strip().splitlines()[-1])
+            medians_s[name].append(statistics.median(steps_s[len(steps_s) // 4 :]))
+            print(f"{name}: {medians_s[name][-1] * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    base_s = statistics.median(medians_s["by hand, malloc tuned"])
+    rows = []
+    for name in names:
+        step_s = statistics.median(medians_s[name])
+        spread = f"{min(medians_s[name]) * 1e3:.1f} to {max(medians_s[name]) * 1e3:.1f}"
+        rows.append(
+            {"contender": name, "ms a step": round(step_s * 1e3, 1), "rounds": spread, "x by hand, tuned": step_s / base_s}
+        )
+    notes = (
+        f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; {PROMPTS} x {SAMPLES} samples of 6 + 5 "
+        f"tokens, {options.threads} threads. local and Ray + TransferQueue tune malloc themselves."
+    )
+    report("step_time", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

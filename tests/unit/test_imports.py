@@ -1,0 +1,106 @@
+"""Who imports what: nothing heavy before a run starts, and each package in its own direction."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.load import load
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.name for path in (REPOSITORY / "graphs").glob("*.py") if path.stem != "__init__")
+HEAVY = ("torch", "ray", "transformers", "transfer_queue", "tensordict", "safetensors", "numpy", "aiohttp", "rich")
+CORE = ("fields", "meta", "stage", "graph", "plan", "checks", "errors", "scheduler", "staleness", "rundir", "columns")
+PUBLIC_TO_STAGES = {"columns", "errors", "stage", "fields", "sharding"}  # modules, beside the names of `pipeline`
+ONLY_IN = {
+    "ray": "pipeline/executors/ray.py",
+    "transfer_queue": "pipeline/data_plane/transfer_queue.py",
+    "aiohttp": "pipeline/web/server.py",
+}
+
+
+def loaded_after(code):
+    """The heavy packages that a fresh interpreter has loaded after `code`."""
+    report = f"\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + report],
+        cwd=REPOSITORY,
+        env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_packages_loads_nothing_heavy():
+    assert loaded_after("import pipeline, stages, ops.rewards, stages.backends, pipeline.run") == []
+
+
+def flags_of(recipe, folder):
+    """Flags that name a data file where the recipe reads one."""
+    data = folder / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2", "question": "1+1="}\n')
+    names = {flag.name for flag in load(REPOSITORY / "graphs" / recipe).flags}
+    return ["--data", str(data)] if "data" in names else []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checking_a_recipe_loads_nothing_heavy(recipe, tmp_path):
+    argv = [f"graphs/{recipe}", "--check", *flags_of(recipe, tmp_path)]
+    assert loaded_after(f"from pipeline.run import main\nassert main({argv!r}) == 0") == []
+
+
+def imports(path, *, top_level):
+    """The modules that a file imports, dotted; at its top level, or anywhere outside TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    skipped = {inner for node in typed for inner in ast.walk(node)}
+    nodes = tree.body if top_level else ast.walk(tree)
+    for node in nodes:
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files(*packages):
+    """The Python files of these packages."""
+    return [path for package in packages for path in sorted((REPOSITORY / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_the_standard_library_networkx_and_msgspec(name):
+    roots = {module.partition(".")[0] for module in imports(REPOSITORY / f"pipeline/{name}.py", top_level=True)}
+    assert roots <= {*sys.stdlib_module_names, "networkx", "msgspec", "pipeline"}
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_one_file_imports_the_package(package):
+    found = {
+        str(path.relative_to(REPOSITORY))
+        for path in files("pipeline", "stages", "ops", "graphs")
+        if package in {module.partition(".")[0] for module in imports(path, top_level=False)}
+    }
+    assert found <= {ONLY_IN[package]}
+
+
+def test_stages_import_public_names_of_the_engine():
+    for path in files("stages"):
+        for module in imports(path, top_level=False):
+            parts = module.split(".")
+            if parts[0] == "pipeline":
+                assert parts[1] in PUBLIC_TO_STAGES or len(parts) == 2, f"{path} imports {module}"
+
+
+def test_a_run_never_imports_the_web_view():
+    for path in files("pipeline", "stages", "ops", "graphs"):
+        if "web" not in path.parts and path.name != "view.py":
+            assert not any(module.startswith("pipeline.web") for module in imports(path, top_level=False)), path
