@@ -162,19 +162,17 @@ def print_summary(
     plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]
 ) -> None:
     """The final table: what was reached, where it lies, what to do next."""
-    from rich.table import Table
-
-    out = console()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rows: list[tuple[str, str]] = []
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
         name = "exact match on held-out prompts"
-        table.add_row(name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})")
+        rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
     if "reward/mean" in progress.last:
-        table.add_row("reward of the last step", f"{progress.last['reward/mean']:.3f}")
-    table.add_row("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s")
-    table.add_row("wall time", f"{wall_s:.1f} s, start-up included")
-    table.add_row("run directory", run_dir)
-    for label, command in commands:
-        table.add_row(label, command)
-    out.print(table)
+        rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
+    rows.append(("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s"))
+    rows.append(("wall time", f"{wall_s:.1f} s, start-up included"))
+    rows.append(("run directory", run_dir))
+    rows.extend(commands)
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:  # never wrapped: commands are there to be copied
+        print(f"{label:<{width}}  {value}")

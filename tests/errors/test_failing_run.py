@@ -12,16 +12,17 @@ from pipeline import trace
 from tests.errors.harness import PROBLEM, REPOSITORY, command, live_text
 
 RUN = ("graph.py", "--executor", "local", "--steps", "3", "--run-dir", "run")
-GOOD = '''def score(prompt: str, answer: str) -> float:
+GOOD = """def score(prompt: str, answer: str) -> float:
     return 1.0 / len(prompt)
 
 
-'''
+"""
 
 
 def failing(prompt):
     """A reward that raises at one prompt."""
-    return GOOD.replace("    return", f"    if prompt == {prompt!r}:\n        raise RuntimeError('no unit')\n    return")
+    check = f"    if prompt == {prompt!r}:\n        raise RuntimeError('no unit')\n"
+    return GOOD.replace("    return", f"{check}    return")
 
 
 def argv_after(label, stderr):
@@ -51,7 +52,8 @@ def test_the_error_names_step_sample_and_inputs(failed):
     assert code == 3
     found = PROBLEM.fullmatch(stderr.splitlines()[0])
     assert found and re.fullmatch(r"graph\.py:\d+", found["where"])
-    assert found["what"].startswith("reward score raised RuntimeError: no unit for sample 2 of step 2 (group 6, member 0)")
+    failed = "reward score raised RuntimeError: no unit for sample 2 of step 2 (group 6, member 0)"
+    assert found["what"].startswith(failed)
     assert f"prompt={prompt!r}" in found["what"]
 
 

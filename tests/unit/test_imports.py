@@ -89,7 +89,7 @@ def test_one_file_imports_the_package(package):
         for path in files("pipeline", "stages", "ops", "graphs")
         if package in {module.partition(".")[0] for module in imports(path, top_level=False)}
     }
-    assert found <= {ONLY_IN[package]}
+    assert found == ({ONLY_IN[package]} if (REPOSITORY / ONLY_IN[package]).exists() else set())
 
 
 def test_stages_import_public_names_of_the_engine():

@@ -185,6 +185,23 @@ def test_saved_state_continues_bit_for_bit(pristine: Any, tmp_path: Path, dtype:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors", ".safetensors"]
 
 
+def test_gradients_of_bfloat16_weights_add_up_in_float32(pristine: Any) -> None:
+    given, loss = batch(pristine), ClippedLoss()
+    tokens = sum(given.response_ids.lengths)
+    one = TorchLearner(copy.deepcopy(pristine).to(torch.bfloat16), Optimization(lr=1e-5), pad=0)
+    parts = []
+    for start in (0, 6):
+        one._backward(given.part(start, start + 6), loss, 1.0, tokens)
+        parts.append({name: master.grad.clone() for name, master in one.masters.items()})
+        if start == 0:
+            for master in one.masters.values():
+                master.grad = None
+    one._backward(given.part(0, 6), loss, 1.0, tokens)
+    for name, master in one.masters.items():
+        assert master.grad.dtype == torch.float32
+        torch.testing.assert_close(master.grad, parts[0][name] + parts[1][name])
+
+
 def test_small_updates_of_bfloat16_weights_add_up(pristine: Any) -> None:
     given = batch(pristine)
     one = TorchLearner(copy.deepcopy(pristine).to(torch.bfloat16), Optimization(lr=1e-5), pad=0)

@@ -107,6 +107,11 @@ def test_the_copies_start_equal_and_only_the_trained_one_may_change() -> None:
     with torch.no_grad():
         networks[0].lm_head.weight.add_(1.0)
     assert [weight_hash(weights(network)) == hashes[0] for network in networks] == [False, True, True]
+    late = opened()
+    trained = late.network(model, "trained")
+    with torch.no_grad():
+        trained.lm_head.weight.add_(1.0)
+    assert weight_hash(late.served_weights(model)) == hashes[0]
 
 
 def test_warm_start_learns() -> None:

@@ -1,5 +1,5 @@
-"""Keeps freed memory in the process. Activations of small models are freed and taken again thousands of times a second;
-glibc by default returns large blocks to the kernel each time, and the page faults cost more than the arithmetic."""
+"""Keeps freed memory in the process. By default glibc returns large blocks to the kernel when they are freed, so the
+activations of a small model are mapped, and their pages faulted in, again at every step."""
 
 from __future__ import annotations
 

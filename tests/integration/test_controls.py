@@ -1,0 +1,184 @@
+"""Against learning that only looks like it: what must not learn does not, and what was logged is what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from graphs import quickstart
+from ops.random import uniform
+from pipeline import Field, Graph, Stage, StageContext, Task, trace
+from pipeline.columns import Ragged
+from pipeline.engine import Engine
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+from stages import Advantage, Generated, Reward
+from stages.vocabulary import (
+    ADVANTAGE,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    REWARD,
+    ROLLOUT_LOGPROBS,
+    TOKEN_VERSIONS,
+)
+
+STEPS = 60
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def reverse(**changes: Any) -> Graph:
+    """The quickstart's graph on `reverse`, evaluated before and after."""
+    return quickstart.graph(**({"steps": STEPS, "evaluate_every": 1000} | changes))
+
+
+def with_stage(graph: Graph, name: str, other: Stage | None) -> Graph:
+    """The graph with the stage `name` replaced, or one added."""
+    kept = tuple(stage for stage in graph.stages if stage.name != name)
+    return replace(graph, stages=(*kept, other) if other else kept)
+
+
+def run(graph: Graph, folder: Path) -> tuple[RunDir, list[dict[str, float]]]:
+    run_dir = RunDir(folder).create()
+    Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
+    return run_dir, [msgspec.json.decode(line) for line in run_dir.metrics.read_bytes().splitlines()]
+
+
+def gain(metrics: list[dict[str, float]]) -> float:
+    """Exact match on held-out prompts after training less before."""
+    scores = [line["eval/exact_match"] for line in metrics if "eval/exact_match" in line]
+    assert len(scores) == 2
+    return scores[1] - scores[0]
+
+
+def coin(response: str, prompt: str) -> float:
+    """A reward that knows nothing of the answer."""
+    return float(uniform(0, 99, [abs(hash_of(prompt + response)) % 2**32], [0], 1)[0, 0])
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(text.encode().ljust(16, b"-")[-16:], "big")
+
+
+@dataclass(frozen=True)
+class Shuffled(Stage):
+    """Group-relative advantages, dealt to other samples of the batch."""
+
+    name: str = "advantage"
+    per: str = "batch"
+    reads: Sequence[Field] = (REWARD,)
+    writes: Sequence[Field] = (ADVANTAGE,)
+
+    def setup(self, context: StageContext) -> Any:
+        inner = Advantage("group_relative").setup(context)
+
+        def shuffled(columns: dict, task: Task) -> dict:
+            advantage = inner(columns, task).columns["advantage"]
+            order = torch.randperm(len(advantage), generator=torch.Generator().manual_seed(task.step))
+            return {"advantage": advantage[order]}
+
+        return shuffled
+
+
+@dataclass(frozen=True)
+class Keep(Stage):
+    """Writes tokens, logprobs and versions of each step to a folder."""
+
+    folder: str
+    name: str = "keep"
+    per: str = "batch"
+    reads: Sequence[Field] = (PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS)
+
+    def setup(self, context: StageContext) -> Any:
+        def keep(columns: dict[str, Ragged], task: Task) -> dict:
+            tensors = {name: column.values.clone() for name, column in columns.items()}
+            lengths = {f"{name}.lengths": torch.tensor(columns[name].lengths) for name in ("prompt_ids", "response_ids")}
+            save_file(tensors | lengths, Path(self.folder) / f"{task.step}.safetensors")
+            return {}
+
+        return keep
+
+
+def test_a_true_reward_teaches(tmp_path):
+    _, metrics = run(reverse(), tmp_path)
+    assert gain(metrics) > 0.15
+
+
+def test_a_random_reward_teaches_nothing(tmp_path):
+    _, metrics = run(with_stage(reverse(), "reward", Reward(coin)), tmp_path)
+    assert gain(metrics) < 0.05
+
+
+def test_shuffled_advantages_teach_nothing(tmp_path):
+    _, metrics = run(with_stage(reverse(), "advantage", Shuffled()), tmp_path)
+    assert gain(metrics) < 0.05
+
+
+def test_a_learning_rate_of_zero_keeps_the_weights(tmp_path):
+    graph = reverse(steps=3)
+    train = next(stage for stage in graph.stages if stage.name == "train")
+    run_dir, metrics = run(with_stage(graph, "train", replace(train, lr=0.0)), tmp_path)
+    hashes = [event.sha256 for _, event in trace.read(run_dir.events) if isinstance(event, trace.Published)]
+    assert len(hashes) == 4
+    assert len(set(hashes)) == 1
+    assert gain(metrics) == 0.0
+    assert any(line.get("train/grad_norm", 0.0) > 0 for line in metrics), "there was a gradient that was not followed"
+
+
+def test_rollout_logprobs_are_those_of_the_version_that_they_name(tmp_path):
+    """Proves that refit happened: plain transformers with the checkpoint of version k recompute version k's logprobs."""
+    graph = reverse(steps=4)
+    graph = replace(graph, schedule=replace(graph.schedule, checkpoint_every=1))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    run_dir, _ = run(with_stage(graph, "keep", Keep(str(kept))), tmp_path / "run")
+    for version in (1, 2, 3):
+        now = kept / f"{version}.safetensors"
+        found = load_file(now)
+        assert set(found["token_versions"].tolist()) == {version}
+        right = recomputed(load_file(run_dir.checkpoint(version) / "train" / "weights.safetensors"), found)
+        torch.testing.assert_close(found["rollout_logprobs"], right, atol=1e-5, rtol=0)
+        stale = recomputed(load_file(run_dir.checkpoint(version - 1 or 4) / "train" / "weights.safetensors"), found)
+        assert (found["rollout_logprobs"] - stale).abs().max() > 1e-3, "another version's weights give other logprobs"
+
+
+def recomputed(weights: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logprobs of the response tokens, one sample at a time, with nothing of ours."""
+    settings = {key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"}
+    alphabet = Generated("reverse", digits=4).alphabet
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, vocab_size=len(alphabet) + 2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(weights)
+    prompts = found["prompt_ids"].split(found["prompt_ids.lengths"].tolist())
+    responses = found["response_ids"].split(found["response_ids.lengths"].tolist())
+    rows = []
+    with torch.no_grad():
+        for prompt, response in zip(prompts, responses):
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            rows.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def test_rewards_are_those_of_the_stored_text(tmp_path):
+    run_dir, metrics = run(reverse(steps=2), tmp_path)
+    for step, line in ((0, metrics[1]), (1, metrics[2])):
+        rows = [msgspec.json.decode(row) for row in run_dir.samples(step).read_bytes().splitlines()]
+        assert len(rows) >= 4 * 16
+        for row in rows:
+            right = row["prompt"][1:5][::-1]
+            assert row["answer"] == right
+            hits = sum(a == b for a, b in zip(row["response"], right)) / max(len(row["response"]), 4)
+            assert row["reward"] == pytest.approx(hits)
+        assert 0 < line["reward/mean"] < 1

@@ -1,0 +1,26 @@
+"""Optional parts of the suite: skipped with a reason where they are not installed, unless SLUICE_REQUIRE names them.
+
+    trl = need("trl", "trl")
+
+SLUICE_REQUIRE is a list of parts with commas, such as `web,vllm,megatron`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+
+
+def need(part: str, module: str) -> ModuleType:
+    """The module, imported. Without it the test is skipped, or fails where SLUICE_REQUIRE names the part."""
+    if importlib.util.find_spec(module) is not None:
+        return importlib.import_module(module)
+    required = {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}
+    reason = f"the optional part {part!r} needs the package {module!r}, which is not installed"
+    if part in required:
+        pytest.fail(f"{reason}; SLUICE_REQUIRE names it")
+    pytest.skip(reason)

@@ -1,0 +1,149 @@
+"""What is printed: problems, the plan, progress and the summary, at a fixed width."""
+
+import pytest
+
+from pipeline.console import Progress, drawing, print_plan, print_problems, print_summary
+from pipeline.errors import Problem
+from pipeline.fields import Field
+from pipeline.plan import plan
+from tests.unit import toy
+
+DRAWING = """\
+[ prompts ] on host
+        |
+        v
+[ rollout ] on sampler  <-  prompts(prompt)
+        |
+        v
+[ reward ] on host  <-  prompts(prompt)  rollout(response)
+[ logprobs ] on learner  <-  rollout(response)
+        |
+        v
+[ train ] on learner  <-  reward(reward)  logprobs(logprobs)
+[ samples ] on host  <-  prompts(prompt)  rollout(response)  reward(reward)
+        |
+        v
+[ refit ] on learner -> sampler  <-  train(trained_weights)
+        |
+        v
+[ evaluate ] on sampler  <-  refit(served_weights)
+        ^ served_weights: refit -> rollout of a later step
+"""
+TABLES = """\
+worker group  backend  workers  GPUs  stages
+sampler       torch    1        0     rollout refit evaluate
+learner       torch    1        0     logprobs train refit
+host          python   1        0     prompts reward samples
+
+field            from      bytes a step  cleared after
+prompt           prompts   256 B         rollout reward samples
+response         rollout   256 B         reward logprobs samples
+reward           reward    32 B          train samples
+logprobs         logprobs  8 x 4 B x T   train
+trained_weights  train     -             refit
+served_weights   refit     -             rollout evaluate
+
+logprobs waits for train of the step before: sees the weights of the step before
+train waits for logprobs of the same step: the weights must not change under it
+train waits for refit of the step before: the weights must not change while sent
+refit waits for evaluate of the step before: uses the weights served so far
+"""
+
+
+def made(**changes):
+    return plan(toy.graph(**changes))[0]
+
+
+def lines(text):
+    """The text without the blanks that pad tables."""
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def test_the_plan_is_drawn_from_top_to_bottom(capsys):
+    assert "\n".join(drawing(made())) + "\n" == DRAWING
+    print_plan(made())
+    assert lines(capsys.readouterr().out) == f"toy  3 steps of 4 prompts x 2 samples\n\n{DRAWING}\n{TABLES}"
+
+
+def test_large_fields_are_shown_in_kib_and_unread_ones_as_such(capsys):
+    wide = Field("wide", dtype="float64", dims="N 100")
+    print_plan(made(reward={"writes": (toy.REWARD, wide)}, logprobs={"reads": (toy.RESPONSE, wide)}))
+    assert "wide             reward    6.2 KiB       logprobs\n" in lines(capsys.readouterr().out)
+    print_plan(made(reward={"writes": (toy.REWARD, wide)}))
+    assert "wide             reward    -             nobody reads it\n" in lines(capsys.readouterr().out)
+
+
+def test_a_problem_is_one_line_and_its_path_is_relative(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    known = {"why": "c", "fix": "d"}
+    print_problems(
+        [
+            Problem(where=f"{tmp_path}/graph.py:3", what="two\nlines", **known),
+            Problem(where="/elsewhere/graph.py:3", what=f"odd in {tmp_path}/x", warning=True, **known),
+        ]
+    )
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "graph.py:3: two lines; c. Fix: d\n/elsewhere/graph.py:3: warning: odd in x; c. Fix: d\n"
+
+
+def test_paths_are_left_alone_in_the_root_folder(capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    print_problems([Problem(where="/a/graph.py:3", what="b", why="c", fix="d")])
+    assert capsys.readouterr().err == "/a/graph.py:3: b; c. Fix: d\n"
+
+
+METRICS = {"time/step_s": 2.0, "time/rollout_s": 1.5, "time/train_s": 0.25, "reward/mean": 0.5}
+
+
+def test_a_line_a_step_where_there_is_no_terminal(capsys):
+    progress = Progress(made(), 0)
+    progress.step(-1, {"eval/exact_match": 0.125})
+    for step in range(3):
+        progress.step(step, METRICS | {"rollout/length_mean": 5.0} | ({"eval/exact_match": 0.75} if step == 2 else {}))
+    progress.end()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "before training  exact match 0.125"
+    stable = [line.rpartition("  ")[0] for line in shown[1:]]
+    assert stable == [
+        "step 1/3  reward 0.500  exact match 0.125  20 tok/s  2.00 s/step, slowest rollout 1.50 s",
+        "step 2/3  reward 0.500  exact match 0.125  20 tok/s  2.00 s/step, slowest rollout 1.50 s",
+        "step 3/3  reward 0.500  exact match 0.750  20 tok/s  2.00 s/step, slowest rollout 1.50 s",
+    ]
+    assert shown[-1].endswith("  0 s left")
+    assert progress.evaluations == [(0, 0.125), (3, 0.75)]
+
+
+def test_a_long_run_without_a_terminal_prints_every_tenth_step(capsys):
+    progress = Progress(made(schedule=toy.Schedule(steps=30)), 0)
+    for step in range(30):
+        progress.step(step, {})
+    steps = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["step 10/30", "step 20/30", "step 30/30"]
+
+
+def test_on_a_terminal_the_line_is_rewritten_unless_plain_lines_are_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for plain, start in ((False, "\r\x1b[2Kstep 1/3"), (True, "step 1/3")):
+        Progress(made(), 0, plain=plain).step(0, {})
+        assert capsys.readouterr().out.startswith(start)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated):
+    progress = Progress(made(), 0)
+    progress.last = METRICS
+    progress.evaluations = [(0, 0.125), (3, 0.75)] if evaluated else []
+    print_summary(
+        made(), progress, run_dir="runs/toy", wall_s=12.34, commands=[("look", "head runs/toy/metrics.jsonl")]
+    )
+    rows = dict(line.split("  ", 1) for line in lines(capsys.readouterr().out).splitlines())
+    rows = {name: value.strip() for name, value in rows.items()}
+    reached = {"exact match on held-out prompts": "0.125 at step 0, 0.750 at step 3 (+0.625)"} if evaluated else {}
+    assert rows == reached | {
+        "reward of the last step": "0.500",
+        "steps": "3, last one 2.000 s",
+        "wall time": "12.3 s, start-up included",
+        "run directory": "runs/toy",
+        "look": "head runs/toy/metrics.jsonl",
+    }
