@@ -4,8 +4,8 @@ python -m benchmarks.step_time [--steps 40] [--rounds 3] [--threads 2] [--out FI
 
 Every contender trains the same warm-started model on the same prompts with the same batch and seed, each in a process
 of its own, one after the other, round after round. A step is everything from one set of weights to the next: rollout,
-rewards, previous-policy logprobs, advantages, one update, and, where there is one, refit. TRL makes no separate pass
-for previous-policy logprobs when a batch is used once. Steps in the first quarter of a process are not counted.
+rewards, previous-policy logprobs, advantages, two updates of half a batch each, and, where there is one, refit. Steps in
+the first quarter of a process are not counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 
 from benchmarks.report import report
 from graphs import quickstart
-from pipeline import Graph, WorkerGroup
+from pipeline import Graph
 
-PROMPTS, SAMPLES, LR, SEED, WARM_STEPS = 32, 16, 2e-3, 0, 40
+PROMPTS, SAMPLES, LR, SEED, WARM_STEPS, MINIBATCHES = 32, 16, 2e-3, 0, 40, 2
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
 CONTENDERS = {
     "by hand": {},
@@ -43,19 +43,10 @@ CONTENDERS = {
 def described(steps: int, threads: int) -> Graph:
     """The quickstart without evaluation, on worker groups of `threads` threads."""
     graph = quickstart.graph(
-        steps=steps, seed=SEED, prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, lr=LR, warm_start_steps=WARM_STEPS
-    )
-    groups = {name: WorkerGroup(name, backend="torch", threads=threads) for name in ("sampler", "learner")}
-    stages = []
-    for stage in graph.stages:
-        changes = {part: groups[vars(stage)[part].name] for part in ("on", "source", "target") if _is_group(stage, part)}
-        if stage.name != "evaluate":
-            stages.append(replace(stage, **changes) if changes else stage)  # type: ignore[type-var]
-    return replace(graph, stages=tuple(stages))
-
-
-def _is_group(stage: object, part: str) -> bool:
-    return isinstance(vars(stage).get(part), WorkerGroup)
+        steps=steps, seed=SEED, prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, lr=LR, threads=threads,
+        warm_start_steps=WARM_STEPS, warm_start_until=1.0, minibatches=MINIBATCHES,
+    )  # fmt: skip
+    return replace(graph, stages=tuple(stage for stage in graph.stages if stage.name != "evaluate"))
 
 
 def by_hand(steps: int, threads: int) -> list[float]:
@@ -83,7 +74,7 @@ def by_hand(steps: int, threads: int) -> list[float]:
         prompts=PROMPTS,
         samples=SAMPLES,
         lr=LR,
-        minibatches=1,
+        minibatches=MINIBATCHES,
         seed=SEED,
     )
     handwritten.run(settings, on_step=lambda: ends_s.append(time.perf_counter()))
@@ -136,7 +127,8 @@ def trl(steps: int, threads: int) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+            output_dir=folder, max_steps=steps * MINIBATCHES, num_generations=SAMPLES,
+            per_device_train_batch_size=PROMPTS * SAMPLES // MINIBATCHES, steps_per_generation=MINIBATCHES,
             max_completion_length=task.max_answer + 1, learning_rate=LR, lr_scheduler_type="constant", beta=0.0,
             temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
             logging_strategy="no", disable_tqdm=True, seed=SEED, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo",
@@ -146,7 +138,7 @@ def trl(steps: int, threads: int) -> list[float]:
             model=network, args=config, train_dataset=dataset, reward_funcs=reward, processing_class=tokenizer,
             callbacks=[Clock()],
         ).train()  # fmt: skip
-    return _between(ends_s)
+    return _between(ends_s[::MINIBATCHES])
 
 
 def _between(ends_s: Iterable[float]) -> list[float]:
@@ -198,7 +190,7 @@ def main() -> None:
         )
     notes = (
         f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; {PROMPTS} x {SAMPLES} samples of 6 + 5 "
-        f"tokens, {options.threads} threads. local and Ray + TransferQueue tune malloc themselves."
+        f"tokens, {MINIBATCHES} updates, {options.threads} threads. local and Ray + TransferQueue tune malloc themselves."
     )
     report("step_time", rows, list(rows[0]), notes, options.out)
 

@@ -1,6 +1,6 @@
 """GRPO for any Hugging Face causal language model and a JSONL file with the columns `prompt` and `answer`.
 
-python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl --gpus 2
+python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl
 """
 
 from ops.rewards import exact_match
@@ -9,11 +9,12 @@ from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, RefLogp
 
 
 def graph(
-    model: str,
-    data: str,
+    model: str = "Qwen/Qwen3-0.6B",
+    data: str = "train.jsonl",
     generator: str = "torch",
     trainer: str = "torch",
-    gpus: int = 0,
+    sampler_gpus: int = 0,
+    learner_gpus: int = 0,
     steps: int = 100,
     seed: int = 0,
     prompts_per_step: int = 32,
@@ -29,7 +30,7 @@ def graph(
     model               a folder, or a hub name
     data                a JSONL file
     generator, trainer  backends that sample and that train
-    gpus                0 computes on the CPU; 2 gives one each to sampler and learner
+    sampler_gpus, learner_gpus  0 computes on the CPU, 1 on a GPU; the same for both
     steps               batches to train on
     seed                of every random number
     prompts_per_step    groups of a batch
@@ -41,8 +42,8 @@ def graph(
     kl                  weight of the divergence from the model as it was before training; above 0
     """
     policy = Model(model)
-    sampler = WorkerGroup("sampler", backend=generator, gpus=gpus // 2)
-    learner = WorkerGroup("learner", backend=trainer, gpus=gpus - gpus // 2)
+    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
+    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),

@@ -1,4 +1,4 @@
-"""GRPO on a small Qwen3 that is made on the spot: one CPU core, well under a minute, no download.
+"""GRPO on a small Qwen3 that is made on the spot: two CPU cores, under a minute, no download.
 
 python -m pipeline.run graphs/quickstart.py --task sort
 """
@@ -48,6 +48,7 @@ def graph(
     warm_start_steps: int = 600,
     warm_start_until: float = 0.25,
     evaluate_every: int = 20,
+    threads: int = 2,
 ) -> Graph:
     """Teaches a tiny transformer to reverse digits, to sort them, or to add two numbers.
 
@@ -61,6 +62,7 @@ def graph(
     warm_start_steps    supervised updates before GRPO, at most
     warm_start_until    they end once this fraction of answers is right: GRPO needs a model that is right now and then
     evaluate_every      steps between evaluations on 1,000 held-out prompts
+    threads             torch threads of sampler and learner
     """
     source = Generated(task, digits=4)
     policy = Model(
@@ -70,8 +72,8 @@ def graph(
         warm_start=Supervised(source, steps=warm_start_steps, until=warm_start_until),
         seed=seed,
     )
-    sampler = WorkerGroup("sampler", backend="torch", threads=1)
-    learner = WorkerGroup("learner", backend="torch", threads=1)
+    sampler = WorkerGroup("sampler", backend="torch", threads=threads)
+    learner = WorkerGroup("learner", backend="torch", threads=threads)
     max_tokens = source.max_answer + 1
     return Graph(
         name="quickstart",

@@ -7,7 +7,9 @@ run.execute()
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -24,6 +26,7 @@ from pipeline.stage import Task
 from pipeline.worker import TaskResult, WorkerSettings, register
 
 POLL_S = 1.0  # how often the store is asked for what a process outside the graph wrote
+CLEARS_AT_ONCE = 2
 StepListener = Callable[[int, dict[str, float]], None]
 
 
@@ -52,6 +55,8 @@ class Engine:
         self.weights: dict[int, str] = {}  # the last published version and its hash
         self._trace = trace.TraceWriter(run_dir.events if run_dir else None)
         self._metrics: dict[int, dict[str, float]] = {}
+        self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
+        self._clears: deque[Future[trace.Cleared]] = deque()
         self._admitted_s: dict[int, float] = {}
         self._outstanding: dict[tuple[str, int], int] = {}
         self._last_progress_s = time.monotonic()
@@ -101,6 +106,7 @@ class Engine:
             )
             raise
         finally:
+            self._clearing.shutdown()
             self.executor.close()
             self._trace.close()
 
@@ -111,9 +117,10 @@ class Engine:
             while decisions:
                 events = [event for decision in decisions for event in self._act(decision)]
                 decisions = [decision for event in events for decision in self.scheduler.handle(event)]
+            self._take_clears()
             self._trace.flush()
             if self.scheduler.done:
-                return
+                return self._take_clears(wait=True)
             results = self.executor.wait(POLL_S)
             events = [event for result in results for event in self._take(result)]
             if time.monotonic() - self._last_poll_s >= POLL_S:
@@ -146,7 +153,8 @@ class Engine:
     def _submit(self, task: Task) -> None:
         planned = self.plan.stage(task.stage)
         fields = [field for field in planned.reads if field not in self.plan.weights_fields]
-        meta = self.handles.handle(task.step, task.groups, fields) if fields and task.groups else None
+        groups = task.groups[: planned.first_groups]
+        meta = self.handles.handle(task.step, groups, fields) if fields and groups else None
         self._outstanding[task.stage, task.step] = self._outstanding.get((task.stage, task.step), 0) + len(
             task.groups or "1"
         )
@@ -203,14 +211,25 @@ class Engine:
             metrics[name] = metrics.get(name, 0.0) + share * value
 
     def _clear(self, decision: Clear) -> None:
-        start_s = time.monotonic()
-        handles = self.handles.rows(decision.step, decision.groups)
-        for handle in handles:
+        """Hand the clearing to a thread of its own: nobody waits for rows that nobody reads."""
+        handle = self.handles.rows(decision.step, decision.groups)
+        if handle is None:
+            return
+
+        def clear() -> trace.Cleared:
+            start_s = time.monotonic()
             self.executor.plane.clear(handle)
-        self.executor.cleared([row for handle in handles for placement in handle.placements for row in placement.rows])
-        self._trace.write(
-            trace.Cleared(step=decision.step, groups=decision.groups, start_s=start_s, end_s=time.monotonic())
-        )
+            return trace.Cleared(step=decision.step, groups=decision.groups, start_s=start_s, end_s=time.monotonic())
+
+        while len(self._clears) >= CLEARS_AT_ONCE:  # the data plane holds no more than the plan says and these
+            self._trace.write(self._clears.popleft().result())
+        self._clears.append(self._clearing.submit(clear))
+        self.executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))
+
+    def _take_clears(self, *, wait: bool = False) -> None:
+        """Record the clears that are done; raises what one of them raised."""
+        while self._clears and (wait or self._clears[0].done()):
+            self._trace.write(self._clears.popleft().result())
 
     def _save(self, step: int) -> Saved:
         if self.run_dir:

@@ -48,16 +48,19 @@ class HandleTable:
         parts = [_cut([put.select(*names) for put in puts], keys) for puts, names in by_puts.values()]
         return KVBatchMeta.join(parts) if parts else None
 
-    def rows(self, step: int, groups: Sequence[int]) -> list[KVBatchMeta]:
-        """Handles that together name every row of `groups`."""
+    def rows(self, step: int, groups: Sequence[int]) -> KVBatchMeta | None:
+        """A handle whose placements name every row of `groups`, to clear them; None where nothing was put."""
         wanted = set(groups)
         distinct = {id(put): put for puts in self._handles.get(step, {}).values() for put in puts}
-        found = []
+        parts = []
         for put in distinct.values():
             index = [i for i, key in enumerate(put.keys) if group_of(key) in wanted]
             if index:
-                found.append(put if len(index) == len(put) else put.reorder(index))
-        return found
+                parts.append(put if len(index) == len(put) else put.reorder(index))
+        if not parts:
+            return None
+        placements = tuple(placement for part in parts for placement in part.placements)
+        return KVBatchMeta(keys=parts[0].keys, partition_id=parts[0].partition_id, fields=(), placements=placements)
 
     def forget(self, step: int) -> None:
         """The step is over."""

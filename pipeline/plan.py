@@ -32,6 +32,7 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     uses: tuple[str, ...]
     updates: str | None
     every: int
+    first_groups: int | None
     layer: int
     where: str
     timeout_s: float | None = None
@@ -177,6 +178,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             uses=tuple(checks.model_name(model) for model in stage.uses),
             updates=checks.model_name(stage.updates) if stage.updates else None,
             every=stage.every,
+            first_groups=stage.first_groups,
             layer=layer[stage.name],
             where=str(stage.location),
             timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Keeps the texts and numbers of some samples of each step in the run directory. Every plan adds it as `samples`.
 
-It reads the fields that hold one value a sample. It keeps the first `keep` groups of a step, and the groups with the
-lowest and the highest mean reward.
+It reads the fields that hold one value a sample, of the first `keep` groups of each step and no others.
 """
 
 from __future__ import annotations
@@ -29,6 +28,10 @@ class KeepSamples(Stage):
     per: Per = "batch"
 
     @property
+    def first_groups(self) -> int:  # type: ignore[override]
+        return self.keep
+
+    @property
     def reads(self) -> Sequence[Field]:  # type: ignore[override]
         return self.fields
 
@@ -36,8 +39,8 @@ class KeepSamples(Stage):
         run_dir = RunDir(context.run_dir) if context.run_dir else None
 
         def run(columns: Columns, task: Task) -> Columns:
-            if run_dir and self.keep > 0 and columns:
-                rows = _rows(columns, task, context.group_size, self.keep)
+            if run_dir and columns:
+                rows = _rows(columns, task, context.group_size)
                 path = run_dir.samples(task.step)
                 path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
             return {}
@@ -45,16 +48,11 @@ class KeepSamples(Stage):
         return run
 
 
-def _rows(columns: Columns, task: Task, group_size: int, count: int) -> list[dict[str, Any]]:
+def _rows(columns: Columns, task: Task, group_size: int) -> list[dict[str, Any]]:
     values = {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}  # type: ignore[union-attr]
-    kept = set(range(min(count, len(task.groups))))
-    if "reward" in values:
-        rewards = values["reward"]
-        totals = [sum(rewards[g * group_size : (g + 1) * group_size]) for g in range(len(task.groups))]
-        kept |= {totals.index(min(totals)), totals.index(max(totals))}
+    count = min(map(len, values.values()))
     return [
-        {"step": task.step, "key": sample_key(task.groups[g], i), "version": task.version}
-        | {name: column[g * group_size + i] for name, column in values.items()}
-        for g in sorted(kept)
-        for i in range(group_size)
+        {"step": task.step, "key": sample_key(task.groups[n // group_size], n % group_size), "version": task.version}
+        | {name: column[n] for name, column in values.items()}
+        for n in range(count)
     ]

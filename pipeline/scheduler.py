@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline.plan import Plan, PlannedStage
 from pipeline.stage import Task
-from pipeline.staleness import admissible
+from pipeline.staleness import admissible, askable
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ class Scheduler:
                 waits = set() if stage.shape == "transfer" else set(stage.reads)
                 step.readers[stage.name] = _Reader(stage, waits, 1)
                 step.unfinished += 1
-        return self._dispatch(before, step)
+        return self._dispatch(before, step) + self._admit()
 
     def handle(self, event: Event) -> list[Decision]:
         """Take one event, return what follows from it."""
@@ -206,19 +206,11 @@ class Scheduler:
 
     def _admit(self) -> list[Decision]:
         decisions: list[Decision] = []
-        batch = self.plan.batch
         while self._admitted < self.plan.steps:
-            allowed = admissible(
-                version=self.version,
-                max_staleness=self.plan.max_staleness,
-                batch=batch,
-                capacity=self.plan.capacity,
-                trained=self.version * batch,
-                untrained=(self._admitted - self.version) * batch,
-                held=self.in_flight,
-            )
-            if allowed < batch:
+            if admissible(capacity=self.plan.capacity, held=self.in_flight) < self.plan.batch:
                 break
+            if not self._transfers and not self._may_generate(self._admitted):
+                break  # with no sampler to wait for a version, the batch itself waits
             decisions += self._open(self._admitted)
             self._admitted += 1
         return decisions
@@ -239,6 +231,8 @@ class Scheduler:
             for before, lag in self._before[stage.name]:
                 if self._is_ahead(before, number, lag):
                     blockers.add(f"{before} {number - lag}")
+            if stage.reads_back and not self._may_generate(number):
+                blockers.add(self._version_for(number))
             if stage.name in self._trainers:
                 blockers |= {f"checkpoint {saving + 1}" for saving in self._saving}
             reader = step.readers[stage.name] = _Reader(stage, blockers, batch if self._holds(stage) else 1)
@@ -249,6 +243,21 @@ class Scheduler:
                 reader.ready = list(groups)
             step.unfinished += 1
         return [Admit(number, groups), *self._dispatch(number, step)]
+
+    def _may_generate(self, number: int) -> bool:
+        batch = self.plan.batch
+        more = askable(
+            version=self.version,
+            max_staleness=self.plan.max_staleness,
+            batch=batch,
+            trained=self.version * batch,
+            asked=(number - self.version) * batch,
+        )
+        return more >= batch and self.version >= self.start
+
+    def _version_for(self, number: int) -> str:
+        """What a batch waits for before it is generated: the least version that its samples may have."""
+        return f"version {max(number - self.plan.max_staleness, self.start)}"
 
     def _is_ahead(self, stage: str, number: int, lag: int) -> bool:
         if lag == 0:
@@ -283,11 +292,23 @@ class Scheduler:
                         del missing[group]
                         reader.ready.append(group)
         return self._dispatch(event.step, step, touched) + (
-            self._admit() if self._publishes & set(event.fields) else []
+            self._generate() if self._publishes & set(event.fields) else []
         )
 
+    def _generate(self) -> list[Decision]:
+        """A version was published: batches that waited for it may be generated."""
+        decisions: list[Decision] = []
+        for number, step in list(self._steps.items()):
+            version = self._version_for(number)
+            waiting = [name for name, reader in step.readers.items() if version in reader.blockers]
+            if waiting and self._may_generate(number):
+                for name in waiting:
+                    step.readers[name].blockers.discard(version)
+                decisions += self._dispatch(number, step, waiting)
+        return decisions
+
     def _weights_landed(self, number: int, step: _Step, field: str) -> set[str]:
-        """Weights are there for a step. A published version opens the gate of admission."""
+        """Weights are there for a step. A published version opens the gate before the sampler."""
         step.present.add(field)
         if field in self._publishes:
             self.version = number + 1
@@ -384,3 +405,4 @@ class Scheduler:
 
     def _task(self, stage: str, number: int, groups: tuple[int, ...]) -> Task:
         return Task(stage=stage, step=number, groups=groups, version=max(self.version, 0))
+

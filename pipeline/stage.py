@@ -130,6 +130,7 @@ class Stage:
     on          the worker group it runs on; None is the graph's host group
     group_size  samples it makes of each prompt (rollout), else None
     every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
+    first_groups  groups of a batch, from the first on, whose columns it gets; None is all
     corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
     """
 
@@ -142,6 +143,7 @@ class Stage:
     on: WorkerGroup | None = None
     group_size: int | None = None
     every: int = 1
+    first_groups: int | None = None
     corrects_off_policy: bool = False
     location: Location
 

@@ -1,16 +1,23 @@
-"""The admission rule, as a pure function. v is the published policy version, k max_staleness, B groups a step."""
+"""How far a run may be ahead of its weights, as pure functions.
+
+v is the published policy version, k max_staleness, B groups a step.
+"""
 
 from __future__ import annotations
 
 
-def admissible(
-    *, version: int, max_staleness: int, batch: int, capacity: int, trained: int, untrained: int, held: int
-) -> int:
-    """How many more groups may be admitted now. Never negative.
+def askable(*, version: int, max_staleness: int, batch: int, trained: int, asked: int) -> int:
+    """How many more groups may be asked of the sampler now. Never negative.
 
-    `trained` groups are behind the published version and `untrained` were admitted and are not: together with the new
-    ones they stay within (k + v + 1) * B. `held` groups lie in the data plane, some of them trained already and not
-    yet cleared: with the new ones they stay within `capacity`.
+    `trained` groups are behind the published version; `asked` were handed to the sampler and are not: together with
+    the new ones they stay within (k + v + 1) * B.
     """
-    by_version = (max_staleness + version + 1) * batch - trained - untrained
-    return max(0, min(by_version, capacity - held))
+    return max(0, (max_staleness + version + 1) * batch - trained - asked)
+
+
+def admissible(*, capacity: int, held: int) -> int:
+    """How many more groups may be admitted, that is take room in the data plane. Never negative.
+
+    What is admitted has its prompts made and waits for the sampler; `held` groups were admitted and not yet cleared.
+    """
+    return max(0, capacity - held)

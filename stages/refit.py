@@ -22,8 +22,8 @@ from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
-    It publishes the version after the one that was published when it was handed out; before the first step it
-    publishes that version itself, so that the sampler starts from the trainer's weights. Metric: `size_bytes`.
+    The version counts the steps that are behind it: the first publication, before the first step of a new run, is
+    version 0, so that the sampler starts from the trainer's weights. Metric: `size_bytes`.
     """
 
     model: Model
@@ -65,7 +65,7 @@ class Refit(Stage):
         backend = engine(context)
 
         def run(rendezvous: Rendezvous, task: Task) -> Output:
-            version = task.version if task.step < 0 else task.version + 1
+            version = task.step + 1
             if rendezvous.side == "source":
                 weights = backend.trained_weights(self.model)
                 rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})

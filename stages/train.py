@@ -23,6 +23,7 @@ from stages.vocabulary import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     ROLLOUT_LOGPROBS,
+    TOKEN_VERSIONS,
     TRAINED_WEIGHTS,
 )
 
@@ -59,7 +60,8 @@ class Train(Stage):
     Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat a token), `clip_fraction`,
     `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat a token); `mismatch_kl`, the k3 estimate between
     the sampler's and the trainer's logprobs of the same weights; `updates`, how many changed the weights; `skipped`,
-    how many did not, because their loss or gradient was not finite.
+    how many did not, because their loss or gradient was not finite; `staleness_mean` and `staleness_max`, how many
+    versions older than the trained weights the tokens are.
     """
 
     model: Model
@@ -84,7 +86,7 @@ class Train(Stage):
     per = "batch"
 
     def __post_init__(self) -> None:
-        reads = (PROMPT_IDS, RESPONSE_IDS, ADVANTAGE, PREV_LOGPROBS, ROLLOUT_LOGPROBS)
+        reads = (PROMPT_IDS, RESPONSE_IDS, ADVANTAGE, PREV_LOGPROBS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS)
         object.__setattr__(self, "reads", (*reads, REF_LOGPROBS) if self.loss.kl > 0 else reads)
 
     @property
@@ -116,7 +118,7 @@ class Train(Stage):
     def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
         """(what, whether it is legal, why, fix) of every parameter."""
         loss, (low, high) = self.loss, self.loss.clip
-        yield f"lr={self.lr}", self.lr > 0, "the learning rate is above 0", "lr=1e-6"
+        yield f"lr={self.lr}", self.lr >= 0, "the learning rate is 0 or more", "lr=1e-6"
         legal = 0 <= low < 1 and high >= 0
         yield (
             f"clip={loss.clip}",
@@ -194,8 +196,15 @@ class TrainRunner:
         done = [result for result in results if not result["skipped"]]
         metrics = {name: sum(result[name] for result in done) / len(done) for name in done[0]} if done else {}
         mismatch = kl_k3(column[ROLLOUT_LOGPROBS.name].values, batch.old_logprobs.values).mean().item()
-        counts = {"updates": float(len(done)), "skipped": float(len(results) - len(done)), "mismatch_kl": mismatch}
-        return Output(metrics=metrics | counts, weights=(task.version + 1, ""))
+        age = task.step - column[TOKEN_VERSIONS.name].values  # the weights before these updates are version `step`
+        counts = {
+            "updates": float(len(done)),
+            "skipped": float(len(results) - len(done)),
+            "mismatch_kl": mismatch,
+            "staleness_mean": age.float().mean().item(),
+            "staleness_max": float(age.max()),
+        }
+        return Output(metrics=metrics | counts, weights=(task.step + 1, ""))
 
     def save(self, folder: Path) -> None:
         """Weights and optimizer, into a folder that exists."""

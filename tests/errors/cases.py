@@ -112,7 +112,7 @@ GRAPHS = [
     Case("unknown_advantage", {"advantage": 'Advantage("gae", eps=0)'}),
     Case("temperature_of_0", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, temperature=0)"}),
     Case("top_p_of_2", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, top_p=2)"}),
-    Case("learning_rate_of_0", {"train": "Train(policy, on=learner, loss=ClippedLoss(), lr=0)"}),
+    Case("learning_rate_below_0", {"train": "Train(policy, on=learner, loss=ClippedLoss(), lr=-1e-3)"}),
     Case(
         "minibatches_that_do_not_divide",
         {"train": "Train(policy, on=learner, loss=ClippedLoss(), lr=1e-3, minibatches=3)"},

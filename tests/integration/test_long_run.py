@@ -31,6 +31,6 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_steps():
     engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)
     engine.execute()
     assert len(rows) == STEPS
-    assert max(rows) <= 8 * 2, "one batch, and the one before where its last reader is slow"
+    assert max(rows) <= 8 * (2 + 2), "the capacity, which is two batches, and two that are being cleared"
     assert max(sizes) <= (2, 0, 2)
     assert resident[-1] - resident[STEPS // 5] < 8

@@ -70,7 +70,7 @@ def test_flags_of_the_graph_reach_it(live):
 def test_a_graph_with_a_model_is_checked_and_drawn_without_running_it(tmp_path):
     (tmp_path / "graph.py").write_text(graph_text(TOP, DEF, LINES))
     assert command(tmp_path, "graph.py", "--check") == (
-        0, "graph.py: 9 stages, 20 edges, no problem found\n", "",
+        0, "graph.py: 9 stages, 21 edges, no problem found\n", "",
     )  # fmt: skip
     code, out, err = command(tmp_path, "graph.py", "--plan")
     assert (code, err) == (0, "")
@@ -78,10 +78,11 @@ def test_a_graph_with_a_model_is_checked_and_drawn_without_running_it(tmp_path):
 
 
 def test_warnings_are_printed_and_do_not_stop(tmp_path):
-    (tmp_path / "graph.py").write_text(graph_text(TOP, DEF, LINES | {"versions": "Step('versions')"}))
+    loud = '(Step("loud", reads=rollout.writes[1:2], writes=(Field("noise", dtype="float32", dims="N T"),)),)'
+    (tmp_path / "graph.py").write_text(graph_text(TOP, DEF, LINES | {"extra": loud}))
     code, _, err = command(tmp_path, "graph.py", "--check")
     assert code == 0
-    assert re.fullmatch(r"graph\.py:\d+: warning: field 'token_versions' of 'rollout' is read by nobody; .*\n", err)
+    assert re.fullmatch(r"graph\.py:\d+: warning: field 'noise' of 'loud' is read by nobody; .*\n", err)
 
 
 def test_a_run_records_what_it_was_and_ends_with_the_next_commands(live):

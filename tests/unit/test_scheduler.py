@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline import Schedule
 from pipeline.plan import plan
 from pipeline.scheduler import Admit, Clear, Finished, Landed, Run, Save, Saved, Scheduler, StepDone
-from pipeline.staleness import admissible
+from pipeline.staleness import admissible, askable
 from tests.unit import toy
 
 
@@ -134,10 +134,10 @@ def test_any_order_of_completion_trains_every_group_exactly_once(random, batch, 
 
 def test_a_reader_starts_once_after_its_last_field():
     scheduler = Scheduler(build(batch=2))
-    (refit,) = [d.task for d in scheduler.begin() if isinstance(d, Run)]
-    assert (refit.stage, refit.step) == ("refit", -1)
-    admitted = scheduler.handle(Landed(-1, (), ("served_weights",)))
-    assert [d.task.stage for d in admitted if isinstance(d, Run)] == ["evaluate", "prompts"]
+    begun = [(d.task.stage, d.task.step) for d in scheduler.begin() if isinstance(d, Run)]
+    assert begun == [("refit", -1), ("prompts", 0), ("prompts", 1)], "prompts are made ahead of the sampler"
+    published = scheduler.handle(Landed(-1, (), ("served_weights",)))
+    assert [(d.task.stage, d.task.step) for d in published] == [("evaluate", -1)]
     assert [d.task.stage for d in scheduler.handle(Landed(0, (0, 1), ("response",)))] == ["logprobs"]
     started = scheduler.handle(Landed(0, (1,), ("prompt",)))
     assert {d.task.stage: d.task.groups for d in started} == {"rollout": (1,), "reward": (1,)}
@@ -173,7 +173,9 @@ def test_waiting_names_what_is_missing():
     scheduler = Scheduler(build(batch=1))
     scheduler.begin()
     scheduler.handle(Landed(-1, (), ("served_weights",)))
-    waits = {stage: what for _, stage, what in scheduler.waiting()}
+    waits = {stage: what for step, stage, what in scheduler.waiting() if step == 0}
+    ahead = {stage: what for step, stage, what in scheduler.waiting() if step == 1}
+    assert ahead["rollout"] == ("version 1", "prompt")
     assert waits["reward"] == ("prompt", "response")
     assert waits["refit"] == ("evaluate -1", "trained_weights")
 
@@ -186,19 +188,19 @@ def test_a_graph_without_weights_runs_step_after_step():
     assert world.scheduler.done and sorted(world.cleared) == list(range(12))
 
 
-@given(
-    st.integers(0, 50), st.integers(0, 4), st.integers(1, 64), st.integers(1, 512), st.integers(0, 9999),
-    st.integers(0, 512), st.integers(0, 512),
-)
-def test_admission_never_passes_the_bound(version, k, batch, capacity, trained, untrained, held):
-    more = admissible(
-        version=version, max_staleness=k, batch=batch, capacity=capacity, trained=trained, untrained=untrained,
-        held=held,
-    )
+@given(st.integers(0, 50), st.integers(0, 4), st.integers(1, 64), st.integers(0, 9999), st.integers(0, 512))
+def test_asking_never_passes_the_bound_of_staleness(version, k, batch, trained, asked):
+    more = askable(version=version, max_staleness=k, batch=batch, trained=trained, asked=asked)
     assert more >= 0
     if more:
-        assert trained + untrained + more <= (k + version + 1) * batch
-        assert held + more <= capacity
+        assert trained + asked + more == (k + version + 1) * batch
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_admission_never_passes_the_capacity(capacity, held):
+    more = admissible(capacity=capacity, held=held)
+    assert more >= 0
+    assert held + more <= max(capacity, held)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -214,4 +216,6 @@ def test_rollout_runs_ahead_by_the_bound_and_no_further(staleness):
         if not free:
             break
         world.finish(free[0])
-    assert len(world.admitted) == staleness + 1
+    asked = {step for stage, step, _ in world.handed if stage == "rollout"}
+    assert asked == set(range(staleness + 1))
+    assert len(world.admitted) == staleness + 2, "one batch of prompts is ready"

@@ -153,7 +153,7 @@ def test_train_reads_reference_logprobs_only_for_a_kl_term() -> None:
 
 def test_train_makes_minibatches_times_epochs_updates() -> None:
     stage = Train(POLICY, on=LEARNER, lr=1e-2, minibatches=2, epochs=3, loss=ClippedLoss(kl=0.1))
-    task = Task(stage="train", step=0, groups=(0, 1, 2, 3), version=7)
+    task = Task(stage="train", step=7, groups=(0, 1, 2, 3), version=7)
     output = stage.setup(context(LEARNER))(batch_columns(kl=True), task)
     assert output.weights == (8, "")
     assert output.columns == {}
@@ -229,7 +229,7 @@ def test_refit_serves_the_trained_weights() -> None:
     train(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
     sent = engine(learner).weight_hash(engine(learner).trained_weights(POLICY))
     assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) != sent
-    meeting, task = Meeting(), Task(stage="refit", step=0, version=4)
+    meeting, task = Meeting(), Task(stage="refit", step=4, version=4)
     assert sides[0](meeting, task).weights is None
     output = sides[1](meeting, task)
     assert output.weights == (5, sent)
@@ -329,8 +329,8 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (replace(ROLLOUT, top_k=-1), "stage 'rollout' has top_k=-1; top_k is 0 (off) or more. Fix: top_k=0"),
         (
-            Train(POLICY, on=LEARNER, lr=0.0),
-            "stage 'train' has lr=0.0; the learning rate is above 0. Fix: lr=1e-6",
+            Train(POLICY, on=LEARNER, lr=-1.0),
+            "stage 'train' has lr=-1.0; the learning rate is 0 or more. Fix: lr=1e-6",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),

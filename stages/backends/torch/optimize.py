@@ -107,7 +107,7 @@ class TorchLearner:
                 "ratio_max": ratio_NT.max().item(),
             }
         if part.ref_logprobs is not None:
-            kl_NT = kl_k3(logprobs_NT, pad_right(part.ref_logprobs).to(device))
+            kl_NT = kl_k3(logprobs_NT, pad_right(part.ref_logprobs).to(device), mask_NT)
             loss_NT = loss_NT + loss.kl * kl_NT
             sums["kl"] = kl_NT.detach().masked_fill(~mask_NT, 0.0).sum().item()
         objective = aggregate(loss_NT, mask_NT, loss.aggregation, normalizer)
