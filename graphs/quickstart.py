@@ -77,6 +77,7 @@ def graph(
     max_tokens = source.max_answer + 1
     return Graph(
         name="quickstart",
+        host=sampler,
         source=Prompts(source, batch=prompts_per_step),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),

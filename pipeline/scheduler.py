@@ -134,6 +134,7 @@ class Scheduler:
         self._steps: dict[int, _Step] = {}
         self._saving: set[int] = set()
         self._admitted = start
+        self._starved = False  # whether capacity held the last admission back
         self.in_flight = 0  # groups that were admitted and are not yet cleared
         self._steps_done = start
 
@@ -205,9 +206,12 @@ class Scheduler:
         return bool(self._sample_reads[stage.name]) or any(field in self._sample_fields for field in stage.writes)
 
     def _admit(self) -> list[Decision]:
+        """Take in batches as far as capacity allows. Called once the sampler has work, so that prompts for later
+        never run before what the sampler waits for; and when room comes free, if there was too little."""
         decisions: list[Decision] = []
         while self._admitted < self.plan.steps:
-            if admissible(capacity=self.plan.capacity, held=self.in_flight) < self.plan.batch:
+            self._starved = admissible(capacity=self.plan.capacity, held=self.in_flight) < self.plan.batch
+            if self._starved:
                 break
             if not self._transfers and not self._may_generate(self._admitted):
                 break  # with no sampler to wait for a version, the batch itself waits
@@ -254,6 +258,14 @@ class Scheduler:
             asked=(number - self.version) * batch,
         )
         return more >= batch and self.version >= self.start
+
+    def _has_batch_in_waiting(self) -> bool:
+        """A batch is ready for the sampler as soon as its version is published: no hurry to admit another."""
+        return any(
+            self._version_for(number) in reader.blockers
+            for number, step in self._steps.items()
+            for reader in step.readers.values()
+        )
 
     def _version_for(self, number: int) -> str:
         """What a batch waits for before it is generated: the least version that its samples may have."""
@@ -305,7 +317,7 @@ class Scheduler:
                 for name in waiting:
                     step.readers[name].blockers.discard(version)
                 decisions += self._dispatch(number, step, waiting)
-        return decisions
+        return decisions + self._admit()
 
     def _weights_landed(self, number: int, step: _Step, field: str) -> set[str]:
         """Weights are there for a step. A published version opens the gate before the sampler."""
@@ -335,7 +347,9 @@ class Scheduler:
                     cleared.append(group)
             if cleared:
                 self.in_flight -= len(cleared)
-                decisions += [Clear(task.step, tuple(cleared)), *self._admit()]
+                decisions.append(Clear(task.step, tuple(cleared)))
+                if self._starved and not self._has_batch_in_waiting():
+                    decisions += self._admit()
         if reader.done < reader.total:
             return decisions
         step.unfinished -= 1
