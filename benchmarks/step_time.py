@@ -186,7 +186,12 @@ def main() -> None:
         step_s = statistics.median(medians_s[name])
         spread = f"{min(medians_s[name]) * 1e3:.1f} to {max(medians_s[name]) * 1e3:.1f}"
         rows.append(
-            {"contender": name, "ms a step": round(step_s * 1e3, 1), "rounds": spread, "x by hand, tuned": step_s / base_s}
+            {
+                "contender": name,
+                "ms a step": round(step_s * 1e3, 1),
+                "rounds": spread,
+                "x by hand, tuned": step_s / base_s,
+            }
         )
     notes = (
         f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; {PROMPTS} x {SAMPLES} samples of 6 + 5 "

@@ -76,17 +76,17 @@ def write(
     return final, manifest
 
 
-def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest]:
-    """The newest whole checkpoint, or the one after `steps`. Raises CheckpointError where there is none.
+def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Problem]]:
+    """The newest whole checkpoint, or the one after `steps`; and what is wrong with newer ones that were passed over.
 
-    Without `steps`, a damaged checkpoint is passed over for the one before; the error lists them all when none is left.
+    Raises CheckpointError where none is whole, or the one that is asked for is not.
     """
-    damaged = []
+    damaged: list[Problem] = []
     for number in [steps] if steps is not None else reversed(run.checkpoint_steps()):
         folder = run.checkpoint(number)
         problem = _damage(folder)
         if problem is None:
-            return folder, msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+            return folder, msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest), damaged
         damaged.append(problem)
     raise CheckpointError(
         *(

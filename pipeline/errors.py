@@ -6,6 +6,8 @@ each, and end the command line with an exit code that is not 0.
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 
 
@@ -38,6 +40,24 @@ class SluiceError(Exception):
 
     def __reduce__(self) -> tuple[type, tuple[Problem, ...]]:
         return type(self), self.problems
+
+
+def user_error(error: Exception, *, stage: str, where: str, when: str) -> SluiceError:
+    """What user code raised, as the error of the stage that ran it. A SluiceError stays what it is.
+
+    The problem points at the line that raised; `where` is the stage's own, `when` says when it happened.
+    """
+    if isinstance(error, SluiceError):
+        return error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return StageError(
+        Problem(
+            where=f"{last.filename}:{last.lineno}",
+            what=f"stage {stage!r} {when}: {type(error).__name__}: {error}",
+            why=f"the stage of {where} raised",
+            fix="mend the stage, then resume",
+        )
+    )
 
 
 class GraphError(SluiceError):

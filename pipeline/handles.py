@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeline.meta import KVBatchMeta, group_of, sample_key
+from pipeline.meta import KVBatchMeta, group_of, groups_of, keys_of
 from pipeline.scheduler import Landed
 
 
@@ -22,10 +22,7 @@ class HandleTable:
     def add(self, step: int, handle: KVBatchMeta) -> Landed:
         """Take a put's handle; the groups that it completes, for all of its fields."""
         fields = self._handles.setdefault(step, {})
-        counts: dict[int, int] = {}
-        for key in handle.keys:
-            group = group_of(key)
-            counts[group] = counts.get(group, 0) + 1
+        counts = groups_of(handle.keys)
         complete: dict[int, int] = dict.fromkeys(counts, 0)
         for field in handle.fields:
             fields.setdefault(field, []).append(handle)
@@ -40,7 +37,7 @@ class HandleTable:
 
     def handle(self, step: int, groups: Sequence[int], fields: Iterable[str]) -> KVBatchMeta | None:
         """The handle of all samples of `groups`, in canonical order, with `fields`; None where there are no fields."""
-        keys = tuple(sample_key(group, i) for group in groups for i in range(self._group_size))
+        keys = keys_of(tuple(groups), self._group_size)
         by_puts: dict[tuple[int, ...], tuple[list[KVBatchMeta], list[str]]] = {}
         for field in fields:
             puts = self._handles[step][field]
@@ -54,9 +51,10 @@ class HandleTable:
         distinct = {id(put): put for puts in self._handles.get(step, {}).values() for put in puts}
         parts = []
         for put in distinct.values():
-            index = [i for i, key in enumerate(put.keys) if group_of(key) in wanted]
-            if index:
-                parts.append(put if len(index) == len(put) else put.reorder(index))
+            if wanted >= groups_of(put.keys).keys():
+                parts.append(put)
+            elif index := [i for i, key in enumerate(put.keys) if group_of(key) in wanted]:
+                parts.append(put.reorder(index))
         if not parts:
             return None
         placements = tuple(placement for part in parts for placement in part.placements)

@@ -11,7 +11,9 @@ chosen at the put, and `Placement` records it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -223,6 +225,18 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 def sample_key(admission: int, index: int) -> str:
     """The key of sample `index` of the group that was admitted as number `admission`."""
     return f"{admission:08d}_g{index:03d}"
+
+
+@lru_cache(maxsize=64)
+def keys_of(groups: tuple[int, ...], group_size: int) -> tuple[str, ...]:
+    """The keys of all samples of `groups`, in canonical order. A batch is asked for many times: it is remembered."""
+    return tuple(sample_key(group, i) for group in groups for i in range(group_size))
+
+
+@lru_cache(maxsize=64)
+def groups_of(keys: tuple[str, ...]) -> dict[int, int]:
+    """How many of `keys` each group has, in order of first appearance. Read it, do not change it."""
+    return dict(Counter(map(group_of, keys)))
 
 
 def group_of(key: str) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from pipeline.columns import Columns, Ragged
-from pipeline.errors import GraphError, Problem
+from pipeline.errors import GraphError, Problem, user_error
 from pipeline.graph import Graph
-from pipeline.stage import Output, StageContext, Task
+from pipeline.stage import Output, Stage, StageContext, Task
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
@@ -72,12 +72,11 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
     return task, columns
 
 
-def run_again(graph: Graph, folder: Path) -> Output:
-    """Run the failed task on its saved inputs and return what it gives now. What it raises passes through.
+def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Output:
+    """Run the failed task on its saved inputs and return what it gives now. Raises SluiceError where it fails again.
 
     A stage that runs a model has the weights that the model starts with, not those of the failed step.
     """
-    task, columns = load_inputs(folder)
     stages = {stage.name: stage for stage in graph.all_stages()}
     stage = stages.get(task.stage)
     if stage is None or stage.shape in ("transfer", "external"):
@@ -99,7 +98,14 @@ def run_again(graph: Graph, folder: Path) -> Output:
         shared={},
         steps=graph.schedule.steps,
     )
-    runner = stage.setup(context)
+    try:
+        return _run(stage, stage.setup(context), task, columns)
+    except Exception as error:
+        when = f"failed again at step {task.step + 1}"
+        raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
+
+
+def _run(stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
     if stage.shape != "stream":
         produced = runner(columns, task)
         return produced if isinstance(produced, Output) else Output(columns=produced or {})

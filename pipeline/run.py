@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
-import os
-import platform
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,31 +22,8 @@ from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.graph import Graph
 from pipeline.load import GraphFile, add_flags, load
 from pipeline.plan import Plan, plan
+from pipeline.record import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.rundir import RunDir
-
-PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "networkx", "msgspec")
-
-
-class RunRecord(msgspec.Struct, kw_only=True):
-    """run.json: what was run, with what, where."""
-
-    graph: str
-    file: str
-    args: dict[str, Any]
-    seed: int
-    executor: str
-    command: list[str]
-    versions: dict[str, str]
-    python: str
-    machine: str
-    git: str | None
-    started: str
-
-
-class _MetricsLine(msgspec.Struct):
-    """What a resume reads of a line of metrics.jsonl."""
-
-    step: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +59,7 @@ def _main(argv: list[str], started_s: float) -> int:
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
     given = {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.")}
-    record = _recorded(options)
+    record = recorded(options.run_dir) if options.resume is not None else None
     defaults = {flag.name: flag.default for flag in file.flags}
     values = defaults | (record.args if record else {}) | given
     graph = file.build({name: value for name, value in values.items() if name in defaults})
@@ -143,41 +115,11 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _recorded(options: argparse.Namespace) -> RunRecord | None:
-    """The record of the run that is resumed."""
-    if options.resume is None:
-        return None
-    if options.run_dir is None:
-        raise GraphError(
-            Problem(
-                where="--resume",
-                what="no run directory is named",
-                why="a resume goes on in the run's own directory",
-                fix="--run-dir RUN --resume",
-            )
-        )
-    path = RunDir(Path(options.run_dir)).run_json
-    if not path.is_file():
-        raise GraphError(
-            Problem(
-                where=f"--run-dir {options.run_dir}",
-                what="run.json is not there",
-                why="a resume needs a run directory",
-                fix="name a folder that a run made",
-            )
-        )
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
-    except msgspec.DecodeError as error:
-        raise GraphError(
-            Problem(where=str(path), what=f"it cannot be read: {error}", why="a run wrote it", fix="restore the file")
-        ) from error
-
-
 def _replay(graph: Graph, folder: Path) -> int:
     from pipeline import replay
 
-    output = replay.run_again(graph, folder)
+    task, columns = replay.load_inputs(folder)
+    output = replay.run_again(graph, folder, task, columns)
     for name, value in sorted(output.metrics.items()):
         print(f"{name} {value:g}")
     print(f"{folder}: the task passes now; it returned {', '.join(output.columns) or 'no columns'}")
@@ -200,9 +142,11 @@ def _run(
     run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
     start = 0
     if record:
-        start = checkpoint.read(run_dir, _step(options.resume))[1].steps
-        _check_resume(record, graph, planned, start)
-        _cut_metrics(run_dir, start)
+        _, manifest, damaged = checkpoint.read(run_dir, resume_step(options.resume))
+        console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
+        start = manifest.steps
+        check_resume(run_dir, record, planned, graph.schedule.seed, start)
+        cut_metrics(run_dir, start)
     elif run_dir.events.exists():
         raise GraphError(
             Problem(
@@ -213,7 +157,7 @@ def _run(
             )
         )
     else:
-        _describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
+        describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
     progress = console.Progress(planned, start, plain=options.plain)
     executor = _executor(options, file)
     resume = shlex.join(
@@ -281,102 +225,6 @@ def _executor(options: argparse.Namespace, file: GraphFile) -> Any:
     return RayExecutor(
         address=options.address, modules=user_modules(file.module), trusted_network=options.trusted_network
     )
-
-
-def _step(text: str) -> int | None:
-    if text == "last":
-        return None
-    if not text.isdigit():
-        raise GraphError(
-            Problem(
-                where=f"--resume {text}",
-                what="that is not a step",
-                why="checkpoints are named by step",
-                fix="--resume 100",
-            )
-        )
-    return int(text)
-
-
-def _check_resume(record: RunRecord, graph: Graph, planned: Plan, start: int) -> None:
-    if record.graph != planned.name or record.seed != graph.schedule.seed:
-        raise GraphError(
-            Problem(
-                where="--resume",
-                what=f"the run is of {record.graph!r} with seed {record.seed}, this is {planned.name!r} with seed "
-                f"{graph.schedule.seed}",
-                why="a resumed run goes on as if it had not stopped",
-                fix="the same graph and seed",
-            )
-        )
-    if start >= planned.steps:
-        raise GraphError(
-            Problem(
-                where="--resume",
-                what=f"the checkpoint has {start} steps behind it, the graph runs {planned.steps}",
-                why="nothing is left to do",
-                fix=f"--steps {start * 2}, where graph() has such a parameter",
-            )
-        )
-
-
-def _cut_metrics(run_dir: RunDir, start: int) -> None:
-    """Steps after the checkpoint are made again: drop their lines."""
-    if run_dir.metrics.is_file():
-        kept = []
-        for number, line in enumerate(run_dir.metrics.read_bytes().splitlines(keepends=True), start=1):
-            try:
-                done = msgspec.json.decode(line, type=_MetricsLine).step
-            except msgspec.DecodeError as error:
-                if not line.endswith(b"\n"):  # the line that was being written as the run ended
-                    continue
-                raise GraphError(
-                    Problem(
-                        where=f"{run_dir.metrics}:{number}",
-                        what=f"this line cannot be read: {error}",
-                        why="the resumed run goes on in this file",
-                        fix="remove the line, then --resume",
-                    )
-                ) from error
-            if line.endswith(b"\n") and done <= start:
-                kept.append(line)
-        run_dir.metrics.write_bytes(b"".join(kept))
-
-
-def _describe(
-    run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
-) -> None:
-    record = RunRecord(
-        graph=planned.name,
-        file=str(file.path),
-        args=values,
-        seed=seed,
-        executor=executor,
-        command=["python", "-m", "pipeline.run", *argv],
-        versions={name: _version(name) for name in PACKAGES},
-        python=platform.python_version(),
-        machine=f"{platform.machine()}, {os.cpu_count()} cores",
-        git=_git(file.path.parent),
-        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )
-    run_dir.run_json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(planned)))
-    shutil.copyfile(file.path, run_dir.graph)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _git(folder: Path) -> str | None:
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    if shutil.which("git") is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    return done.stdout.strip() or None
 
 
 def _print_way_on(file: GraphFile, run_dir: RunDir, values: dict[str, Any], resume: str) -> None:

@@ -419,4 +419,3 @@ class Scheduler:
 
     def _task(self, stage: str, number: int, groups: tuple[int, ...]) -> Task:
         return Task(stage=stage, step=number, groups=groups, version=max(self.version, 0))
-

@@ -152,7 +152,19 @@ class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True):
 
 
 TraceEvent = (
-    Started | Placed | Admitted | Submitted | Got | Put | Ran | Published | Cleared | Checkpointed | StepEnded | Failed | Ended
+    Started
+    | Placed
+    | Admitted
+    | Submitted
+    | Got
+    | Put
+    | Ran
+    | Published
+    | Cleared
+    | Checkpointed
+    | StepEnded
+    | Failed
+    | Ended
 )
 _DECODER = msgspec.json.Decoder(TraceEvent)
 

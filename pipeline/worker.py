@@ -19,9 +19,9 @@ import msgspec
 from pipeline import replay, trace
 from pipeline.columns import Columns, size_bytes
 from pipeline.data_plane import DataPlane
-from pipeline.errors import Problem, SluiceError, StageError
+from pipeline.errors import Problem, SluiceError, StageError, user_error
 from pipeline.graph import WorkerGroup
-from pipeline.meta import KVBatchMeta, group_of, sample_key
+from pipeline.meta import KVBatchMeta, groups_of, keys_of
 from pipeline.rundir import RunDir
 from pipeline.stage import Output, Rendezvous, Stage, StageContext, Task
 
@@ -81,7 +81,7 @@ class Worker:
             try:
                 self._runners[stage.name] = stage.setup(context)
             except Exception as error:  # noqa: BLE001 - user code enters here
-                return self._as_stage_error(stage, error, "setup failed")
+                return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
         return None
 
     def connect(self, plane: DataPlane) -> None:
@@ -140,7 +140,7 @@ class Worker:
             self._plane.close()
 
     def _mint(self, task: Task) -> tuple[str, ...]:
-        return tuple(sample_key(group, i) for group in task.groups for i in range(self.settings.group_size))
+        return keys_of(task.groups, self.settings.group_size)
 
     def _get(self, stage: Stage, task: Task, meta: KVBatchMeta, fields: list[str], result: TaskResult) -> Columns:
         assert self._plane is not None
@@ -200,7 +200,7 @@ class Worker:
                     step=task.step,
                     attempt=task.attempt,
                     fields=handle.fields,
-                    groups=tuple(dict.fromkeys(map(group_of, chosen))),
+                    groups=tuple(groups_of(chosen)),
                     samples=len(chosen),
                     size_bytes=sum(map(size_bytes, output.columns.values())),
                     start_s=start_s,
@@ -235,20 +235,8 @@ class Worker:
             log = RunDir(self.settings.run_dir).logs / f"{self.group.name}-{self.rank}.log"
             with log.open("a") as file:
                 traceback.print_exception(error, file=file)
-        return self._as_stage_error(stage, error, f"failed at step {task.step + 1}")
-
-    def _as_stage_error(self, stage: Stage, error: Exception, when: str) -> SluiceError:
-        if isinstance(error, SluiceError):
-            return error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return StageError(
-            Problem(
-                where=f"{last.filename}:{last.lineno}",
-                what=f"stage {stage.name!r} {when}: {type(error).__name__}: {error}",
-                why=f"the stage of {stage.location} raised",
-                fix="mend the stage, then resume",
-            )
-        )
+        when = f"failed at step {task.step + 1}"
+        return user_error(error, stage=stage.name, where=str(stage.location), when=when)
 
 
 def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:

@@ -129,8 +129,9 @@ class Prompts(Stage):
         names = [made.name for made in self.writes]
 
         def run(columns: Columns, task: Task) -> Output:
-            rows = [row(admission) for admission in task.groups for _ in range(context.group_size)]
-            return Output({name: [values[i] for values in rows] for i, name in enumerate(names)})
+            rows = [row(admission) for admission in task.groups]
+            size = context.group_size
+            return Output({name: [values[i] for values in rows for _ in range(size)] for i, name in enumerate(names)})
 
         return run
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import mul
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
@@ -118,15 +119,15 @@ class Reward(Stage):
 
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: _plain(columns[made.name]) for made in self.reads}
-            count = len(next(iter(plain.values())))
-            samples = [_Sample(task.step, task.groups, context.group_size, i) for i in range(count)]
+            samples = _Samples(task.step, task.groups, context.group_size)
             scores = [
-                [_call(function, {name: plain[name][sample.index] for name in names}, sample) for sample in samples]
+                [_call(function, dict(zip(names, values)), samples, i) for i, values in enumerate(_rows(plain, names))]
                 for function, names in zip(self.functions, fields_of)
             ]
-            total = [sum(weight * score for weight, score in zip(weights, row)) for row in zip(*scores)]
-            for row, sample in zip(zip(*scores), samples):
-                _require_in_range(total[sample.index], row, str(self.location), sample)
+            total = [sum(map(mul, weights, row)) for row in zip(*scores)]
+            for i, value in enumerate(total):
+                if abs(value) > _LARGEST:
+                    raise StageError(_too_large(value, [row[i] for row in scores], str(self.location), samples.name(i)))
             out = {REWARD.name: total}
             if len(self.functions) > 1:
                 out |= {made.name: row for made, row in zip(self.writes[1:], scores)}
@@ -138,30 +139,38 @@ class Reward(Stage):
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _Samples:
+    """The samples of a task, for messages."""
+
     step: int
     groups: Sequence[int]
     group_size: int
-    index: int
 
-    def __str__(self) -> str:
-        group, member = divmod(self.index, self.group_size)
+    def name(self, index: int) -> str:
+        group, member = divmod(index, self.group_size)
         admission = f" (group {self.groups[group]}, member {member})" if group < len(self.groups) else ""
-        return f"sample {self.index} of step {self.step + 1}{admission}"
+        return f"sample {index} of step {self.step + 1}{admission}"
 
 
-def _call(function: RewardFunction, inputs: dict[str, Any], sample: _Sample) -> float:
+def _rows(plain: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Iterable[tuple[Any, ...]]:
+    """The values of `names`, one tuple a sample; also where a function takes none."""
+    if not names:
+        return [()] * len(next(iter(plain.values())))
+    return zip(*(plain[name] for name in names))
+
+
+def _call(function: RewardFunction, inputs: dict[str, Any], samples: _Samples, index: int) -> float:
     try:
         value = function(**inputs)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise StageError(_failure(function, f"raised {text}", inputs, sample)) from error
-    if isinstance(value, Real) and abs(value) <= _LARGEST:
+        raise StageError(_failure(function, f"raised {text}", inputs, samples.name(index))) from error
+    if isinstance(value, float | Real) and abs(value) <= _LARGEST:
         return float(value)
-    raise StageError(_failure(function, f"returned {_short(value)}", inputs, sample))
+    raise StageError(_failure(function, f"returned {_short(value)}", inputs, samples.name(index)))
 
 
-def _failure(function: RewardFunction, what: str, inputs: dict[str, Any], sample: _Sample) -> Problem:
+def _failure(function: RewardFunction, what: str, inputs: dict[str, Any], sample: str) -> Problem:
     called_with = ", ".join(f"{name}={_short(value)}" for name, value in inputs.items())
     return _problem(
         _where(function) or _short(function),
@@ -171,16 +180,12 @@ def _failure(function: RewardFunction, what: str, inputs: dict[str, Any], sample
     )
 
 
-def _require_in_range(total: float, scores: Sequence[float], where: str, sample: _Sample) -> None:
-    if abs(total) <= _LARGEST:
-        return
-    raise StageError(
-        _problem(
-            where,
-            f"the weighted sum of {', '.join(map(str, scores))} is {total} for {sample}",
-            "a reward is a float32",
-            "use smaller weights",
-        )
+def _too_large(total: float, scores: Sequence[float], where: str, sample: str) -> Problem:
+    return _problem(
+        where,
+        f"the weighted sum of {', '.join(map(str, scores))} is {total} for {sample}",
+        "a reward is a float32",
+        "use smaller weights",
     )
 
 

@@ -10,6 +10,8 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipeline.columns import Column, Ragged
@@ -127,7 +129,14 @@ def check_get(partition: Partition, meta: KVBatchMeta, fields: Sequence[str], *,
         )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
+def _canonical(keys: tuple[str, ...]) -> bool:
+    return bool(keys) and all(map(_KEY.match, keys)) and all(a < b for a, b in pairwise(keys))
+
+
 def _check_keys(where: str, keys: Sequence[str]) -> None:
+    if _canonical(tuple(keys)):
+        return
     if not keys:
         raise broken(where, "no key", "an empty batch has no row", "skip the put where there is nothing to write")
     for i, key in enumerate(keys):

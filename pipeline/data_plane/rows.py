@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -79,6 +80,16 @@ class Layout:
 
 def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[int]]) -> Layout:
     """The rows of a put with these keys, in canonical order."""
+    names, edges, row, position = _rows_of(tuple(keys), attempt)
+    offsets = {dim: _starts(row, counts) for dim, counts in lengths.items()}
+    return Layout(names, edges, Placement(names, row, position, offsets))
+
+
+@lru_cache(maxsize=64)
+def _rows_of(
+    keys: tuple[str, ...], attempt: int
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Row names, their edges, and row and position of each key. Several stages put the same keys: it is remembered."""
     names: list[str] = []
     edges: list[int] = []
     row: list[int] = []
@@ -94,8 +105,7 @@ def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[in
         row.append(len(names) - 1)
         position.append(i - edges[-1])
     edges.append(len(keys))
-    offsets = {dim: _starts(row, counts) for dim, counts in lengths.items()}
-    return Layout(tuple(names), tuple(edges), Placement(tuple(names), tuple(row), tuple(position), offsets))
+    return tuple(names), tuple(edges), tuple(row), tuple(position)
 
 
 def _starts(row: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:

@@ -85,7 +85,9 @@ class RayExecutor:
         )
         actors = [actor for group in self._actors.values() for actor in group]
         self._get_all(setups, "set up")
-        placed_at = self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        placed_at = self._get_all(
+            [actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane"
+        )
         if restore:
             self._get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         return placed_at

@@ -104,7 +104,9 @@ class Keep(Stage):
     def setup(self, context: StageContext) -> Any:
         def keep(columns: dict[str, Ragged], task: Task) -> dict:
             tensors = {name: column.values.clone() for name, column in columns.items()}
-            lengths = {f"{name}.lengths": torch.tensor(columns[name].lengths) for name in ("prompt_ids", "response_ids")}
+            lengths = {
+                f"{name}.lengths": torch.tensor(columns[name].lengths) for name in ("prompt_ids", "response_ids")
+            }
             save_file(tensors | lengths, Path(self.folder) / f"{task.step}.safetensors")
             return {}
 

@@ -50,7 +50,14 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
         time.sleep(0.1)
     written_s = {}
     for group in (2, 0, 3, 1):
-        command = [sys.executable, str(HERE / "outside.py"), address, "small", row_name(sample_key(group, 0), 0), "score"]
+        command = [
+            sys.executable,
+            str(HERE / "outside.py"),
+            address,
+            "small",
+            row_name(sample_key(group, 0), 0),
+            "score",
+        ]
         done = subprocess.run([*command, str(group), "0.5"], capture_output=True, text=True, timeout=60, env=os.environ)
         assert done.returncode == 0, done.stderr[-2000:]
         written_s[group] = tuple(map(float, done.stdout.split()[-2:]))
@@ -78,7 +85,9 @@ def test_a_task_is_spread_over_the_workers_of_its_group(tmp_path, ray_session):
         (1, 1, (6, 7)),
     ]
     samples = [msgspec.json.decode(line) for line in engine.run_dir.samples(1).read_bytes().splitlines()]
-    assert [(row["prompt"], row["shout"]) for row in samples] == [(str(g), str(g) * 2) for g in (4, 4, 5, 5, 6, 6, 7, 7)]
+    assert [(row["prompt"], row["shout"]) for row in samples] == [
+        (str(g), str(g) * 2) for g in (4, 4, 5, 5, 6, 6, 7, 7)
+    ]
     assert events_of(engine, trace.Ended)[0].rows_left == 0
 
 

@@ -182,7 +182,13 @@ def test_waiting_names_what_is_missing():
 
 def test_a_graph_without_weights_runs_step_after_step():
     planned = build(
-        changes={"rollout": {"reads_back": (), "models": ()}, "logprobs": None, "train": None, "refit": None, "evaluate": None}
+        changes={
+            "rollout": {"reads_back": (), "models": ()},
+            "logprobs": None,
+            "train": None,
+            "refit": None,
+            "evaluate": None,
+        }
     )
     world = World(planned).run(lambda count: 0)
     assert world.scheduler.done and sorted(world.cleared) == list(range(12))

@@ -79,15 +79,18 @@ class TorchEngine:
     def encode(self, model: Model, texts: Sequence[str]) -> Ragged:
         """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty."""
         tokenizer = self.tokenizer(model)
-        rows: dict[str, torch.Tensor] = {}
-        for text in texts:
-            if text not in rows:
-                rows[text] = torch.tensor(_encoded(tokenizer, model, text), dtype=torch.long)
+        distinct = list(dict.fromkeys(texts))
+        encoded = _encoded(tokenizer, model, distinct)
+        rows = {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(distinct, encoded)}
         return Ragged.of([rows[text] for text in texts])
 
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
-        return self.tokenizer(model).batch_decode([row.tolist() for row in ids.rows()], skip_special_tokens=True)
+        rows = [tuple(row.tolist()) for row in ids.rows()]
+        distinct = list(dict.fromkeys(rows))  # short answers repeat
+        texts = self.tokenizer(model).batch_decode([list(row) for row in distinct], skip_special_tokens=True)
+        text_of = dict(zip(distinct, texts))
+        return [text_of[row] for row in rows]
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
         """Responses of the served copy."""
@@ -166,19 +169,29 @@ def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked wherever it is used
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, text: str) -> list[int]:
-    unknown = sorted(set(text) - set(model.alphabet)) if model.config is not None and model.alphabet else []
-    ids = [] if unknown else tokenizer(text).input_ids
-    if not ids:
-        raise StageError(
-            Problem(
-                where=f"prompt {text[:60]!r}",
-                what=f"it has the characters {', '.join(map(repr, unknown))}" if unknown else "it has no token",
-                why="the model's alphabet is " + repr(model.alphabet) if unknown else "a response needs a prompt",
-                fix="a larger alphabet, or another prompt" if unknown else "a prompt that is not empty",
-            )
+def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text. Raises StageError for the first that has none, or a character outside the alphabet."""
+    alphabet = set(model.alphabet or "") if model.config is not None else None
+    for text in texts:
+        unknown = sorted(set(text) - alphabet) if alphabet else []
+        if unknown or not text:
+            raise _cannot_say(model, text, unknown)
+    encoded = tokenizer(list(texts)).input_ids
+    for text, ids in zip(texts, encoded):
+        if not ids:
+            raise _cannot_say(model, text, [])
+    return encoded
+
+
+def _cannot_say(model: Model, text: str, unknown: list[str]) -> StageError:
+    return StageError(
+        Problem(
+            where=f"prompt {text[:60]!r}",
+            what=f"it has the characters {', '.join(map(repr, unknown))}" if unknown else "it has no token",
+            why="the model's alphabet is " + repr(model.alphabet) if unknown else "a response needs a prompt",
+            fix="a larger alphabet, or another prompt" if unknown else "a prompt that is not empty",
         )
-    return ids
+    )
 
 
 def _stop_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
