@@ -63,10 +63,11 @@ def main() -> None:
             print(rows[-1], file=sys.stderr, flush=True)
     distinct = rows[:-1]
     same = rows[0]["weights sha256"] == rows[-1]["weights sha256"]
+    matches, gains = [row["exact match"] for row in distinct], [row["gain"] for row in distinct]
     notes = (
-        f"{options.task}: exact match median {statistics.median(r['exact match'] for r in distinct):.3f}, least "
-        f"{min(r['exact match'] for r in distinct):.3f}; gain median {statistics.median(r['gain'] for r in distinct):.3f}; wall "
-        f"time at most {max(r['wall s'] for r in rows):.1f} s. Seed 0 twice: {'the same' if same else 'OTHER'} weights."
+        f"{options.task}: exact match median {statistics.median(matches):.3f}, least {min(matches):.3f}; gain median "
+        f"{statistics.median(gains):.3f}; wall time at most {max(row['wall s'] for row in rows):.1f} s. "
+        f"Seed 0 twice: {'the same' if same else 'OTHER'} weights."
     )
     report("quickstart", rows, list(rows[0]), notes, options.out)
 

@@ -4,8 +4,8 @@ python -m benchmarks.step_time [--steps 40] [--rounds 3] [--threads 2] [--out FI
 
 Every contender trains the same warm-started model on the same prompts with the same batch and seed, each in a process
 of its own, one after the other, round after round. A step is everything from one set of weights to the next: rollout,
-rewards, previous-policy logprobs, advantages, two updates of half a batch each, and, where there is one, refit. Steps in
-the first quarter of a process are not counted.
+rewards, previous-policy logprobs, advantages, two updates of half a batch each, and, where there is one, refit. Steps
+in the first quarter of a process are not counted.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def trl(steps: int, threads: int) -> list[float]:
             output_dir=folder, max_steps=steps * MINIBATCHES, num_generations=SAMPLES,
             per_device_train_batch_size=PROMPTS * SAMPLES // MINIBATCHES, steps_per_generation=MINIBATCHES,
             max_completion_length=task.max_answer + 1, learning_rate=LR, lr_scheduler_type="constant", beta=0.0,
-            temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, seed=SEED, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo",
+            temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=SEED, shuffle_dataset=False,
+            max_grad_norm=1.0, loss_type="dapo",
         )  # fmt: skip
         dataset = Dataset.from_dict({"prompt": [p for p, _ in pairs], "answer": [a for _, a in pairs]})
         GRPOTrainer(
@@ -194,8 +195,9 @@ def main() -> None:
             }
         )
     notes = (
-        f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; {PROMPTS} x {SAMPLES} samples of 6 + 5 "
-        f"tokens, {MINIBATCHES} updates, {options.threads} threads. local and Ray + TransferQueue tune malloc themselves."
+        f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; {PROMPTS} x {SAMPLES} samples of "
+        f"6 + 5 tokens, {MINIBATCHES} updates, {options.threads} threads. "
+        "local and Ray + TransferQueue tune malloc themselves."
     )
     report("step_time", rows, list(rows[0]), notes, options.out)
 

@@ -58,6 +58,7 @@ class Engine:
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
         self._admitted_s: dict[int, float] = {}
+        self._published_s = 0.0  # a step lasts from one published version to the next
         self._outstanding: dict[tuple[str, int], int] = {}
         self._last_progress_s = time.monotonic()
         self._last_poll_s = time.monotonic()
@@ -191,8 +192,10 @@ class Engine:
                         stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=time.monotonic()
                     )
                 )
-                if task.step in self._admitted_s:
-                    self._metric(task.step, {"time/step_s": time.monotonic() - self._admitted_s[task.step]}, 1.0)
+                now_s = time.monotonic()
+                if task.step >= self.start:
+                    self._metric(task.step, {"time/step_s": now_s - self._published_s}, 1.0)
+                self._published_s = now_s
             events.append(Landed(task.step, (), weights))
         share = len(task.groups) / self.plan.batch if task.groups else 1.0
         self._metric(task.step, result.metrics, share)

@@ -1,4 +1,4 @@
-"""A graph without a model, for runs in which only the movement of columns matters. Loaded by path, as a user's file is."""
+"""A graph without a model, for runs in which only the movement of columns matters. Loaded by path, as users' are."""
 
 from __future__ import annotations
 

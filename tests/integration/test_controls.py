@@ -140,7 +140,7 @@ def test_a_learning_rate_of_zero_keeps_the_weights(tmp_path):
 
 
 def test_rollout_logprobs_are_those_of_the_version_that_they_name(tmp_path):
-    """Proves that refit happened: plain transformers with the checkpoint of version k recompute version k's logprobs."""
+    """Proves that refit happened: plain transformers with the weights of version k recompute version k's logprobs."""
     graph = reverse(steps=4)
     graph = replace(graph, schedule=replace(graph.schedule, checkpoint_every=1))
     kept = tmp_path / "kept"

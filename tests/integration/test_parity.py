@@ -1,6 +1,6 @@
-"""A hand-written loop, the in-process executor and Ray with TransferQueue give the same losses and weights, bit for bit.
+"""A hand-written loop, the in-process executor and Ray with TransferQueue give the same losses and weights.
 
-And so does a run that was resumed half-way.
+Bit for bit; and so does a run that was resumed half-way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler as a pure machine: exactly once, nothing before its last field, nothing lost, for any order of events."""
+"""The scheduler as a pure machine: exactly once, nothing before its last field, nothing lost, in any order."""
 
 from __future__ import annotations
 
