@@ -18,14 +18,13 @@ from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
 from pipeline.executors import Executor
 from pipeline.graph import Graph
 from pipeline.handles import HandleTable
-from pipeline.meta import sample_key
+from pipeline.outside import EVERY_S, Outside
 from pipeline.plan import Plan, with_samples
 from pipeline.rundir import RunDir
 from pipeline.scheduler import Admit, Clear, Decision, Event, Finished, Landed, Run, Save, Saved, Scheduler, StepDone
 from pipeline.stage import Task
 from pipeline.worker import TaskResult, WorkerSettings, register
 
-POLL_S = 1.0  # how often the store is asked for what a process outside the graph wrote
 CLEARS_AT_ONCE = 2
 StepListener = Callable[[int, dict[str, float]], None]
 
@@ -59,10 +58,10 @@ class Engine:
         self._clears: deque[Future[trace.Cleared]] = deque()
         self._admitted_s: dict[int, float] = {}
         self._published_s = 0.0  # a step lasts from one published version to the next
+        self._failed: Task | None = None
         self._outstanding: dict[tuple[str, int], int] = {}
         self._last_progress_s = time.monotonic()
-        self._last_poll_s = time.monotonic()
-        self._external = [stage for stage in plan.stages if stage.shape == "external"]
+        self._outside = Outside(plan, self.handles)
 
     def execute(self) -> None:
         """Run every step that is left. Raises SluiceError; KeyboardInterrupt passes through."""
@@ -93,8 +92,8 @@ class Engine:
         except SluiceError as error:
             self._trace.write(
                 trace.Failed(
-                    stage=None,
-                    step=None,
+                    stage=self._failed.stage if self._failed else None,
+                    step=self._failed.step if self._failed else None,
                     error=type(error).__name__,
                     problems=tuple(map(str, error.problems)),
                     at_s=time.monotonic(),
@@ -122,10 +121,13 @@ class Engine:
             self._trace.flush()
             if self.scheduler.done:
                 return self._take_clears(wait=True)
-            results = self.executor.wait(POLL_S)
+            results = self.executor.wait(EVERY_S)
             events = [event for result in results for event in self._take(result)]
-            if time.monotonic() - self._last_poll_s >= POLL_S:
-                events += self._ask_the_store()
+            if self._outside.due():
+                found = self._outside.ask(self.executor.plane, self.scheduler, self._admitted_s)
+                for landed, put in found:
+                    self._trace.write(put)
+                    events.append(landed)
             if results or events:
                 self._last_progress_s = time.monotonic()
             else:
@@ -179,6 +181,7 @@ class Engine:
         for event in result.events:
             self._trace.write(event)
         if result.error:
+            self._failed = task
             raise result.error
         planned = self.plan.stage(task.stage)
         events: list[Event] = [self.handles.add(task.step, handle) for handle in result.handles]
@@ -280,59 +283,13 @@ class Engine:
         if self.on_step:
             self.on_step(step, metrics)
 
-    def _ask_the_store(self) -> list[Event]:
-        """Fields that a process outside the graph has written since the last time."""
-        self._last_poll_s = time.monotonic()
-        events: list[Event] = []
-        plane, partition = self.executor.plane, self.plan.partition
-        for stage in self._external:
-            for step in self.scheduler.steps_in_flight():
-                for field in stage.writes:
-                    groups = self.scheduler.absent(step, field)
-                    keys = [sample_key(group, i) for group in groups for i in range(self.plan.group_size)]
-                    if not keys:
-                        continue
-                    there = plane.presence(partition, keys, [field])[field]
-                    found = [key for key, present in zip(keys, there) if present]
-                    if found:
-                        now_s = time.monotonic()
-                        handle = plane.adopt(partition, found, [field], {})
-                        landed = self.handles.add(step, handle)
-                        events.append(landed)
-                        self._trace.write(
-                            trace.Put(
-                                stage=stage.name,
-                                step=step,
-                                attempt=0,
-                                fields=(field,),
-                                groups=landed.groups,
-                                samples=len(found),
-                                size_bytes=0,
-                                start_s=now_s,
-                                end_s=now_s,
-                            )
-                        )
-                    elif (
-                        stage.timeout_s
-                        and time.monotonic() - self._admitted_s.get(step, time.monotonic()) > stage.timeout_s
-                    ):
-                        raise StageError(
-                            Problem(
-                                where=stage.where,
-                                what=f"field {field!r} of step {step + 1} did not arrive in {stage.timeout_s:g} s",
-                                why="a process outside the graph writes it",
-                                fix="start that process, or raise timeout_s",
-                            )
-                        )
-        return events
-
     def _check_progress(self) -> None:
         idle_s = time.monotonic() - self._last_progress_s
         waits = "; ".join(
             f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
             for step, stage, what in self.scheduler.waiting()
         )
-        if not self._outstanding and not self._external:
+        if not self._outstanding and not self._outside.stages:
             raise StageError(
                 Problem(
                     where=f"run of {self.plan.name}",

@@ -45,6 +45,15 @@ class HandleTable:
         parts = [_cut([put.select(*names) for put in puts], keys) for puts, names in by_puts.values()]
         return KVBatchMeta.join(parts) if parts else None
 
+    def lengths(self, step: int, keys: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """The lengths of `keys` in every ragged dimension that the puts of the step have told for all of them."""
+        known: dict[str, dict[str, int]] = {}
+        distinct = {id(put): put for puts in self._handles.get(step, {}).values() for put in puts}
+        for put in distinct.values():
+            for dim, lengths in put.lengths.items():
+                known.setdefault(dim, {}).update(zip(put.keys, lengths))
+        return {dim: tuple(map(of.__getitem__, keys)) for dim, of in known.items() if of.keys() >= set(keys)}
+
     def rows(self, step: int, groups: Sequence[int]) -> KVBatchMeta | None:
         """A handle whose placements name every row of `groups`, to clear them; None where nothing was put."""
         wanted = set(groups)

@@ -16,6 +16,7 @@ from pipeline.fields import ITEM_BYTES, Field
 from pipeline.graph import Graph, WorkerGroup
 from pipeline.samples import KeepSamples
 from pipeline.stage import Stage
+from pipeline.structure import structure
 
 
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +149,7 @@ def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]
 
     `gpus` is how many there are; None leaves that check to the moment when the cluster is joined.
     """
-    problems = list(checks.structure(graph))
+    problems = list(structure(graph))
     if problems:
         raise GraphError(*problems)
     stages = with_samples(graph)

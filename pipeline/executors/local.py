@@ -6,6 +6,7 @@ The tasks of a step run in the order of submission, so a run is as deterministic
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class LocalExecutor:
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         if not self._queue:
+            time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can change anything now
             return []
         task, meta = self._queue.popleft()
         groups = self._groups_of[task.stage]

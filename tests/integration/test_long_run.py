@@ -1,14 +1,23 @@
-"""A thousand steps leave nothing behind, in the data plane, in the driver, or in memory."""
+"""Runs in this process: a thousand steps leave nothing behind; columns from outside are cut like the graph's own."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from pipeline import Field, Graph, Schedule, Stage
+from pipeline.columns import Ragged
 from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.load import load
 from pipeline.plan import plan
+from pipeline.stage import External
 
 STEPS = 1000
 
@@ -34,3 +43,48 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_steps():
     assert max(rows) <= 8 * (2 + 2), "the capacity, which is two batches, and two that are being cleared"
     assert max(sizes) <= (2, 0, 2)
     assert resident[-1] - resident[STEPS // 5] < 8
+
+
+def test_ragged_columns_from_outside_are_cut_by_the_lengths_of_the_graph():
+    """The graph writes tokens; a process outside writes a number for each token, as one row a group."""
+    module = load(Path(__file__).parent / "small_graph.py").module
+    tokens = Field("tokens", dtype="int64", dims="N T")
+    marks = Field("marks", dtype="float32", dims="N T")
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Tokens(Stage):
+        name: str = "tokens"
+        reads: Sequence[Field] = (module.PROMPT,)
+        writes: Sequence[Field] = (tokens,)
+
+        def setup(self, context):
+            return lambda columns, task: {
+                "tokens": Ragged.of([torch.arange(i % 3 + 1) for i in range(len(columns["prompt"]))])
+            }
+
+    @dataclass(frozen=True)
+    class Look(Stage):
+        name: str = "look"
+        reads: Sequence[Field] = (tokens, marks)
+        per: str = "batch"
+
+        def setup(self, context):
+            return lambda columns, task: seen.update(columns)
+
+    graph = Graph(
+        name="small",
+        source=module.Numbers(batch=2),
+        stages=(Tokens(), External((marks,), timeout_s=20.0), Look()),
+        schedule=Schedule(steps=1),
+    )
+    engine = Engine(graph, plan(graph)[0], LocalExecutor())
+    thread = threading.Thread(target=engine.execute)
+    thread.start()
+    time.sleep(0.3)
+    for group, count in ((0, 3), (1, 4)):  # two samples of 1 + 2 tokens, then two of 3 + 1
+        engine.executor.plane.write_outside("small", f"{group:08d}.0", {"marks": torch.arange(float(count)) + group})
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert seen["tokens"].lengths == seen["marks"].lengths == (1, 2, 3, 1)
+    assert [row.tolist() for row in seen["marks"].rows()] == [[0.0], [1.0, 2.0], [1.0, 2.0, 3.0], [4.0]]

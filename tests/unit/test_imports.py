@@ -14,7 +14,20 @@ from pipeline.load import load
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.name for path in (REPOSITORY / "graphs").glob("*.py") if path.stem != "__init__")
 HEAVY = ("torch", "ray", "transformers", "transfer_queue", "tensordict", "safetensors", "numpy", "aiohttp", "rich")
-CORE = ("fields", "meta", "stage", "graph", "plan", "checks", "errors", "scheduler", "staleness", "rundir", "columns")
+CORE = (
+    "fields",
+    "meta",
+    "stage",
+    "graph",
+    "plan",
+    "structure",
+    "checks",
+    "errors",
+    "scheduler",
+    "staleness",
+    "rundir",
+    "columns",
+)
 PUBLIC_TO_STAGES = {"columns", "errors", "stage", "fields", "sharding"}  # modules, beside the names of `pipeline`
 ONLY_IN = {
     "ray": "pipeline/executors/ray.py",

@@ -1,0 +1,45 @@
+"""The recipes run as a user runs them: by the command, on a Hugging Face folder and a JSONL file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphs import quickstart
+from pipeline import Model, run
+from stages.backends.torch.models import load_network, load_tokenizer, save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny random Qwen3 with its tokenizer, as transformers saves one."""
+    model = Model("tiny", config=quickstart.TINY_QWEN3, alphabet="0123456789 +=?abcdefghijklmnopqrstuvwxyz")
+    tokenizer = load_tokenizer(model)
+    network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    save(network, tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys):
+    data = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"what is {i} + {i} ?", "answer": str(2 * i), "source": "made"} for i in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [str(ROOT / "graphs" / "grpo.py"), "--model", str(model_folder), "--data", str(data)]
+    argv += ["--executor", "local", "--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4"]
+    argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run")]
+    assert run.main(argv) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["train/updates"] + line["train/skipped"] == 4 for line in lines[1:])
+    assert lines[1]["train/kl"] >= 0
+    assert lines[2]["train/staleness_max"] == 0
+    samples = [
+        json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 16
+    assert {(row["prompt"], row["answer"]) for row in samples} <= {(row["prompt"], row["answer"]) for row in rows}

@@ -1,0 +1,37 @@
+"""The README says what is there: its tree, its graph and its commands."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def block(start: str) -> str:
+    """The fenced block that contains `start`."""
+    return next(text for text in re.findall(r"```\w*\n(.*?)```", README, re.DOTALL) if start in text)
+
+
+def test_the_tree_names_every_module_and_no_other():
+    named = set(re.findall(r"\b(\w+\.py)\b", block("graphs/                recipes")))
+    folders = ("graphs", "pipeline", "stages", "ops")
+    there = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")} - {"__init__.py"}
+    assert named == there
+
+
+def test_the_graph_is_that_of_the_recipe():
+    recipe = (ROOT / "graphs" / "grpo.py").read_text()
+    without_docstrings = re.sub(r'""".*?"""\n\s*', "", recipe, flags=re.DOTALL)
+    assert re.sub(r"\s+", " ", block("def graph(")).strip() == re.sub(r"\s+", " ", without_docstrings).strip()
+
+
+def test_the_gate_runs_the_two_commands():
+    commands = re.findall(r"^pip install -e .*$", README, re.MULTILINE)
+    assert [command.partition(" && ")[2] for command in commands] == [
+        "python -m pipeline.run graphs/quickstart.py",
+        "python -m pytest",
+    ]
+
+
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in README
