@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import add, eq, gt
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.columns import Column, Ragged
@@ -132,7 +133,7 @@ def assemble(
     base = [0, *accumulate(block.sizes)]
     within = placement.offsets[field.ragged] if field.ragged else placement.position
     counts = lengths[field.ragged] if field.ragged else [1] * len(keys)
-    starts = [base[r] + start for r, start in zip(placement.row, within)]
+    starts = list(map(add, map(base.__getitem__, placement.row), within))
     _check_block(where, field, block, placement, base, starts, counts, keys)
     values = _gather(block.values, starts, counts)
     return Ragged(values, tuple(counts)) if field.ragged else values  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ def _gather(values: Value, starts: Sequence[int], counts: Sequence[int]) -> Valu
     """Entries [start, start + count) of each key, one after the other; one slice where they are consecutive."""
     total = sum(counts)
     first = starts[0] if starts else 0
-    consecutive = all(a + n == b for a, n, b in zip(starts, counts, starts[1:]))
+    consecutive = all(map(eq, map(add, starts, counts), starts[1:]))
     if isinstance(values, list):
         return values[first : first + total] if consecutive else [values[start] for start in starts]
     if consecutive:
@@ -169,6 +170,9 @@ def _check_block(
             where, f"field {field.name!r}, key {keys[0]}: the store holds {found}",
             f"it is declared {field.dtype}, dims {field.dims!r}", fix,
         )  # fmt: skip
+    ends = map(base[1:].__getitem__, placement.row)
+    if not any(map(gt, map(add, starts, counts), ends)):
+        return
     for i, (row, start, count) in enumerate(zip(placement.row, starts, counts)):
         if start + count > base[row + 1]:
             raise broken(

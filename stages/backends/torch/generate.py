@@ -77,7 +77,7 @@ def _prefill(
     prompts, prompt_of = _distinct(prompt_ids)
     of_sample = torch.tensor(prompt_of, device=network.device)
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
-    prompts_BP = pad_left(prompts, pad).to(network.device)
+    prompts_BP = pad_left(Ragged.of(prompts), pad).to(network.device)
     width = prompts_BP.shape[1]
     mask_BP = positions_BP = None
     if bool((lengths_B != width).any()):

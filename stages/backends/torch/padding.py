@@ -12,14 +12,14 @@ import torch
 from pipeline.columns import Ragged
 
 
-def pad_left(rows: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+def pad_left(column: Ragged, fill: int) -> torch.Tensor:
     """[N, P], the rows at the right edge."""
-    width = max(len(row) for row in rows)
-    if all(len(row) == width for row in rows):
-        return torch.stack(list(rows))
-    padded_NP = rows[0].new_full((len(rows), width), fill)
-    for i, row in enumerate(rows):
-        padded_NP[i, width - len(row) :] = row
+    lengths = torch.tensor(column.lengths)
+    width = int(lengths.max())
+    if len(column.values) == width * len(lengths):
+        return column.values.view(len(lengths), width)
+    padded_NP = column.values.new_full((len(lengths), width), fill)
+    padded_NP[(torch.arange(width) >= width - lengths[:, None]).to(padded_NP.device)] = column.values
     return padded_NP
 
 

@@ -23,7 +23,7 @@ def response_logits(
     of a response needs no mask, because attention is causal.
     """
     device = network.device
-    prompts_NP = pad_left(prompt_ids.rows(), pad).to(device)
+    prompts_NP = pad_left(prompt_ids, pad).to(device)
     ids_NT = pad_right(response_ids, pad).to(device)
     P, T = prompts_NP.shape[1], ids_NT.shape[1]
     inputs_NS = torch.cat([prompts_NP, ids_NT[:, :-1]], dim=1)
