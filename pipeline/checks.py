@@ -132,7 +132,8 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in (*stage.reads, *stage.reads_back):
             read.add(field.name)
             if field.name not in writers:
-                near = difflib.get_close_matches(field.name, writers, n=1)
+                others = [name for name in writers if name not in {read.name for read in stage.reads}]
+                near = difflib.get_close_matches(field.name, others, n=1)
                 add = f"add a stage that writes {field.name!r}"
                 hint = f"did you mean {near[0]!r}? If not, {add}" if near else add
                 yield Problem(

@@ -75,7 +75,6 @@ class Rollout(Stage):
         yield from backend_problems(self.on)
         yield from model_problems(self.model)
         for name, value, legal, rule in (
-            ("samples_per_prompt", self.samples_per_prompt, self.samples_per_prompt >= 1, "1 or more"),
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
             ("temperature", self.temperature, self.temperature > 0, "above 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),

@@ -109,6 +109,7 @@ def test_stages_equal_the_handwritten_loop_bit_for_bit(minibatches: int) -> None
             minibatches=minibatches,
             warm_start_steps=WARM_STEPS,
             warm_start_until=1.0,
+            threads=1,
         )
     )
     assert losses == expected_losses
