@@ -21,7 +21,7 @@ EVERY_S = 1.0  # between two questions to the store
 
 
 class Outside:
-    """The fields of a plan that nothing in its graph writes."""
+    """The fields of a plan that nothing in its graph writes and something in it reads."""
 
     def __init__(self, plan: Plan, handles: HandleTable) -> None:
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
@@ -41,7 +41,7 @@ class Outside:
         found = []
         for stage in self.stages:
             for step in scheduler.steps_in_flight():
-                for field in stage.writes:
+                for field in (field for field in stage.writes if field in self._ragged):
                     groups = scheduler.absent(step, field)
                     if groups and (put := self._adopt(plane, stage, step, groups, field)):
                         found.append(put)

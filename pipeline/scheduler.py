@@ -104,7 +104,6 @@ class _Step:
         self.landed: dict[str, set[int]] = {}
         self.holders: dict[int, int] = {}  # group -> stages that have not acknowledged it
         self.unfinished = 0  # stages that have not acknowledged everything
-        self.present: set[str] = set()  # weights fields
 
 
 class Scheduler:
@@ -321,7 +320,6 @@ class Scheduler:
 
     def _weights_landed(self, number: int, step: _Step, field: str) -> set[str]:
         """Weights are there for a step. A published version opens the gate before the sampler."""
-        step.present.add(field)
         if field in self._publishes:
             self.version = number + 1
         touched = set()

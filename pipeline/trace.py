@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -212,8 +211,3 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
                 return
             offset += len(line)
             yield offset, _DECODER.decode(line)
-
-
-def to_builtins(event: TraceEvent) -> dict[str, Any]:
-    """An event as plain values."""
-    return msgspec.to_builtins(event)

@@ -22,6 +22,7 @@ from pipeline.data_plane import DataPlane
 from pipeline.errors import Problem, SluiceError, StageError, user_error
 from pipeline.graph import WorkerGroup
 from pipeline.meta import KVBatchMeta, groups_of, keys_of
+from pipeline.plan import sample_fields
 from pipeline.rundir import RunDir
 from pipeline.stage import Output, Rendezvous, Stage, StageContext, Task
 
@@ -241,8 +242,7 @@ class Worker:
 
 def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
     """Declare the partition of a graph: its sample fields, and its stages as readers."""
-    fields = [field for stage in stages for field in stage.writes if not field.per_step]
-    plane.register(partition, fields, [stage.name for stage in stages])
+    plane.register(partition, sample_fields(stages), [stage.name for stage in stages])
 
 
 def _as_output(produced: Output | Columns | None) -> Output:

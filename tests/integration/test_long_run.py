@@ -13,11 +13,16 @@ import torch
 
 from pipeline import Field, Graph, Schedule, Stage
 from pipeline.columns import Ragged
+from pipeline.data_plane.memory import MemoryPlane
 from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
+from pipeline.handles import HandleTable
 from pipeline.load import load
+from pipeline.outside import Outside
 from pipeline.plan import plan
+from pipeline.scheduler import Scheduler
 from pipeline.stage import External
+from pipeline.worker import register
 
 STEPS = 1000
 
@@ -88,3 +93,21 @@ def test_ragged_columns_from_outside_are_cut_by_the_lengths_of_the_graph():
     assert not thread.is_alive()
     assert seen["tokens"].lengths == seen["marks"].lengths == (1, 2, 3, 1)
     assert [row.tolist() for row in seen["marks"].rows()] == [[0.0], [1.0, 2.0], [1.0, 2.0, 3.0], [4.0]]
+
+
+def test_a_field_from_outside_that_nobody_reads_is_neither_adopted_nor_waited_for():
+    module = load(Path(__file__).parent / "small_graph.py").module
+    graph = Graph(
+        name="small",
+        source=module.Numbers(batch=2),
+        stages=(module.Shout(), External((module.SCORE,), timeout_s=0.0)),
+        schedule=Schedule(steps=1),
+    )
+    planned, warnings = plan(graph)
+    assert [warning.what for warning in warnings] == ["field 'score' of 'external' is read by nobody"]
+    plane, scheduler = MemoryPlane(), Scheduler(planned)
+    register(plane, planned.partition, graph.all_stages())
+    plane.write_outside("small", "00000000.0", {"score": torch.ones(2)})
+    scheduler.begin()
+    assert scheduler.steps_in_flight() == [0]
+    assert Outside(planned, HandleTable(planned.group_size)).ask(plane, scheduler, {0: 0.0}) == []
