@@ -53,32 +53,22 @@ def by_hand(steps: int, threads: int) -> list[float]:
     """Seconds of each step of the hand-written loop of the tests."""
     import torch
 
-    from stages import Generated, Supervised
-    from stages.backends import STREAM_ROLLOUT
     from tests.integration import handwritten
+    from tests.integration.same_settings import reverse_settings
 
     torch.set_num_threads(threads)
-    task = Generated("reverse", digits=4)
-    ends_s = [0.0]
-    settings = handwritten.Settings(
-        config={key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"},
-        embedding_std=float(str(quickstart.TINY_QWEN3["embedding_std"])),
-        alphabet=task.alphabet,
-        example=lambda index: task.train(index, order=SEED),
-        stream=STREAM_ROLLOUT,
-        max_tokens=task.max_answer + 1,
-        warm_steps=WARM_STEPS,
-        warm_batch=Supervised(task).batch,
-        warm_lr=Supervised(task).lr,
+    ends_s: list[float] = []
+    settings = reverse_settings(
         steps=steps,
         prompts=PROMPTS,
         samples=SAMPLES,
-        lr=LR,
         minibatches=MINIBATCHES,
+        lr=LR,
+        warm_steps=WARM_STEPS,
         seed=SEED,
     )
     handwritten.run(settings, on_step=lambda: ends_s.append(time.perf_counter()))
-    return _between(ends_s[1:])
+    return _between(ends_s)
 
 
 def ours(steps: int, threads: int, executor_name: str) -> list[float]:

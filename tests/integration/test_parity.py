@@ -20,9 +20,8 @@ from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
-from stages import Generated, Supervised
-from stages.backends import STREAM_ROLLOUT
 from tests.integration import handwritten
+from tests.integration.same_settings import reverse_settings
 
 STEPS, PROMPTS, SAMPLES, MINIBATCHES, LR, WARM_STEPS, SEED = 20, 8, 8, 2, 2e-3, 20, 3
 
@@ -44,23 +43,14 @@ def described():
 @pytest.fixture(scope="module")
 def by_hand():
     torch.set_num_threads(1)
-    task = Generated("reverse", digits=4)
     return handwritten.run(
-        handwritten.Settings(
-            config={key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"},
-            embedding_std=quickstart.TINY_QWEN3["embedding_std"],
-            alphabet=task.alphabet,
-            example=lambda index: task.train(index, order=SEED),
-            stream=STREAM_ROLLOUT,
-            max_tokens=task.max_answer + 1,
-            warm_steps=WARM_STEPS,
-            warm_batch=Supervised(task).batch,
-            warm_lr=Supervised(task).lr,
+        reverse_settings(
             steps=STEPS,
             prompts=PROMPTS,
             samples=SAMPLES,
-            lr=LR,
             minibatches=MINIBATCHES,
+            lr=LR,
+            warm_steps=WARM_STEPS,
             seed=SEED,
         )
     )

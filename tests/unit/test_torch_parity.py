@@ -1,29 +1,19 @@
 """The stages in a plain loop give the losses and weights of the hand-written loop, bit for bit."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graphs.quickstart import TINY_QWEN3, graph
+from graphs.quickstart import graph
 from pipeline import Graph, StageContext, Task
-from stages import Generated, Supervised
-from stages.backends import STREAM_ROLLOUT, engine
+from stages.backends import engine
+from tests.integration import handwritten
+from tests.integration.same_settings import reverse_settings
 
 torch.set_num_threads(1)
 STEPS, PROMPTS, SAMPLES, LR, WARM_STEPS = 20, 8, 8, 2e-3, 20
-
-
-def handwritten() -> Any:
-    path = Path(__file__).parents[1] / "integration" / "handwritten.py"
-    spec = importlib.util.spec_from_file_location("handwritten", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Meeting:
@@ -76,25 +66,14 @@ def run_stages(described: Graph) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_stages_equal_the_handwritten_loop_bit_for_bit(minibatches: int) -> None:
-    task = Generated("reverse", digits=4)
-    module = handwritten()
-    settings = {key: value for key, value in TINY_QWEN3.items() if key != "embedding_std"}
-    expected_losses, expected_weights = module.run(
-        module.Settings(
-            config=settings,
-            embedding_std=TINY_QWEN3["embedding_std"],
-            alphabet=task.alphabet,
-            example=task.train,
-            stream=STREAM_ROLLOUT,
-            max_tokens=task.max_answer + 1,
-            warm_steps=WARM_STEPS,
-            warm_batch=Supervised(task).batch,
-            warm_lr=Supervised(task).lr,
+    expected_losses, expected_weights = handwritten.run(
+        reverse_settings(
             steps=STEPS,
             prompts=PROMPTS,
             samples=SAMPLES,
-            lr=LR,
             minibatches=minibatches,
+            lr=LR,
+            warm_steps=WARM_STEPS,
             seed=0,
         )
     )

@@ -1,0 +1,30 @@
+"""The quickstart's settings, as the hand-written loop takes them. The loop itself imports nothing of the project's."""
+
+from graphs.quickstart import TINY_QWEN3
+from stages import Generated, Supervised
+from stages.backends import STREAM_ROLLOUT
+from tests.integration.handwritten import Settings
+
+
+def reverse_settings(
+    *, steps: int, prompts: int, samples: int, minibatches: int, lr: float, warm_steps: int, seed: int
+) -> Settings:
+    """What the loop needs to do the same as `quickstart.graph` with these parameters on the task `reverse`."""
+    task = Generated("reverse", digits=4)
+    return Settings(
+        config={key: value for key, value in TINY_QWEN3.items() if key != "embedding_std"},
+        embedding_std=TINY_QWEN3["embedding_std"],
+        alphabet=task.alphabet,
+        example=lambda index: task.train(index, order=seed),
+        stream=STREAM_ROLLOUT,
+        max_tokens=task.max_answer + 1,
+        warm_steps=warm_steps,
+        warm_batch=Supervised(task).batch,
+        warm_lr=Supervised(task).lr,
+        steps=steps,
+        prompts=prompts,
+        samples=samples,
+        lr=lr,
+        minibatches=minibatches,
+        seed=seed,
+    )
