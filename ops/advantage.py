@@ -1,9 +1,15 @@
 """Advantages from rewards. Samples lie group by group: group g is the rows g * group_size to (g + 1) * group_size.
 
+Rewards of one group that are all equal, and therefore a group of one, give exactly 0 by each formula.
+
+    advantage_N = group_relative(reward_N, group_size=8)
+
 Legend: N samples, B groups, G samples a group, N = B * G.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -11,27 +17,49 @@ import torch
 def group_relative(reward_N: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(R - mean) / (std + eps) within each group, [N]: GRPO (arXiv 2402.03300, section 4.1.2).
 
-    The standard deviation divides by G - 1. Equal rewards, and therefore a group of one, give exactly 0. Raises
-    ValueError where N is not a multiple of `group_size`, or the rewards are not floating-point numbers.
+    The standard deviation divides by G - 1. Raises ValueError where N is not a multiple of `group_size`, or the rewards
+    are not floating-point numbers.
     """
-    reward_BG = _groups(reward_N, group_size)
-    # One group at a time: a reduction over [B, G] rounds differently for different B, and then the advantage would
-    # depend on which groups came together.
-    rows_BG = [_relative(reward_G, eps) for reward_G in reward_BG]
-    return torch.cat(rows_BG) if rows_BG else torch.zeros_like(reward_N)
+    return _each_group(
+        reward_N, group_size, lambda reward_G: (reward_G - reward_G.mean()) / (reward_G.std(correction=1) + eps)
+    )
 
 
-def _relative(reward_G: torch.Tensor, eps: float) -> torch.Tensor:
-    # The rounded mean of equal rewards may differ from them, and the quotient by eps would make that large.
-    if bool((reward_G == reward_G[0]).all()):
-        return torch.zeros_like(reward_G)
-    return (reward_G - reward_G.mean()) / (reward_G.std(correction=1) + eps)
+def leave_one_out(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
+    """R minus the mean of the others in the group, [N], in units of the reward: RLOO (arXiv 2402.14740).
+
+    It is G / (G - 1) times `mean_centred`. Raises ValueError as `group_relative` does.
+    """
+    scale = group_size / max(group_size - 1, 1)
+    return _each_group(reward_N, group_size, lambda reward_G: (reward_G - reward_G.mean()) * scale)
+
+
+def mean_centred(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
+    """R - mean within each group, [N], in units of the reward: Dr. GRPO (arXiv 2503.20783).
+
+    Without the division by the standard deviation, a group weighs as much as its rewards differ. Raises ValueError as
+    `group_relative` does.
+    """
+    return _each_group(reward_N, group_size, lambda reward_G: reward_G - reward_G.mean())
 
 
 def zero_spread_groups(reward_N: torch.Tensor, group_size: int) -> int:
     """How many groups have equal rewards and so teach nothing. Raises ValueError as `group_relative` does."""
     reward_BG = _groups(reward_N, group_size)
     return int((reward_BG == reward_BG[:, :1]).all(1).sum())
+
+
+def _each_group(
+    reward_N: torch.Tensor, group_size: int, formula: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    # One group at a time: a reduction over [B, G] rounds differently for different B, and then the advantage would
+    # depend on which groups came together. The rounded mean of equal rewards may differ from them, and the quotient by
+    # eps would make that large.
+    rows_BG = [
+        torch.zeros_like(reward_G) if bool((reward_G == reward_G[0]).all()) else formula(reward_G)
+        for reward_G in _groups(reward_N, group_size)
+    ]
+    return torch.cat(rows_BG) if rows_BG else torch.zeros_like(reward_N)
 
 
 def _groups(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Estimators of the KL divergence to a reference policy, from the log-probabilities of sampled tokens.
 
+    kl_NT = kl_estimate(logprobs_NT, ref_logprobs_NT, mask_NT, kind="k2")
+
 Legend: N samples, T tokens. x = logprobs - ref_logprobs, in nat.
 """
 
@@ -8,6 +10,44 @@ from __future__ import annotations
 import torch
 
 from ops.masks import blank
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def kl_estimate(
+    logprobs_NT: torch.Tensor,
+    ref_logprobs_NT: torch.Tensor,
+    mask_NT: torch.Tensor | None = None,
+    kind: str = "k3",
+    importance: bool = False,
+) -> torch.Tensor:
+    """An estimate of KL(policy || reference) a token, [N, T] in nat, for tokens that the policy sampled.
+
+                                  as a value          expectation of its gradient, as a loss
+        k1   x                    unbiased            0
+        k2   x^2 / 2              biased, 0 or more   that of KL(policy || reference)
+        k3   exp(-x) + x - 1      unbiased, 0 or more that of KL(reference || policy)
+
+    `importance` multiplies with exp(logprobs - stopgrad(logprobs)), which is 1 and whose gradient is that of logprobs.
+    The expectation of the gradient is then that of the expected value: of KL(policy || reference) for k1 and k3, but
+    not for k2, whose value is biased. KL and its gradient are those of the next token at the prefixes that were
+    sampled (arXiv 2506.09477; arXiv 2510.01555). For tokens that an older policy sampled both hold only as far as its
+    probabilities agree with the policy's.
+
+    With `mask_NT`, a masked entry is 0 whatever it holds, and passes no gradient; without one, NaN stays NaN. Raises
+    ValueError for another kind.
+    """
+    if mask_NT is not None:
+        logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
+    if kind == "k3":
+        kl_NT = kl_k3(logprobs_NT, ref_logprobs_NT)
+    elif kind == "k2":
+        kl_NT = (logprobs_NT - ref_logprobs_NT).square() / 2
+    elif kind == "k1":
+        kl_NT = logprobs_NT - ref_logprobs_NT
+    else:
+        raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(ESTIMATORS)}")
+    return kl_NT * torch.exp(logprobs_NT - logprobs_NT.detach()) if importance else kl_NT
 
 
 def kl_k3(

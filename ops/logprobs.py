@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, and entropy, from logits. Knows no model; temperature is the caller's division.
 
     logprobs_NT = selected_logprobs(logits_NTV / temperature, response_ids_NT)
+    entropy_NT = entropy(logits_NTV.detach() / temperature)
 
 Legend: N samples, T tokens, V vocabulary, R rows of N * T.
 """
@@ -30,21 +31,48 @@ def selected_logprobs(logits_NTV: torch.Tensor, ids_NT: torch.Tensor) -> torch.T
 def entropy(logits_NTV: torch.Tensor) -> torch.Tensor:
     """Exact entropy of softmax(logits), [N, T] in nat: logsumexp - sum p logit. A logit of -inf is a token ruled out.
 
+    Differentiable once in the logits, for an entropy bonus: the gradient is one more tensor of the size of the logits,
+    and together with that of `selected_logprobs` there are three at once. As a metric, give it `logits_NTV.detach()`.
+
     Logits are taken relative to the largest one, which changes nothing but the rounding. Half precision is reduced in
     float32 and gives float32.
     """
-    flat_RV = logits_NTV.reshape(-1, logits_NTV.shape[-1])
-    parts = [_entropy_rows(flat_RV[rows]) for rows in _blocks(flat_RV)]
-    joined_R = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined_R.reshape(logits_NTV.shape[:-1])
+    return _Entropy.apply(logits_NTV)
 
 
 def _entropy_rows(logits_RV: torch.Tensor) -> torch.Tensor:
     wide_RV = _wide(logits_RV)
-    shifted_RV = wide_RV - wide_RV.detach().amax(-1, keepdim=True)
+    shifted_RV = wide_RV - wide_RV.amax(-1, keepdim=True)
     ruled_out_RV = torch.isneginf(shifted_RV)
     expected_R = (shifted_RV.softmax(-1) * shifted_RV.masked_fill(ruled_out_RV, 0.0)).sum(-1)
     return shifted_RV.logsumexp(-1) - expected_R
+
+
+class _Entropy(torch.autograd.Function):
+    """Autograd would keep several tensors of the size of the logits for the backward pass; this keeps only the logits.
+
+    d entropy / d logit = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NTV: torch.Tensor) -> torch.Tensor:
+        flat_RV = logits_NTV.reshape(-1, logits_NTV.shape[-1])
+        parts = [_entropy_rows(flat_RV[rows]) for rows in _blocks(flat_RV)]
+        entropy_R = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ctx.save_for_backward(logits_NTV, entropy_R)
+        return entropy_R.reshape(logits_NTV.shape[:-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_NT: torch.Tensor) -> torch.Tensor:
+        logits_NTV, entropy_R = ctx.saved_tensors
+        flat_RV, grad_R = logits_NTV.reshape(-1, logits_NTV.shape[-1]), grad_NT.reshape(-1)
+        out_RV = torch.empty_like(flat_RV)
+        for rows in _blocks(flat_RV):
+            log_RV = _wide(flat_RV[rows]).log_softmax(-1)
+            slope_RV = log_RV.exp() * (log_RV.masked_fill(torch.isneginf(log_RV), 0.0) + entropy_R[rows, None])
+            out_RV[rows] = slope_RV.mul_(-grad_R[rows, None])
+        return out_RV.reshape(logits_NTV.shape)
 
 
 class _SelectedLogprobs(torch.autograd.Function):

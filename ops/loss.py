@@ -1,10 +1,14 @@
-"""The clipped policy loss and its aggregation over tokens. Knows no model and no optimizer.
+"""Policy losses of sampled tokens, and their aggregation over tokens. Knows no model and no optimizer.
 
     loss_NT, clipped_NT = clipped_policy_loss(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, 0.2, 0.28)
-    aggregate(loss_NT, mask_NT, "token", normalizer=tokens_in_the_minibatch).backward()
+    normalizer = aggregation_normalizer("token", tokens, samples, max_tokens=None)  # counts of the whole minibatch
+    aggregate(loss_NT, mask_NT, "token", normalizer).backward()
 
-Legend: N samples, T tokens. r = exp(logprobs - old_logprobs). A masked entry, even NaN, reaches no value and no
-gradient.
+A masked entry, even NaN, reaches no value and no gradient. `weight_NT`, 0 or more, multiplies the loss of each token
+(`ops.correction`): it is applied to the advantage, so that an entry of weight 0 has the loss 0 and no gradient even
+where r overflows.
+
+Legend: N samples, T tokens. A = advantage, r = exp(logprobs - old_logprobs).
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import torch
 
 from ops.masks import blank, masked_mean, masked_sum
 
-AGGREGATIONS = ("token", "sequence")
+AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
+LEVELS = ("token", "sequence")
 
 
 def clipped_policy_loss(
@@ -23,23 +28,41 @@ def clipped_policy_loss(
     mask_NT: torch.Tensor,
     clip_low: float,
     clip_high: float,
+    *,
+    dual_clip: float | None = None,
+    level: str = "token",
+    weight_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [N, T], and where its clipped branch is active, bool [N, T].
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [N, T], and where a bound is active, bool [N, T].
 
     PPO (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10). An entry is clipped where A > 0
     and r > 1 + clip_high, or A < 0 and r < 1 - clip_low; its gradient is exactly 0, and so is that of A = 0, even where
-    r overflows. Raises ValueError for a negative clip or a shape that does not match.
+    r overflows.
+
+    `dual_clip`, a number c above 1, bounds the loss by -c A where A < 0: there an entry is also clipped where r > c
+    (arXiv 1912.09729, eq. 5).
+
+    At level "sequence" r is exp(mean over the sample's tokens of logprobs - old_logprobs), the same for all of them,
+    and the gradient goes through the mean: GSPO (arXiv 2507.18071, eq. 7).
+
+    Raises ValueError for a negative clip, a dual_clip that is not above 1, another level, or shapes that do not match.
     """
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
-    if not (logprobs_NT.shape == old_logprobs_NT.shape == mask_NT.shape and advantage_N.shape == mask_NT.shape[:1]):
-        shapes = [tuple(tensor.shape) for tensor in (logprobs_NT, old_logprobs_NT, mask_NT, advantage_N)]
-        raise ValueError(f"shapes {shapes} are not three times [N, T] and [N]")
-    advantage_NT = blank(advantage_N[:, None].expand_as(mask_NT), mask_NT)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip {dual_clip} is not above 1")
+    if level not in LEVELS:
+        raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
+    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT)
     log_ratio_NT = logprobs_NT - old_logprobs_NT
+    if level == "sequence":
+        log_ratio_NT = masked_mean(log_ratio_NT, mask_NT, dim=1)[:, None].expand_as(log_ratio_NT)
     ratio_NT = log_ratio_NT.detach().exp()
     bound_NT = torch.full_like(ratio_NT, 1.0 - clip_low).masked_fill(advantage_NT > 0, 1.0 + clip_high)
     clipped_NT = torch.where(advantage_NT > 0, ratio_NT > bound_NT, (ratio_NT < bound_NT) & (advantage_NT < 0))
+    if dual_clip is not None:
+        dual_NT = (advantage_NT < 0) & (ratio_NT > dual_clip)
+        bound_NT, clipped_NT = bound_NT.masked_fill(dual_NT, dual_clip), clipped_NT | dual_NT
     # Masked entries have advantage 0 by now. What has no gradient gets the exponent 0 before exp, because the gradient
     # of exp at NaN or at an overflow would be 0 * NaN or 0 * inf.
     still_NT = clipped_NT | (advantage_NT == 0)
@@ -47,20 +70,84 @@ def clipped_policy_loss(
     return -torch.where(clipped_NT, bound_NT, active_NT) * advantage_NT, clipped_NT
 
 
+def cispo_loss(
+    logprobs_NT: torch.Tensor,
+    old_logprobs_NT: torch.Tensor,
+    advantage_N: torch.Tensor,
+    mask_NT: torch.Tensor,
+    clip_low: float | None,
+    clip_high: float,
+    *,
+    weight_NT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, [N, T], and where the clip changes r, bool [N, T].
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded, and every token keeps its gradient.
+    `clip_low=None` bounds above only, which is all that MiniMax-M1 and TRL do; TRL's `epsilon_high` is 1 + clip_high.
+    Raises ValueError for a negative clip, or shapes that do not match.
+    """
+    if not ((clip_low is None or clip_low >= 0) and clip_high >= 0):
+        raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
+    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT)
+    ratio_NT = blank((logprobs_NT - old_logprobs_NT).detach(), mask_NT).exp()
+    bounded_NT = ratio_NT.clamp(min=None if clip_low is None else 1.0 - clip_low, max=1.0 + clip_high)
+    weight_NT = bounded_NT.masked_fill(advantage_NT == 0, 0.0) * advantage_NT
+    return -weight_NT * blank(logprobs_NT, mask_NT), (bounded_NT != ratio_NT) & mask_NT.bool()
+
+
+def aggregation_normalizer(mode: str, tokens: int, samples: int, max_tokens: int | None) -> int:
+    """The count that `aggregate` divides by, from the unmasked tokens and the samples of the whole *minibatch*.
+
+    `max_tokens`, the longest response that is allowed, is needed by "fixed_length" only. Raises ValueError for another
+    mode, or where it is missing.
+    """
+    if mode == "token":
+        return tokens
+    if mode in ("sequence", "sequence_sum"):
+        return samples
+    if mode == "fixed_length":
+        if max_tokens is None:
+            raise ValueError("aggregation 'fixed_length' needs max_tokens, the longest response that is allowed")
+        return samples * max_tokens
+    raise ValueError(f"aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
+
+
 def aggregate(loss_NT: torch.Tensor, mask_NT: torch.Tensor, mode: str, normalizer: float) -> torch.Tensor:
     """One number from the losses of a microbatch, such that the sum over microbatches is the loss of the minibatch.
 
-    "token"     sum over tokens / normalizer, the count of unmasked tokens in the *minibatch* (DAPO, arXiv 2503.14476)
-    "sequence"  sum over samples of their token means / normalizer, the count of samples in the *minibatch* (GRPO, arXiv
-                2402.03300); a sample without tokens adds 0
+    "token"         sum over tokens / normalizer, the unmasked tokens of the *minibatch* (DAPO, arXiv 2503.14476)
+    "sequence"      sum over samples of their token means / normalizer, the samples of the *minibatch* (GRPO, arXiv
+                    2402.03300); a sample without tokens adds 0
+    "sequence_sum"  sum over tokens / normalizer, the samples of the *minibatch*: the mean of the samples' token sums
+    "fixed_length"  sum over tokens / normalizer, samples of the *minibatch* times the longest response that is allowed
+                    (Dr. GRPO, arXiv 2503.20783)
 
-    The caller gives the global count, so the result does not depend on how microbatches are cut. Raises ValueError for
-    another mode or a normalizer that is not above 0.
+    The caller gives the global count (`aggregation_normalizer`), so the result does not depend on how microbatches are
+    cut. Raises ValueError for another mode or a normalizer that is not above 0.
     """
     if not normalizer > 0:
         raise ValueError(f"normalizer {normalizer} is not above 0")
-    if mode == "token":
-        return masked_sum(loss_NT, mask_NT) / normalizer
     if mode == "sequence":
         return masked_mean(loss_NT, mask_NT, dim=1).sum() / normalizer
+    if mode in AGGREGATIONS:
+        return masked_sum(loss_NT, mask_NT) / normalizer
     raise ValueError(f"aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
+
+
+def _advantage(
+    logprobs_NT: torch.Tensor,
+    old_logprobs_NT: torch.Tensor,
+    advantage_N: torch.Tensor,
+    mask_NT: torch.Tensor,
+    weight_NT: torch.Tensor | None,
+) -> torch.Tensor:
+    """The advantage of each token times its weight, 0 where masked."""
+    same = mask_NT.dim() == 2 and logprobs_NT.shape == old_logprobs_NT.shape == mask_NT.shape
+    if not (same and advantage_N.shape == mask_NT.shape[:1]):
+        shapes = [tuple(tensor.shape) for tensor in (logprobs_NT, old_logprobs_NT, mask_NT, advantage_N)]
+        raise ValueError(f"shapes {shapes} are not three times [N, T] and [N]")
+    if weight_NT is None:
+        return blank(advantage_N[:, None].expand_as(mask_NT), mask_NT)
+    if weight_NT.shape != mask_NT.shape:
+        raise ValueError(f"weight of shape {tuple(weight_NT.shape)} for a mask of shape {tuple(mask_NT.shape)}")
+    return blank(advantage_N[:, None] * weight_NT, mask_NT)

@@ -22,7 +22,7 @@ def length_mask(lengths_N: torch.Tensor | Sequence[int], tokens: int) -> torch.T
 
 def blank(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 in place of every masked entry. Selects instead of multiplying: 0 * NaN would be NaN."""
-    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.where(mask.bool(), values, 0)
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:

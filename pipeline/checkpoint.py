@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(
-    run: RunDir, *, graph: str, steps: int, batch: int, seed: int, save: Callable[[Path], None]
+    run: RunDir, *, graph: str, steps: int, next_group: int, seed: int, save: Callable[[Path], None]
 ) -> tuple[Path, Manifest]:
     """Have `save(folder)` fill a temporary folder, sync it, describe it and move it into place.
 
@@ -64,7 +64,7 @@ def write(
     for folder in [p for p in partial.rglob("*") if p.is_dir()]:
         _sync(folder)
     manifest = Manifest(
-        format=FORMAT, graph=graph, steps=steps, version=steps, next_group=steps * batch, seed=seed, files=files
+        format=FORMAT, graph=graph, steps=steps, version=steps, next_group=next_group, seed=seed, files=files
     )
     (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(partial / MANIFEST)

@@ -9,6 +9,7 @@ import networkx as nx
 
 from pipeline.errors import Problem
 from pipeline.fields import Field
+from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
 from pipeline.stage import Stage
 from pipeline.structure import is_name
@@ -22,6 +23,8 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
         *_writers(stages),
         *_cycles(stages),
         *_shapes(stages),
+        *_shardings(stages),
+        *gate_problems(stages, dependence(stages)),
         *_groups(graph, stages, gpus),
         *_models(stages),
     ]
@@ -152,6 +155,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     why="dtype, dims and unit agree across an edge",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
+    read |= {stage.gate.name for stage in stages if isinstance(stage.gate, Field)}  # it is waited for
     for name, pairs in writers.items():
         if name not in read:
             yield Problem(
@@ -223,6 +227,29 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
             )
 
 
+def _shardings(stages: Sequence[Stage]) -> Iterator[Problem]:
+    for stage in stages:
+        if stage.sharding is None:
+            for group in stage.groups() if stage.updates else ():
+                if _is_whole(group.workers, 2):
+                    yield Problem(
+                        where=str(stage.location),
+                        what=f"stage {stage.name!r} updates a model on {group.workers} workers and has no sharding",
+                        why="it would run on one of them, and the others would keep the old weights",
+                        fix=f"declare its sharding, or WorkerGroup({group.name!r}, ..., workers=1)",
+                    )
+            continue
+        read = {field.ragged for field in stage.reads}
+        if stage.shape != "map" or stage.per != "batch" or not set(stage.sharding.lengths) <= read:
+            yield Problem(
+                where=str(stage.location),
+                what=f"stage {stage.name!r} has sharding; it is a {stage.shape} stage per {stage.per} "
+                f"and reads {', '.join(field.name for field in stage.reads) or 'nothing'}",
+                why="a batch is divided by the lengths of its prompts and responses, once it is whole",
+                fix=f"per='batch', and read fields with the dims {' and '.join(stage.sharding.lengths)}",
+            )
+
+
 def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
     groups: dict[str, WorkerGroup] = {}
     for group in (graph.host, *(group for stage in stages for group in stage.groups())):
@@ -248,22 +275,30 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                 why="GPUs are divided evenly over the workers",
                 fix=f"gpus={group.workers} or a multiple",
             )
-        elif graph.batch % group.workers:
+        elif group.workers % group.model_parallel:
+            kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
+            product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
             yield Problem(
                 where=where,
-                what=f"worker group {group.name!r} has {group.workers} workers, a batch has {graph.batch} groups",
-                why="the data-parallel size divides the batch",
-                fix=f"a batch that is a multiple of {group.workers}",
+                what=f"worker group {group.name!r} has {group.workers} workers, and {product} parallel",
+                why="workers are data x tensor x context x pipeline parallel",
+                fix=f"workers={group.model_parallel} or a multiple",
             )
-        elif group.workers > 1:
-            for stage in stages:
-                if group in stage.groups() and (stage.uses or stage.updates):
-                    yield Problem(
-                        where=str(stage.location),
-                        what=f"stage {stage.name!r} runs a model on {group.name!r}, which has {group.workers} workers",
-                        why="a model runs in one worker in this version",
-                        fix=f"WorkerGroup({group.name!r}, ..., workers=1)",
-                    )
+        elif graph.batch % group.data_parallel:
+            alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.data_parallel} {alike}, a batch has {graph.batch} groups",
+                why="the data-parallel size divides the batch",
+                fix=f"a batch that is a multiple of {group.data_parallel}",
+            )
+        if group.fetch == "leader" and group.model_parallel == 1:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has fetch='leader' and no model parallelism",
+                why="a leader fetches for workers that need the same samples, and here all need others",
+                fix="fetch='auto'",
+            )
     asked = sum(group.gpus for group in usable)
     if gpus is not None and asked > gpus:
         parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus)
@@ -284,7 +319,8 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
             why="it names the logs of its workers",
             fix="use letters, digits, '-' and '_'",
         )
-    for name, low in (("workers", 1), ("gpus", 0), ("threads", 0)):
+    parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1))
+    for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
         value = getattr(group, name)
         if not _is_whole(value, low):
             yield Problem(
@@ -293,6 +329,13 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
                 why=f"{name} is a whole number, {low} or more",
                 fix=f"{name}={low}",
             )
+    if group.fetch not in ("auto", "independent", "leader"):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has fetch={group.fetch!r}",
+            why="workers that need the same samples each get them, or one does for all",
+            fix="fetch='auto', 'independent' or 'leader'",
+        )
     if not (isinstance(group.cpus, int | float) and 0 <= group.cpus < float("inf")):
         yield Problem(
             where=where,

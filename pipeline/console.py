@@ -95,6 +95,9 @@ def _volume(plan: Plan, edge: object | None) -> str:
     return f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
 
 
+_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # beside the rewards of an evaluation
+
+
 class Progress:
     """A line that follows the run: rewritten in place on a terminal, a plain line a step elsewhere."""
 
@@ -104,6 +107,7 @@ class Progress:
         self._begun_s = time.monotonic()
         self._done = start
         self.evaluations: list[tuple[int, float]] = []
+        self.measure = ""  # what is evaluated: the first reward of the evaluation
         self.last: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -112,17 +116,18 @@ class Progress:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A step is done; -1 is the evaluation before the first."""
-        if "eval/exact_match" in metrics:
-            self.evaluations.append((step + 1, metrics["eval/exact_match"]))
+        evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
+        if evaluated:
+            self.measure = evaluated.removeprefix("eval/").replace("_", " ")
+            self.evaluations.append((step + 1, metrics[evaluated]))
         if step < 0:
             self.begin()
             if self.evaluations:
-                self._print(f"before training  exact match {self.evaluations[-1][1]:.3f}", keep=True)
+                self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
         self.last = metrics
         self._done = step + 1
-        evaluated = "eval/exact_match" in metrics
-        self._print(self._line(metrics), keep=evaluated or self._done == self._plan.steps)
+        self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
 
     def end(self) -> None:
         """Leave the last line where it is."""
@@ -135,7 +140,7 @@ class Progress:
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
         if self.evaluations:
-            parts.append(f"exact match {self.evaluations[-1][1]:.3f}")
+            parts.append(f"{self.measure} {self.evaluations[-1][1]:.3f}")
         if "rollout/length_mean" in metrics and step_s:
             tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
             parts.append(f"{tokens / step_s:,.0f} tok/s")
@@ -165,7 +170,7 @@ def print_summary(
     rows: list[tuple[str, str]] = []
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
-        name = "exact match on held-out prompts"
+        name = f"{progress.measure} on held-out prompts"
         rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
     if "reward/mean" in progress.last:
         rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))

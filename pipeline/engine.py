@@ -21,7 +21,21 @@ from pipeline.handles import HandleTable
 from pipeline.outside import EVERY_S, Outside
 from pipeline.plan import Plan, with_samples
 from pipeline.rundir import RunDir
-from pipeline.scheduler import Admit, Clear, Decision, Event, Finished, Landed, Run, Save, Saved, Scheduler, StepDone
+from pipeline.scheduler import (
+    Admit,
+    Clear,
+    Decision,
+    Dropped,
+    Event,
+    Finished,
+    GiveUp,
+    Landed,
+    Run,
+    Save,
+    Saved,
+    Scheduler,
+    StepDone,
+)
 from pipeline.stage import Task
 from pipeline.worker import TaskResult, WorkerSettings, register
 
@@ -56,7 +70,10 @@ class Engine:
         self._metrics: dict[int, dict[str, float]] = {}
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
+        self._seen: dict[int, dict[str, float]] = {}  # of metrics whose stages see more or less than a batch
+        self._groups: dict[int, tuple[int, int]] = {}  # admitted and dropped, by step
         self._admitted_s: dict[int, float] = {}
+        self._last_admitted_s: dict[int, float] = {}
         self._published_s = 0.0  # a step lasts from one published version to the next
         self._failed: Task | None = None
         self._outstanding: dict[tuple[str, int], int] = {}
@@ -72,7 +89,10 @@ class Engine:
             seed=self.graph.schedule.seed,
             run_dir=self.run_dir.path if self.run_dir else None,
         )
-        restore = checkpoint.read(self.run_dir, self.start)[0] if self.run_dir and self.start else None
+        restore = None
+        if self.run_dir and self.start:
+            restore, manifest, _ = checkpoint.read(self.run_dir, self.start)
+            self.scheduler = Scheduler(self.plan, start=self.start, next_group=manifest.next_group)
         self._trace.write(
             trace.Started(
                 graph=self.plan.name,
@@ -124,7 +144,7 @@ class Engine:
             results = self.executor.wait(EVERY_S)
             events = [event for result in results for event in self._take(result)]
             if self._outside.due():
-                found = self._outside.ask(self.executor.plane, self.scheduler, self._admitted_s)
+                found = self._outside.ask(self.executor.plane, self.scheduler, self._last_admitted_s)
                 for landed, put in found:
                     self._trace.write(put)
                     events.append(landed)
@@ -137,7 +157,9 @@ class Engine:
     def _act(self, decision: Decision) -> list[Event]:
         match decision:
             case Admit():
-                now_s = self._admitted_s[decision.step] = time.monotonic()
+                now_s = self._last_admitted_s[decision.step] = time.monotonic()
+                self._admitted_s.setdefault(decision.step, now_s)
+                self._count(decision.step, admitted=len(decision.groups))
                 self._trace.write(
                     trace.Admitted(
                         step=decision.step, groups=decision.groups, version=self.scheduler.version, at_s=now_s
@@ -148,9 +170,12 @@ class Engine:
             case Clear():
                 self._clear(decision)
             case Save():
-                return [self._save(decision.step)]
+                return [self._save(decision.step, decision.next_group)]
             case StepDone():
                 self._step_done(decision.step)
+            case GiveUp():
+                self._failed = Task(stage=decision.stage, step=decision.step)
+                raise StageError(decision.problem)
         return []
 
     def _submit(self, task: Task) -> None:
@@ -200,10 +225,21 @@ class Engine:
                     self._metric(task.step, {"time/step_s": now_s - self._published_s}, 1.0)
                 self._published_s = now_s
             events.append(Landed(task.step, (), weights))
+        if result.dropped:
+            self._drop(task, result.dropped)
+            events.append(Dropped(task.step, result.dropped))
         share = len(task.groups) / self.plan.batch if task.groups else 1.0
         self._metric(task.step, result.metrics, share)
-        ran = [event for event in result.events if isinstance(event, trace.Ran)]
-        self._metric(task.step, {f"time/{task.stage}_s": sum(span.end_s - span.start_s for span in ran)}, 1.0)
+        if self.plan.gate and task.groups:
+            seen = self._seen.setdefault(task.step, {})
+            seen.update({name: seen.get(name, 0.0) + share for name in result.metrics})
+        taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
+        for event in result.events:
+            if isinstance(event, trace.Ran):
+                worker = (event.group, event.worker)
+                taken_s[worker] = taken_s.get(worker, 0.0) + event.end_s - event.start_s
+        longest_s = sum(taken_s.values()) if planned.shape == "transfer" else max(taken_s.values(), default=0.0)
+        self._metric(task.step, {f"time/{task.stage}_s": longest_s}, 1.0)
         left = self._outstanding[task.stage, task.step] - len(task.groups or "1")
         if left:
             self._outstanding[task.stage, task.step] = left
@@ -215,6 +251,31 @@ class Engine:
         metrics = self._metrics.setdefault(step, {})
         for name, value in values.items():
             metrics[name] = metrics.get(name, 0.0) + share * value
+
+    def _drop(self, task: Task, reasons: dict[int, str]) -> None:
+        """Record what a gate dropped."""
+        self._count(task.step, dropped=len(reasons))
+        for reason in dict.fromkeys(reasons.values()):
+            groups = tuple(group for group, why in reasons.items() if why == reason)
+            self._trace.write(
+                trace.Dropped(stage=task.stage, step=task.step, groups=groups, reason=reason, at_s=time.monotonic())
+            )
+
+    def _count(self, step: int, *, admitted: int = 0, dropped: int = 0) -> None:
+        before = self._groups.get(step, (0, 0))
+        self._groups[step] = (before[0] + admitted, before[1] + dropped)
+
+    def _gate_metrics(self, step: int) -> dict[str, float]:
+        """How many groups of a step were sampled, dropped and kept."""
+        admitted, dropped = self._groups.pop(step, (0, 0))
+        if self.plan.gate is None or not admitted:
+            return {}
+        name = self.plan.gate.stage
+        return {
+            f"{name}/admitted": float(admitted),
+            f"{name}/dropped": float(dropped),
+            f"{name}/acceptance": 1 - dropped / admitted,
+        }
 
     def _clear(self, decision: Clear) -> None:
         """Hand the clearing to a thread of its own: nobody waits for rows that nobody reads."""
@@ -237,7 +298,7 @@ class Engine:
         while self._clears and (wait or self._clears[0].done()):
             self._trace.write(self._clears.popleft().result())
 
-    def _save(self, step: int) -> Saved:
+    def _save(self, step: int, next_group: int) -> Saved:
         if self.run_dir:
             start_s = time.monotonic()
             try:
@@ -245,7 +306,7 @@ class Engine:
                     self.run_dir,
                     graph=self.plan.name,
                     steps=step + 1,
-                    batch=self.plan.batch,
+                    next_group=next_group,
                     seed=self.graph.schedule.seed,
                     save=self.executor.save,
                 )
@@ -271,8 +332,11 @@ class Engine:
 
     def _step_done(self, step: int) -> None:
         self.handles.forget(step)
+        self._last_admitted_s.pop(step, None)
         admitted_s = self._admitted_s.pop(step, None)
         metrics = self._metrics.pop(step, {})
+        metrics |= {name: metrics[name] / seen for name, seen in self._seen.pop(step, {}).items()}
+        metrics |= self._gate_metrics(step)
         if admitted_s is not None:
             metrics.setdefault("time/step_s", time.monotonic() - admitted_s)
         line = {"step": step + 1, "version": self.scheduler.version, **dict(sorted(metrics.items()))}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.stage import Location, Stage, caller
 
@@ -30,7 +30,8 @@ class Model(_Located):
 
     source      a folder with a Hugging Face model, a hub name, or, with `config`, any name
     config      a Hugging Face configuration as a dict with `model_type`: the model is built from it, at random
-    alphabet    with `config`: the characters that its tokenizer knows, one token each
+    alphabet    with `config`: the characters that its tokenizer knows, one token each; or the word "bytes": every text,
+                one token a byte
     warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
     seed        of the random weights, where there is a `config`
     trainable   False for a frozen copy (a reference model)
@@ -57,10 +58,17 @@ class WorkerGroup(_Located):
 
     name       in this graph
     backend    who computes: "torch" for models, "python" for plain functions
-    workers    processes; a stage that is `per` sample or group is spread over them
+    workers    processes: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
+               together, each on its share of the batch
     gpus       of the whole group, divided evenly over its workers
     cpus       of each worker, for Ray's placement
     threads    torch threads of each worker; 0 leaves torch's choice
+    tensor_parallel, context_parallel, pipeline_parallel   workers that hold one model together, by kind; what is left
+               is data parallel
+    fetch      among workers that need the same samples: "independent", each gets them from the data plane; "leader",
+               the first does and broadcasts; "auto" is leader where there are several
+    fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
+               what does not fit in one
     """
 
     name: str
@@ -69,6 +77,21 @@ class WorkerGroup(_Located):
     gpus: int = 0
     cpus: float = 1.0
     threads: int = 0
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    fetch: Literal["auto", "independent", "leader"] = "auto"
+    fully_sharded: bool = False
+
+    @property
+    def model_parallel(self) -> int:
+        """Workers that hold one copy of a model together."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of a model, each with its share of a batch."""
+        return self.workers // self.model_parallel
 
 
 HOST = "host"  # the worker group of stages that name none

@@ -13,14 +13,19 @@ import networkx as nx
 from pipeline import checks
 from pipeline.errors import GraphError, Problem
 from pipeline.fields import ITEM_BYTES, Field
+from pipeline.gate import Gate, awaited, gate_of
 from pipeline.graph import Graph, WorkerGroup
 from pipeline.samples import KeepSamples
+from pipeline.sharding import Sharding
 from pipeline.stage import Stage
 from pipeline.structure import structure
 
 
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer."""
+    """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer.
+
+    `awaits` are sample fields that it waits for and does not read.
+    """
 
     name: str
     kind: str
@@ -34,9 +39,11 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     updates: str | None
     every: int
     first_groups: int | None
+    sharding: Sharding | None = None
     layer: int
     where: str
     timeout_s: float | None = None
+    awaits: tuple[str, ...] = ()
 
     def runs_at(self, step: int, steps: int) -> bool:
         """Whether it runs at `step` of `steps`. Step -1 is before the first."""
@@ -46,7 +53,8 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
 class Edge(msgspec.Struct, frozen=True, kw_only=True):
     """One field from its writer to one reader. `back` edges lead to a later step.
 
-    A batch carries `samples x bytes_per_sample`, or, where `ragged` names a dimension, that for each of its entries.
+    A batch carries `samples x bytes_per_sample`, or, where `ragged` names a dimension, that for each of its entries;
+    nothing where the reader only waits for the field.
     """
 
     field: str
@@ -83,6 +91,8 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     cpus: float
     threads: int
+    data_parallel: int
+    model_parallel: int
     stages: tuple[str, ...]
 
 
@@ -103,6 +113,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     lifetimes: tuple[Lifetime, ...]
     groups: tuple[PlacedGroup, ...]
     weights_fields: tuple[str, ...]
+    gate: Gate | None = None
 
     @property
     def layers(self) -> list[list[PlannedStage]]:
@@ -128,7 +139,7 @@ def with_samples(graph: Graph) -> tuple[Stage, ...]:
         for stage in stages
         if stage.shape != "external"
         for field in stage.writes
-        if not field.per_step and not field.ragged and not field.inner
+        if not field.per_step and not field.ragged and not field.inner and field != stage.gate
     )
     return (*stages, KeepSamples(fields=kept, keep=graph.schedule.keep_groups))
 
@@ -163,6 +174,8 @@ def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]
 def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
     writer = {field.name: stage.name for stage in stages for field in stage.writes}
     dag = checks.dependence(stages)
+    awaits = awaited(stages, dag)
+    dag.add_edges_from((writer[field.name], name) for name, fields in awaits.items() for field in fields)
     layer = {name: depth for depth, names in enumerate(nx.topological_generations(dag)) for name in names}
     host = graph.host.name
     schedule = graph.schedule
@@ -180,9 +193,11 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             updates=checks.model_name(stage.updates) if stage.updates else None,
             every=stage.every,
             first_groups=stage.first_groups,
+            sharding=stage.sharding,
             layer=layer[stage.name],
             where=str(stage.location),
             timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
+            awaits=tuple(field.name for field in awaits.get(stage.name, ())),
         )
         for stage in stages
     )
@@ -192,11 +207,15 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             writer=writer[field.name],
             reader=stage.name,
             back=back,
-            bytes_per_sample=_entry_bytes(field),
+            bytes_per_sample=_entry_bytes(field) if fetched else 0,
             ragged=field.ragged,
         )
         for stage in stages
-        for fields, back in ((stage.reads, False), (stage.reads_back, True))
+        for fields, back, fetched in (
+            (stage.reads, False, True),
+            (stage.reads_back, True, True),
+            (awaits.get(stage.name, ()), False, False),
+        )
         for field in fields
     )
     return Plan(
@@ -223,11 +242,14 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
                 gpus=group.gpus,
                 cpus=group.cpus,
                 threads=group.threads,
+                data_parallel=group.data_parallel,
+                model_parallel=group.model_parallel,
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
             )
             for group in worker_groups(stages, graph.host)
         ),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
+        gate=gate_of(stages, graph.batch),
     )
 
 

@@ -21,7 +21,7 @@ once with `"target"`; it returns an `Output` on the target side.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -31,6 +31,8 @@ import msgspec
 from pipeline.columns import Columns
 from pipeline.errors import Problem
 from pipeline.fields import Field
+from pipeline.ranks import Ranks
+from pipeline.sharding import Shard, Sharding
 
 if TYPE_CHECKING:
     from pipeline.graph import Graph, Model, WorkerGroup
@@ -42,7 +44,8 @@ Shape = Literal["map", "stream", "transfer", "external"]
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One stage on one handle. `groups` are admission numbers in canonical order; `attempt` counts retries.
 
-    `version` is the policy version that was published when the task was handed out.
+    `version` is the policy version that was published when the task was handed out. `shard` is the share of the batch
+    that a rank has of a stage with `sharding`: its columns are those of `shard.index`, in that order.
     """
 
     stage: str
@@ -50,6 +53,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...] = ()
     attempt: int = 0
     version: int = 0
+    shard: Shard | None = None
 
 
 @dataclass
@@ -59,13 +63,15 @@ class Output:
     `metrics` are numbers, named without the stage (`reward/mean` comes from the stage `reward` and `mean`, unless
     the name has a slash already); a batch's metrics are the mean over its tasks, weighted by samples. `index` names the
     samples of the task that these columns are for (all of them where it is None). `weights` is the acknowledged
-    (version, sha256) of a stage that writes weights.
+    (version, sha256) of a stage that writes weights. `dropped`, of a stage with a gate, says for groups by their
+    position in `task.groups` why they are dropped; the columns are then those of the other groups.
     """
 
     columns: Columns = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     index: Sequence[int] | None = None
     weights: tuple[int, str] | None = None
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
 
 class Rendezvous(Protocol):
@@ -86,7 +92,7 @@ class StageContext:
 
     `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
     `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
-    nothing is recorded.
+    nothing is recorded. `ranks` are the worker's peers in its group.
     """
 
     group: WorkerGroup
@@ -96,6 +102,7 @@ class StageContext:
     run_dir: Path | None
     shared: dict[Any, Any]
     steps: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,11 @@ class Stage:
     group_size  samples it makes of each prompt (rollout), else None
     every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
     first_groups  groups of a batch, from the first on, whose columns it gets; None is all
+    sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
+                is on one worker
+    gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
+                does not depend on see no other groups, and what it drops is sampled anew; None drops nothing
+    max_rounds  with a gate: batches of groups that are sampled for one step at most
     corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
     """
 
@@ -144,6 +156,9 @@ class Stage:
     group_size: int | None = None
     every: int = 1
     first_groups: int | None = None
+    sharding: Sharding | None = None
+    gate: Field | None = None
+    max_rounds: int = 10
     corrects_off_policy: bool = False
     location: Location
 

@@ -42,6 +42,16 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
     at_s: float
 
 
+class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True):
+    """A gate dropped groups of a step; as many others are admitted in their place."""
+
+    stage: str
+    step: int
+    groups: tuple[int, ...]
+    reason: str
+    at_s: float
+
+
 class Submitted(msgspec.Struct, tag="submitted", frozen=True, kw_only=True):
     """A task was handed to a worker."""
 
@@ -154,6 +164,7 @@ TraceEvent = (
     Started
     | Placed
     | Admitted
+    | Dropped
     | Submitted
     | Got
     | Put

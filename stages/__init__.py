@@ -5,28 +5,44 @@
 Importing this loads no tensor library: a backend loads when a stage is set up in a worker.
 """
 
+from pipeline.sharding import Dynamic, Packed
 from stages.advantage import Advantage
 from stages.evaluate import Evaluate
+from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
+from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMask, TruncatedIS
 from stages.prompts import Prompts
 from stages.refit import Refit
 from stages.reward import Reward
+from stages.reward_model import RewardModel
 from stages.rollout import Rollout
+from stages.sources import Dataset, Mixture
 from stages.tasks import Generated
-from stages.train import ClippedLoss, Train
+from stages.train import Train
 from stages.warm_start import Supervised
 
 __all__ = [
     "Advantage",
+    "CispoLoss",
     "ClippedLoss",
+    "Dataset",
+    "Decoupled",
+    "Dynamic",
     "Evaluate",
+    "Filter",
     "Generated",
+    "IcePop",
+    "Mixture",
+    "Packed",
     "PrevLogprobs",
     "Prompts",
     "RefLogprobs",
     "Refit",
     "Reward",
+    "RewardModel",
     "Rollout",
+    "SequenceMask",
     "Supervised",
     "Train",
+    "TruncatedIS",
 ]

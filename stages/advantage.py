@@ -1,4 +1,7 @@
-"""The stage that turns rewards into advantages. Knows the name of the formula; the formula is in `ops.advantage`."""
+"""The stage that turns rewards into advantages. Knows the names of the formulas; they are in `ops.advantage`.
+
+Advantage("rloo"), Advantage("dr_grpo", kl=0.01)
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,41 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Output, Stage, StageContext, Task
 from pipeline.columns import Columns
 from pipeline.errors import Problem
-from stages.vocabulary import ADVANTAGE, REWARD
+from stages.vocabulary import ADVANTAGE, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
 if TYPE_CHECKING:
+    import torch
+
     from pipeline import Graph, WorkerGroup
 
-KINDS = ("group_relative",)
+KINDS = ("group_relative", "rloo", "dr_grpo", "reward")
 
 
 @dataclass(frozen=True)
 class Advantage(Stage):
     """Advantages within each group, from the rewards of its samples.
 
-    kind  "group_relative": (reward - mean) / (std + eps), as in GRPO; equal rewards give exactly 0
-    eps   added to the standard deviation, in units of the reward
+    kind  with R a sample's reward and the mean and standard deviation those of its group:
+          "group_relative"  (R - mean) / (std + eps): GRPO (arXiv 2402.03300)
+          "rloo"            R - mean of the others: RLOO (arXiv 2402.14740)
+          "dr_grpo"         R - mean: Dr. GRPO (arXiv 2503.20783)
+          "reward"          R: REINFORCE without a baseline, which is what verl gives a group of one
+          by the first three, equal rewards, and therefore a group of one, give exactly 0
+    eps   of "group_relative", in units of the reward; 1e-6 as in verl and NeMo-RL, TRL's is 1e-4
+    kl    with a weight above 0, the divergence from the frozen model is subtracted from each reward first: kl times the
+          sum over the response of prev_logprobs - ref_logprobs (k1, detached). It reads both, and so comes after the
+          logprobs of the whole batch; 0 is none
     on    the worker group; None is the graph's host group
 
-    Metrics: `zero_spread`, the fraction of groups whose rewards are all equal and which therefore teach nothing, and
-    `abs_mean`, the mean size of an advantage.
+    Metrics: `zero_spread`, the fraction of groups whose rewards are all equal and which therefore, but for "reward",
+    teach nothing; `abs_mean`, the mean size of an advantage; with `kl`, `kl_in_reward`, the mean divergence of a
+    response in nat.
     """
 
     kind: str = "group_relative"
     _: KW_ONLY
     eps: float = 1e-6
+    kl: float = 0.0
     on: WorkerGroup | None = None
 
     name = "advantage"
@@ -40,8 +55,12 @@ class Advantage(Stage):
     writes = (ADVANTAGE,)
     per = "group"
 
+    def __post_init__(self) -> None:
+        if self.kl:
+            object.__setattr__(self, "reads", (REWARD, PREV_LOGPROBS, REF_LOGPROBS))
+
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """The kind is known, eps is a number above 0; a warning where every group has one sample."""
+        """The kind is known, numbers are in their ranges; a warning where every group has one sample."""
         where = str(self.location)
         if self.kind not in KINDS:
             yield Problem(
@@ -50,36 +69,67 @@ class Advantage(Stage):
                 why=f"known kinds are {', '.join(KINDS)}",
                 fix=f'write Advantage("{KINDS[0]}")',
             )
-        if not (isinstance(self.eps, int | float) and math.isfinite(self.eps) and self.eps > 0):
+        if not (_finite(self.eps) and self.eps > 0):
             yield Problem(
                 where=where,
                 what=f"eps={self.eps!r}",
                 why="the standard deviation of a group is divided by, and eps > 0 keeps that from being 0",
                 fix="write eps=1e-6",
             )
-        if graph.group_size == 1:
+        if not (_finite(self.kl) and self.kl >= 0):
+            yield Problem(
+                where=where,
+                what=f"kl={self.kl!r}",
+                why="the weight of the divergence in the reward is 0 (none) or more",
+                fix="write kl=0.0",
+            )
+        if graph.group_size == 1 and self.kind != "reward":
             yield Problem(
                 where=where,
                 what="every group has one sample, so every advantage is 0",
                 why="an advantage compares the samples of one prompt with each other",
-                fix="give the stage that makes samples samples_per_prompt=2 or more",
+                fix='give the stage that makes samples samples_per_prompt=2 or more, or write Advantage("reward")',
                 warning=True,
             )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """The runner: rewards of whole groups in, advantages out."""
-        from ops.advantage import group_relative, zero_spread_groups
+        from ops.advantage import zero_spread_groups
 
         def run(columns: Columns, task: Task) -> Output:
             reward_N: Any = columns[REWARD.name]
-            advantage_N = group_relative(reward_N, context.group_size, self.eps)
+            metrics = {}
+            if self.kl:
+                kl_N = _divergence(columns)
+                reward_N = reward_N - self.kl * kl_N
+                metrics["kl_in_reward"] = kl_N.mean().item()
+            advantage_N = self._advantage(reward_N, context.group_size)
             count = len(reward_N) // context.group_size
-            return Output(
-                {ADVANTAGE.name: advantage_N},
-                {
-                    "zero_spread": zero_spread_groups(reward_N, context.group_size) / count,
-                    "abs_mean": float(advantage_N.abs().mean()),
-                },
-            )
+            metrics["zero_spread"] = zero_spread_groups(reward_N, context.group_size) / count
+            metrics["abs_mean"] = float(advantage_N.abs().mean())
+            return Output({ADVANTAGE.name: advantage_N}, metrics)
 
         return run
+
+    def _advantage(self, reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
+        from ops.advantage import group_relative, leave_one_out, mean_centred
+
+        if self.kind == "group_relative":
+            return group_relative(reward_N, group_size, self.eps)
+        if self.kind == "reward":
+            return reward_N.clone()
+        return (leave_one_out if self.kind == "rloo" else mean_centred)(reward_N, group_size)
+
+
+def _divergence(columns: Columns) -> torch.Tensor:
+    """The sum over each response of prev - ref, [N] in nat. One response at a time: a sum of many at once rounds by
+    what lies beside it."""
+    import torch
+
+    prev: Any = columns[PREV_LOGPROBS.name]
+    ref: Any = columns[REF_LOGPROBS.name]
+    return torch.stack([(now - then).sum() for now, then in zip(prev.rows(), ref.rows())])
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

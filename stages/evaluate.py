@@ -1,11 +1,12 @@
 """Evaluation of the served weights on prompts that training does not see, greedily. Writes no field, only metrics.
 
 Evaluate(policy, Generated("reverse"), on=sampler, every=10, prompts=1000, max_tokens=6)
+Evaluate(policy, "test.jsonl", on=sampler, prompt="question", reward=math_verify)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,11 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.columns import Columns
 from pipeline.errors import Problem
 from stages.backends import Sampling, backend_problems, engine, model_problems
-from stages.prompts import file_problems, read_jsonl
+from stages.reward import function_problems
+from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
+from stages.sources import Dataset
+from stages.sources.layout import Layout
+from stages.sources.rows import open_rows, source_problems
 from stages.tasks import Generated
 from stages.vocabulary import SERVED_WEIGHTS
 
@@ -24,28 +29,33 @@ from stages.vocabulary import SERVED_WEIGHTS
 class Evaluate(Stage):
     """Greedy responses to held-out prompts, scored.
 
-    source        a `Generated` task, whose held-out prompts are used, or the path of a JSONL file of held-out rows
-    reward        a function of (response, answer), reported beside exact match
+    source        a `Generated` task, whose held-out prompts are used, or a data set of held-out rows, as for Prompts
+    reward        a reward function of `response`, `answer` and `prompt`, or several
     every         steps between evaluations
     prompts       how many, from the first on; fewer where the source has fewer
     max_tokens    of a response
     decode_batch  prompts that are decoded together; 0 is all
-    prompt, answer  columns of the file
+    prompt, answer, template  columns of the data set, and the text that makes the prompt of them, as for Prompts
+    chat, system  prompts are lists of messages, as for Prompts and Rollout
 
-    Metrics: `eval/exact_match`, `eval/<reward>`, `eval/count`, `eval/length_mean`, `eval/truncated`.
+    Metrics: `eval/<reward>` of each function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
+    `eval/truncated`; and what a function says about itself, such as `eval/math_verify_timeouts`.
     """
 
     model: Model
-    source: Generated | str | Path
+    source: Generated | str | Path | Dataset
     _: KW_ONLY
     on: WorkerGroup | None = None
-    reward: Callable[[str, str], float] = exact_match
+    reward: RewardFunction | Sequence[RewardFunction] = exact_match
     every: int = 10
     prompts: int = 1000
     max_tokens: int = 512
     decode_batch: int = 0
     prompt: str = "prompt"
     answer: str = "answer"
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
 
     name = "evaluate"
     reads = (SERVED_WEIGHTS,)
@@ -74,6 +84,7 @@ class Evaluate(Stage):
                     why=f"{name} is {least} or more",
                     fix=f"{name}={Evaluate.__dataclass_fields__[name].default}",
                 )
+        yield from self._reward_problems(where)
         if isinstance(self.source, Generated):
             if self.source.held_out == 0:
                 yield Problem(
@@ -82,13 +93,36 @@ class Evaluate(Stage):
                     why="evaluation on prompts that were trained on shows memory, not skill",
                     fix="Generated(..., held_out=1000)",
                 )
+            if self.chat:
+                yield Problem(
+                    where=where,
+                    what=f"stage {self.name!r} has chat=True and a Generated task",
+                    why="a Generated task has texts, not messages",
+                    fix="chat=False",
+                )
         else:
-            yield from file_problems(self.source, (self.prompt, self.answer), where)
+            yield from source_problems(self.source, self._layout(), where)
+
+    def _reward_problems(self, where: str) -> Iterator[Problem]:
+        for function in self._rewards():
+            found = list(function_problems(function, where))
+            yield from found
+            unknown = [name for name in fields_of(function) if name not in ("prompt", "response", "answer")]
+            if unknown and not found:
+                yield Problem(
+                    where=where_of(function) or where,
+                    what=f"reward {name_of(function)} reads {', '.join(unknown)}",
+                    why=f"stage {self.name!r} has the fields prompt, response and answer",
+                    fix="evaluate with a reward that reads no other",
+                )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Opens the backend and its served copy of the model; reads the prompts."""
         backend = engine(context)
         pairs = self._pairs()
+        asked = [row[-1] if self.chat else row[0] for row in pairs]
+        rewards = self._rewards()
+        scorer = Scorer(rewards, AsyncCalls())
         sampling = Sampling(self.max_tokens, greedy=True)
 
         def run(columns: Columns, task: Task) -> Output:
@@ -97,15 +131,15 @@ class Evaluate(Stage):
             truncated = 0
             step = self.decode_batch or len(pairs)
             for start in range(0, len(pairs), step):
-                prompt_ids = backend.encode(self.model, [prompt for prompt, _ in pairs[start : start + step]])
+                prompt_ids = backend.encode(self.model, asked[start : start + step], chat=self.chat)
                 made = backend.generate(self.model, prompt_ids, sampling, None)
                 texts += backend.decode(self.model, made.response_ids)
                 lengths += made.response_ids.lengths
                 truncated += int(made.truncated.sum())
-            scored = {
-                f"eval/{function.__name__}": fmean(function(text, answer) for text, (_, answer) in zip(texts, pairs))
-                for function in dict.fromkeys((exact_match, self.reward))
-            }
+            given = {"prompt": [pair[0] for pair in pairs], "answer": [pair[1] for pair in pairs], "response": texts}
+            scores = scorer.scores(given, len(pairs), lambda i: f"held-out prompt {i} of step {task.step + 1}")
+            scored = {f"eval/{name_of(function)}": fmean(values) for function, values in zip(rewards, scores)}
+            scored |= {f"eval/{name}": value for name, value in scorer.metrics().items()}
             counts = {
                 "eval/count": float(len(pairs)),
                 "eval/length_mean": fmean(lengths),
@@ -115,8 +149,16 @@ class Evaluate(Stage):
 
         return run
 
-    def _pairs(self) -> list[tuple[str, str]]:
+    def _pairs(self) -> list[tuple[str, ...]]:
+        """Prompt and answer of each held-out row, and with `chat` its messages."""
         if isinstance(self.source, Generated):
-            return self.source.held_out_pairs(min(self.prompts, self.source.held_out))
-        rows = read_jsonl(self.source, (self.prompt, self.answer))
-        return [(prompt, answer) for prompt, answer in rows[: self.prompts]]
+            return list(self.source.held_out_pairs(min(self.prompts, self.source.held_out)))
+        return list(open_rows(self.source, self._layout())[: self.prompts])
+
+    def _layout(self) -> Layout:
+        return Layout(
+            prompt=self.prompt, answer=self.answer, template=self.template, chat=self.chat, system=self.system
+        )
+
+    def _rewards(self) -> tuple[RewardFunction, ...]:
+        return (self.reward,) if callable(self.reward) else tuple(self.reward)

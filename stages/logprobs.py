@@ -2,8 +2,8 @@
 
     PrevLogprobs(policy, on=learner), RefLogprobs(policy.frozen(), on=learner)
 
-Both compute at the temperature at which the tokens were sampled. Their microbatches are runs of samples in canonical
-order, so the numbers do not depend on when samples arrived.
+Both compute at the temperature at which the tokens were sampled. Microbatches are a function of the lengths in
+canonical order, so the numbers do not depend on when samples arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem
-from stages.backends import backend_problems, engine, model_problems
+from pipeline.sharding import Dynamic, Packed, Plain, Sharding
+from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
@@ -25,7 +26,7 @@ class _Logprobs(Stage):
     model: Model
     _: KW_ONLY
     on: WorkerGroup | None = None
-    microbatch: int = 0
+    microbatch: int | Dynamic | Packed = 0
     temperature: float = 1.0
 
     reads = (PROMPT_IDS, RESPONSE_IDS)
@@ -35,6 +36,11 @@ class _Logprobs(Stage):
     def uses(self) -> tuple[Model, ...]:
         """The model that scores."""
         return (self.model,)
+
+    @property
+    def sharding(self) -> Sharding:  # type: ignore[override]
+        """Each worker may have another number of microbatches, unless they hold the weights together."""
+        return sharding(self.microbatch, equal=self.on is not None and self.on.fully_sharded)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, ranges, and the rollout's temperature."""
@@ -50,9 +56,8 @@ class _Logprobs(Stage):
         def run(columns: Columns, task: Task) -> Output:
             prompt_ids: Any = columns[PROMPT_IDS.name]
             response_ids: Any = columns[RESPONSE_IDS.name]
-            logprobs = backend.score(
-                self.model, prompt_ids, response_ids, temperature=self.temperature, microbatch=self.microbatch
-            )
+            shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
+            logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
             return Output({field.name: logprobs}, {"logprob_mean": logprobs.values.mean().item()})
 
         return run
@@ -62,7 +67,7 @@ class _Logprobs(Stage):
 class PrevLogprobs(_Logprobs):
     """Logprobs under the trained model before this step's first update: the denominator of the ratio.
 
-    microbatch   samples in one forward pass; 0 is all
+    microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
     temperature  the rollout's
     """
 
@@ -74,7 +79,7 @@ class PrevLogprobs(_Logprobs):
 class RefLogprobs(_Logprobs):
     """Logprobs under a frozen model, for the KL term of the loss. Give it `model.frozen()`.
 
-    microbatch   samples in one forward pass; 0 is all
+    microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
     temperature  the rollout's
     """
 
@@ -93,7 +98,15 @@ class RefLogprobs(_Logprobs):
             )
 
 
-def scoring_problems(stage: Stage, graph: Graph, temperature: float, microbatch: int) -> Iterable[Problem]:
+def sharding(microbatch: int | Dynamic | Packed, *, minibatches: int = 1, equal: bool) -> Sharding:
+    """How the batch of a stage is divided; what `scoring_problems` finds wrong counts as 0."""
+    made = microbatch if isinstance(microbatch, Dynamic | Packed) else Plain(microbatch)
+    return Sharding.of(made, minibatches=minibatches, equal=equal)
+
+
+def scoring_problems(
+    stage: Stage, graph: Graph, temperature: float, microbatch: int | Dynamic | Packed
+) -> Iterable[Problem]:
     """Ranges of a stage that recomputes logprobs, and whether its temperature is that of the samples."""
     where = str(stage.location)
     if not temperature > 0:
@@ -103,15 +116,26 @@ def scoring_problems(stage: Stage, graph: Graph, temperature: float, microbatch:
             why="temperature is above 0",
             fix="the rollout's temperature",
         )
-    if microbatch < 0:
+    size = microbatch.tokens if isinstance(microbatch, Dynamic | Packed) else microbatch
+    least = 0 if size is microbatch else 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
         yield Problem(
             where=where,
             what=f"stage {stage.name!r} has microbatch={microbatch}",
-            why="microbatch is samples in one pass, or 0 for all",
-            fix="microbatch=0",
+            why="microbatch is samples in one pass, 0 for all, or Dynamic or Packed with a number of tokens",
+            fix="microbatch=0, or microbatch=Packed(tokens=8192)",
         )
     for rollout in graph.stages:
-        if isinstance(rollout, Rollout) and rollout.temperature != temperature:
+        if not isinstance(rollout, Rollout):
+            continue
+        if size is not microbatch and isinstance(size, int) and 1 <= size <= rollout.max_tokens:
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has microbatch={microbatch} and {rollout.name!r} {rollout.max_tokens}",
+                why="the longest response, max_tokens of the rollout, has to fit together with its prompt",
+                fix=f"{type(microbatch).__name__}(tokens={2 * rollout.max_tokens})",
+            )
+        if rollout.temperature != temperature:
             yield Problem(
                 where=where,
                 what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} {rollout.temperature}",

@@ -1,51 +1,72 @@
-"""The source of a graph: prompts and their answers, from an enumerable task or a JSONL file.
+"""The source of a graph: prompts and their answers, from an enumerable task or a data set.
 
     Prompts(Generated("reverse"), batch=32)
     Prompts("train.jsonl", batch=32, prompt="question", answer="solution", extra=("level",))
+    Prompts("data/*.parquet", template="Question: {question}\\nAnswer:", answer="reward_model.ground_truth")
+    Prompts(Dataset("openai/gsm8k", config="main", split="train"), prompt="question")
+    Prompts(Mixture((Dataset("gsm8k", split="train", name="gsm8k"), 2), (Dataset("math.jsonl", name="math"), 1)))
 
-Knows no tokenizer. A row of the file is one JSON object; `prompt` and `answer` name its columns, and each column in
-`extra` becomes a str field of the same name. The row of an admission number never depends on what was admitted before.
+Knows no tokenizer. The row of an admission number never depends on what was admitted before.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import Field, Output, Stage, StageContext, StageError, Task
+from pipeline import Field, Output, Stage, StageContext, Task
 from pipeline.columns import Columns
 from pipeline.errors import Problem
+from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
+from stages.sources.dataset import Dataset, dataset_problems
+from stages.sources.layout import Layout
+from stages.sources.mixture import Mixture
+from stages.sources.rows import columns_read, open_source, source_problems
+from stages.sources.values import column_of
 from stages.tasks import Generated
-from stages.vocabulary import ANSWER, PROMPT
+from stages.vocabulary import DATASET
 
 if TYPE_CHECKING:
     from pipeline import Graph
-
-CHECKED_LINES = 1000  # of a data file, before the run; the run itself reads them all
-_SHOWN_LINES = 3  # bad lines that are reported one by one
 
 
 @dataclass(frozen=True)
 class Prompts(Stage):
     """Draws groups without end: each epoch has every row once, in an order that is a pure function of the seed.
 
-    source  a `Generated` task, or the path of a JSONL file
-    batch   groups a step
-    prompt, answer, extra   columns of the file
-    seed    of the order; None takes the run's
+    source    a `Generated` task, the path of a data set (see `Dataset`), a `Dataset`, or a `Mixture` of these
+    batch     groups a step
+    prompt    column of the prompts
+    answer    column of the answers; None makes no field `answer`
+    extra     columns that become fields: a name is a str field of that name, a `Field` the typed column of its name,
+              and a pair (column, name or `Field`) names both
+    template  a text with `{column}` in it, which makes the prompt instead of the column `prompt`
+    chat      also write `messages`, the conversation as JSON text: a column that is a list of {"role", "content"}, or
+              the prompt as one message of the user. The field `prompt` is the text of the last message
+    system    with `chat`: the system message of a conversation that does not start with one
+    as_text   columns whose numbers, truth values, lists and objects are turned into JSON text
+    shuffle   False draws the rows in the order of the files
+    seed      of the order; None takes the run's
+
+    Columns are named by dotted paths into nested objects, such as "reward_model.ground_truth"; the field of an extra
+    column has the last name of its path. A `Mixture`, and a `Dataset` with a name, also make the field `dataset`: the
+    name of the source of a prompt.
     """
 
-    source: Generated | str | Path
+    source: Generated | str | Path | Dataset | Mixture
     batch: int = 32
     _: KW_ONLY
     prompt: str = "prompt"
-    answer: str = "answer"
-    extra: Sequence[str] = ()
+    answer: str | None = "answer"
+    extra: Extra | Sequence[Extra] = ()
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    as_text: str | Sequence[str] = ()
+    shuffle: bool = True
     seed: int | None = None
     writes: Sequence[Field] = field(init=False)
 
@@ -53,13 +74,28 @@ class Prompts(Stage):
     per = "group"
 
     def __post_init__(self) -> None:
-        fields = [made for column in self._extra() if isinstance(made := _text_field(column), Field)]
-        fields = [made for made in fields if made not in (PROMPT, ANSWER)]
-        object.__setattr__(self, "writes", (PROMPT, ANSWER, *fields))
+        named = (DATASET,) if self._named() else ()
+        object.__setattr__(self, "writes", (*self._layout().fields, *named))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """The parameters, and at most the first 1,000 lines of the file."""
+        """The parameters, and at most the first 1,000 rows of each data set."""
         where = str(self.location)
+        found = [*self._parameter_problems(where), *self._column_problems(where), *self._source_problems(where)]
+        yield from found
+        if found:
+            return
+        columns = columns_read(self.source, self._layout())
+        for column in (column for column in self._as_text() if column not in columns):
+            close = get_close_matches(column, columns, n=1)
+            yield Problem(
+                where=where,
+                what=f"as_text names {column!r}",
+                why=f"the columns that are read are {', '.join(map(repr, columns))}",
+                fix=f"did you mean {close[0]!r}?" if close else f"leave out {column!r}",
+            )
+        yield from source_problems(self.source, self._layout(), where)
+
+    def _parameter_problems(self, where: str) -> Iterator[Problem]:
         if not isinstance(self.batch, int) or isinstance(self.batch, bool) or self.batch < 1:
             yield Problem(
                 where=where,
@@ -74,21 +110,25 @@ class Prompts(Stage):
                 why="a seed is a whole number from 0 to 2**64 - 1, or None for the run's",
                 fix="write seed=0",
             )
-        yield from self._check_columns(where)
-        columns = self._columns()
-        if isinstance(self.source, str | Path) and all(isinstance(column, str) for column in columns):
-            yield from file_problems(self.source, self._columns(), where)
-        if not isinstance(self.source, str | Path | Generated):
+        for name in ("chat", "shuffle"):
+            if not isinstance(value := getattr(self, name), bool):
+                yield Problem(
+                    where=where,
+                    what=f"{name}={value!r:.40}",
+                    why=f"{name} is True or False",
+                    fix=f"write {name}={bool(value)}",
+                )
+        if self.system is not None and not (self.chat and isinstance(self.system, str) and self.system):
             yield Problem(
                 where=where,
-                what=f"source is {type(self.source).__name__}",
-                why="prompts come from a Generated task or from the path of a JSONL file",
-                fix='write Prompts(Generated("reverse")) or Prompts("train.jsonl")',
+                what=f"system={self.system!r:.40}" + ("" if self.chat else " without chat=True"),
+                why="it is the text of the first message of a conversation",
+                fix="write chat=True, or leave out system=" if self.system else "leave out system=",
             )
 
-    def _check_columns(self, where: str) -> Iterator[Problem]:
-        columns = self._columns()
-        for column in columns:
+    def _column_problems(self, where: str) -> Iterator[Problem]:
+        own = own_columns(self.prompt, self.answer, self.template)
+        for column in (*own.values(), *self._as_text()):
             if not isinstance(column, str):
                 yield Problem(
                     where=where,
@@ -97,181 +137,82 @@ class Prompts(Stage):
                     fix='write prompt="prompt", answer="answer"',
                 )
                 return
-        if isinstance(self.source, Generated) and columns != ("prompt", "answer"):
+        if self.template is not None:
+            yield from template_problems(self.template, self.prompt, where)
+        yield from column_problems(own, self._extra(), self._taken(), where)
+
+    def _source_problems(self, where: str) -> Iterator[Problem]:
+        source = self.source
+        if isinstance(source, Mixture):
+            yield from source.problems(where)
+        elif isinstance(source, Dataset):
+            yield from dataset_problems(source, where)
+        elif not isinstance(source, str | Path | Generated):
             yield Problem(
                 where=where,
-                what=f"columns {', '.join(columns)} of a Generated task",
+                what=f"source is {type(source).__name__}",
+                why="prompts come from a Generated task, from a data set by its path, or from a Mixture of these",
+                fix='write Prompts(Dataset(("a.jsonl", "b.jsonl")))'
+                if isinstance(source, list | tuple)
+                else 'write Prompts(Generated("reverse")) or Prompts("train.jsonl")',
+            )
+        columns = [self.prompt, self.answer, *map(entry_name, self._extra())]
+        if isinstance(source, Generated) and columns != ["prompt", "answer"]:
+            yield Problem(
+                where=where,
+                what=f"columns {', '.join(map(str, columns))} of a Generated task",
                 why="a Generated task has no columns to choose from",
                 fix="leave out prompt=, answer= and extra=",
             )
-        for column in dict.fromkeys(column for column in columns if columns.count(column) > 1):
+        if isinstance(source, Generated) and not self.shuffle:
             yield Problem(
                 where=where,
-                what=f"column {column!r} is used {columns.count(column)} times",
-                why="prompt, answer and extra are different fields",
-                fix=f"name {column!r} once",
+                what="shuffle=False of a Generated task",
+                why="its prompts have no order but that of the seed",
+                fix="leave out shuffle=",
             )
-        for column in self._extra():
-            reason = _text_field(column)
-            if column in (PROMPT.name, ANSWER.name) and columns.count(column) == 1:
-                reason = f"the field {column!r} holds the column {columns[column == ANSWER.name]!r}"
-            if isinstance(reason, str):
-                yield Problem(
-                    where=where,
-                    what=f"extra column {column!r}",
-                    why=reason,
-                    fix="rename the column in the file, or leave it out",
-                )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """The runner: for each admission number in `task.groups` one row, repeated for every sample of the group."""
-        row = self._rows(context.seed if self.seed is None else self.seed)
-        names = [made.name for made in self.writes]
+        layout = self._layout()
+        seed = context.seed if self.seed is None else self.seed
+        draw = open_source(self.source, layout, seed, shuffle=self.shuffle)
 
         def run(columns: Columns, task: Task) -> Output:
-            rows = [row(admission) for admission in task.groups]
-            size = context.group_size
-            return Output({name: [values[i] for values in rows for _ in range(size)] for i, name in enumerate(names)})
+            names, rows = zip(*(draw(admission) for admission in task.groups))
+            made = {
+                made.name: column_of(made, [row[i] for row in rows], context.group_size)
+                for i, made in enumerate(layout.fields)
+            }
+            if self._named():
+                made[DATASET.name] = column_of(DATASET, names, context.group_size)
+            return Output(made)
 
         return run
 
-    def _rows(self, seed: int) -> Callable[[int], tuple[str, ...]]:
-        source = self.source
-        if isinstance(source, Generated):
-            return lambda admission: source.train(admission, order=seed)
-        rows = read_jsonl(source, self._columns())
-
-        def row(admission: int) -> tuple[str, ...]:
-            from ops.random import shuffled
-
-            return rows[shuffled(seed, admission, len(rows))]
-
-        return row
-
-    def _columns(self) -> tuple[str, ...]:
-        return (self.prompt, self.answer, *self._extra())
-
-    def _extra(self) -> tuple[str, ...]:
-        return (self.extra,) if isinstance(self.extra, str) else tuple(self.extra)
-
-
-def read_jsonl(path: str | Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every row of the file, as the texts of `columns`. Raises StageError with file and line for the first bad line."""
-    rows: list[tuple[str, ...]] = []
-    for row in _rows_of(Path(path), columns, str(path)):
-        if isinstance(row, Problem):
-            raise StageError(row)
-        rows.append(row)
-    if not rows:
-        raise StageError(_empty(path))
-    return rows
-
-
-def file_problems(path: str | Path, columns: Sequence[str], where: str) -> Iterator[Problem]:
-    """What is wrong with the first 1,000 rows of a JSONL file; `where` is the place that names the file."""
-    rows = list(islice(_rows_of(Path(path), columns, where), CHECKED_LINES))
-    problems = [row for row in rows if isinstance(row, Problem)]
-    yield from problems[:_SHOWN_LINES]
-    if len(problems) > _SHOWN_LINES:
-        yield Problem(
-            where=str(path),
-            what=f"{len(problems) - _SHOWN_LINES} more of the first {len(rows)} lines are wrong",
-            why=f"only the first {_SHOWN_LINES} are shown",
-            fix="mend those first, they are likely alike",
-        )
-    if not rows:
-        yield _empty(path)
-    elif not problems and (repeats := len(rows) - len(set(rows))):
-        yield Problem(
-            where=str(path),
-            what=f"{repeats} of the first {len(rows)} rows repeat an earlier one",
-            why="a row that is there twice is drawn twice an epoch",
-            fix="remove the repeats, or leave them where that is meant",
-            warning=True,
+    def _layout(self) -> Layout:
+        """What is right of the columns; the rest is a problem, of which `check` tells."""
+        return Layout(
+            prompt=self.prompt,
+            answer=self.answer,
+            extra=extra_columns(self._extra(), self._taken()),
+            template=self.template,
+            chat=self.chat,
+            system=self.system,
+            as_text=self._as_text(),
         )
 
+    def _taken(self) -> list[str]:
+        """The fields that are no extra ones."""
+        fields = Layout(answer=self.answer, chat=self.chat).fields
+        return [made.name for made in (*fields, *((DATASET,) if self._named() else ()))]
 
-def _rows_of(path: Path, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...] | Problem]:
-    """One item a line that is not blank; a single problem where there is no file to read."""
-    if not path.is_file():
-        yield _missing(path, where)
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _row(f"{path}:{number}", line, columns)
+    def _named(self) -> bool:
+        """Whether the source of a prompt is a field."""
+        return isinstance(self.source, Mixture) or (isinstance(self.source, Dataset) and self.source.name is not None)
 
+    def _extra(self) -> tuple[Extra, ...]:
+        return (self.extra,) if isinstance(self.extra, str | Field) else tuple(self.extra)
 
-def _row(where: str, line: bytes, columns: Sequence[str]) -> tuple[str, ...] | Problem:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return Problem(
-            where=where,
-            what=f"this line is not JSON ({error})",
-            why="every line of a JSONL file is one JSON object in UTF-8",
-            fix='write lines such as {"prompt": "1+1=", "answer": "2"}',
-        )
-    if not isinstance(row, dict):
-        return Problem(
-            where=where,
-            what=f"this line holds a JSON {type(row).__name__}, not an object",
-            why="the columns are found by name",
-            fix='write lines such as {"prompt": "1+1=", "answer": "2"}',
-        )
-    for column in columns:
-        if column not in row:
-            close = get_close_matches(column, row, n=1)
-            return Problem(
-                where=where,
-                what=f"column {column!r} is missing",
-                why=f"this line has {', '.join(map(repr, row)) or 'no column at all'}",
-                fix=f"did you mean {close[0]!r}?"
-                if close
-                else "name the columns in Prompts(..., prompt=, answer=, extra=)",
-            )
-        if reason := _not_text(row[column], empty=column != columns[0]):
-            return Problem(
-                where=where,
-                what=f"column {column!r} {reason}",
-                why="prompts, answers and extra columns are texts",
-                fix=f'write it as a text, such as "{column}": "2"',
-            )
-    return tuple(row[column] for column in columns)
-
-
-def _not_text(value: object, empty: bool) -> str | None:
-    if not isinstance(value, str):
-        return f"is {json.dumps(value)[:40]}, which is not a text"
-    if not value and not empty:
-        return "is empty"
-    return "has half of a surrogate pair" if any("\ud800" <= char <= "\udfff" for char in value) else None
-
-
-def _missing(path: Path, where: str) -> Problem:
-    folder = path.parent
-    files = [str(folder / entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
-    close = get_close_matches(str(path), [file for file in files if Path(file).is_file()], n=1)
-    return Problem(
-        where=where,
-        what=f"{str(path)!r} {'is a folder' if path.is_dir() else 'is not there'}",
-        why="Prompts reads a JSONL file, by its path from the working directory",
-        fix=f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object a line",
-    )
-
-
-def _empty(path: str | Path) -> Problem:
-    return Problem(
-        where=str(path),
-        what="the file has no row",
-        why="there is no prompt to draw",
-        fix='write one JSON object a line, such as {"prompt": "1+1=", "answer": "2"}',
-    )
-
-
-def _text_field(column: str) -> Field | str:
-    """The str field of an extra column, or why there is none."""
-    try:
-        return Field(column, dtype="str")
-    except (TypeError, ValueError) as error:
-        return str(error)
+    def _as_text(self) -> tuple[str, ...]:
+        return (self.as_text,) if isinstance(self.as_text, str) else tuple(self.as_text)

@@ -1,4 +1,4 @@
-"""The stage that scores samples with plain functions. Knows how to call them, not what they measure.
+"""The stage that scores samples with functions. Knows which fields they read, not what they measure.
 
     def brevity(response: str) -> float:
         return 1.0 / (1 + len(response))
@@ -7,17 +7,27 @@
 
 The parameter names of a function are the fields it reads: those of `stages.vocabulary`, and any other name as a str
 field, such as an extra column of `Prompts`. A parameter with a default is the function's own. Values are plain Python:
-str, float, int, bool, and lists of numbers for fields that have one entry a token.
+str, float, int, bool, and lists of numbers for fields that have one entry a token. An instance of a class that defines
+`__call__` is a function too, named by its `__name__` or by its class.
+
+An `async` function asks a service, many samples at a time:
+
+    async def judge(prompt: str, response: str) -> float:
+        async with session().post(URL, json={"prompt": prompt, "response": response}) as reply:
+            return (await reply.json())["score"]
+
+    Reward(math_verify, judge, weights=(1.0, 0.5), concurrency=64, timeout_s=20.0, retries=2)
+
+`stages.scoring` says how functions are called. The check asks a function that has a method
+`problems()` for what, why and fix of each.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +35,26 @@ from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.columns import Column, Columns, Ragged
 from pipeline.errors import Problem
 from stages import vocabulary
+from stages.scoring import (
+    LARGEST,
+    AsyncCalls,
+    RewardFunction,
+    Scorer,
+    fields_of,
+    is_async,
+    is_batched,
+    name_of,
+    parameters_of,
+    short,
+    where_of,
+)
 from stages.vocabulary import REWARD
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
-RewardFunction = Callable[..., float]
-
 _KNOWN = {value.name: value for value in vars(vocabulary).values() if isinstance(value, Field)}
-_LARGEST = (2 - 2**-23) * 2.0**127  # float32
+_CALLS = AsyncCalls()
 _TAKEN = ("mean", "std")  # names of the stage's own metrics
 _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response))"
 
@@ -42,20 +63,25 @@ _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response)
 class Reward(Stage):
     """The weighted sum of reward functions, for each sample.
 
-    functions  plain functions that return a finite number
-    weights    one each; None is 1.0 each
-    on         the worker group; None is the graph's host group
-    name       of the stage in the graph
+    functions    functions that return a finite number
+    weights      one each; None is 1.0 each
+    on           the worker group; None is the graph's host group
+    name         of the stage in the graph
+    concurrency  of async functions: calls in progress at a time, in each worker
+    timeout_s    of async functions: seconds that one attempt may take
+    retries      of async functions: further attempts after one that raised or was late. After the last, it is an error
 
     Writes `reward`, and with several functions also `reward_<function>`, before weighting. Metrics: `mean`; `std`, the
     mean over groups of the standard deviation within a group (G - 1), which does not depend on how a batch is cut into
-    tasks; and the mean of each function under its name.
+    tasks; the mean of each function under its name; `<function>_retries` of async ones (attempts repeated, a sample);
+    and what a function says about itself, such as `math_verify_timeouts`.
     """
 
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...] | None
     on: WorkerGroup | None
     name: str
+    calls: AsyncCalls
     reads: Sequence[Field]
     writes: Sequence[Field]
 
@@ -67,14 +93,18 @@ class Reward(Stage):
         weights: Sequence[float] | float | None = None,
         on: WorkerGroup | None = None,
         name: str = "reward",
+        concurrency: int = _CALLS.concurrency,
+        timeout_s: float = _CALLS.timeout_s,
+        retries: int = _CALLS.retries,
     ) -> None:
         parts = [_part(function) for function in functions] if len(functions) > 1 else []
-        reads = dict.fromkeys(_field(parameter) for function in functions for parameter in _fields_of(function))
+        reads = dict.fromkeys(_field(parameter) for function in functions for parameter in fields_of(function))
         values = {
             "functions": functions,
             "weights": (weights,) if isinstance(weights, int | float) else weights and tuple(weights),
             "on": on,
             "name": name,
+            "calls": AsyncCalls(concurrency, timeout_s, retries),
             "reads": tuple(made for made in reads if made),
             "writes": (REWARD, *dict.fromkeys(made for made in parts if made)),
         }
@@ -89,8 +119,9 @@ class Reward(Stage):
                 where, "Reward() has no function", "a reward is the sum of functions", "write Reward(exact_match)"
             )
         for function in self.functions:
-            yield from _function_problems(function, where)
-        names = [_name(function) for function in self.functions]
+            yield from function_problems(function, where)
+        yield from self._call_problems(where)
+        names = [name_of(function) for function in self.functions]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield _problem(
                 where,
@@ -109,29 +140,41 @@ class Reward(Stage):
             if not (isinstance(weight, int | float) and math.isfinite(weight)):
                 yield _problem(where, f"weight {weight!r}", "a weight is a finite number", "write 1.0")
 
+    def _call_problems(self, where: str) -> Iterator[Problem]:
+        for name, least in (("concurrency", 1), ("timeout_s", None), ("retries", 0)):
+            value, default = getattr(self.calls, name), getattr(_CALLS, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or (value <= 0 if least is None else (not isinstance(value, int) or value < least)):
+                rule = "seconds, above 0" if least is None else f"a whole number, {least} or more"
+                yield _problem(where, f"Reward has {name}={value!r}", f"it is {rule}", f"{name}={default}")
+        if self.calls != _CALLS and not any(is_async(function) for function in self.functions):
+            yield _problem(
+                where,
+                "Reward has concurrency, timeout_s or retries and no async function",
+                "they say how async functions are called",
+                "leave them out",
+            )
+
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """The runner: calls every function once a sample."""
+        """Opens the functions that need it, such as processes of math-verify. The runner calls each on each sample."""
         import torch
 
         weights = self.weights or (1.0,) * len(self.functions)
-        fields_of = [_fields_of(function) for function in self.functions]
+        scorer = Scorer(self.functions, self.calls)
 
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: _plain(columns[made.name]) for made in self.reads}
             samples = _Samples(task.step, task.groups, context.group_size)
-            scores = [
-                [_call(function, dict(zip(names, values)), samples, i) for i, values in enumerate(_rows(plain, names))]
-                for function, names in zip(self.functions, fields_of)
-            ]
+            scores = scorer.scores(plain, len(next(iter(plain.values()))), samples.name)
             total = [sum(map(mul, weights, row)) for row in zip(*scores)]
             for i, value in enumerate(total):
-                if abs(value) > _LARGEST:
+                if abs(value) > LARGEST:
                     raise StageError(_too_large(value, [row[i] for row in scores], str(self.location), samples.name(i)))
             out = {REWARD.name: total}
             if len(self.functions) > 1:
                 out |= {made.name: row for made, row in zip(self.writes[1:], scores)}
-            metrics = {function.__name__: _mean(row) for function, row in zip(self.functions, scores)}
-            metrics |= {"mean": _mean(total), "std": _spread(total, context.group_size)}
+            metrics = {f"{name_of(function)}": _mean(row) for function, row in zip(self.functions, scores)}
+            metrics |= scorer.metrics() | {"mean": _mean(total), "std": _spread(total, context.group_size)}
             return Output({name: torch.tensor(row, dtype=torch.float32) for name, row in out.items()}, metrics)
 
         return run
@@ -151,34 +194,6 @@ class _Samples:
         return f"sample {index} of step {self.step + 1}{admission}"
 
 
-def _rows(plain: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Iterable[tuple[Any, ...]]:
-    """The values of `names`, one tuple a sample; also where a function takes none."""
-    if not names:
-        return [()] * len(next(iter(plain.values())))
-    return zip(*(plain[name] for name in names))
-
-
-def _call(function: RewardFunction, inputs: dict[str, Any], samples: _Samples, index: int) -> float:
-    try:
-        value = function(**inputs)
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise StageError(_failure(function, f"raised {text}", inputs, samples.name(index))) from error
-    if isinstance(value, float | Real) and abs(value) <= _LARGEST:
-        return float(value)
-    raise StageError(_failure(function, f"returned {_short(value)}", inputs, samples.name(index)))
-
-
-def _failure(function: RewardFunction, what: str, inputs: dict[str, Any], sample: str) -> Problem:
-    called_with = ", ".join(f"{name}={_short(value)}" for name, value in inputs.items())
-    return _problem(
-        _where(function) or _short(function),
-        f"reward {_name(function)} {what} for {sample}, called with {called_with}",
-        "every sample needs a finite number, and an error is not taken for a reward of 0",
-        "handle this input in the function and return a float",
-    )
-
-
 def _too_large(total: float, scores: Sequence[float], where: str, sample: str) -> Problem:
     return _problem(
         where,
@@ -188,23 +203,36 @@ def _too_large(total: float, scores: Sequence[float], where: str, sample: str) -
     )
 
 
-def _function_problems(function: RewardFunction, where: str) -> Iterator[Problem]:
-    name = _name(function)
+def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]:
+    """What is wrong with one function; `where` is the place that names it."""
+    name = name_of(function)
     if not callable(function):
-        yield _problem(where, f"{_short(function)} is not a function", "a reward is called once a sample", _EXAMPLE)
+        yield _problem(where, f"{short(function)} is not a function", "a reward is called once a sample", _EXAMPLE)
+        return
+    if isinstance(function, type):
+        yield _problem(
+            where, f"{name} is a class", "calling it makes an instance, not a reward", f"give an instance: {name}(...)"
+        )
         return
     if name is None or name == "<lambda>":
         yield _problem(
             where,
-            f"{'a lambda' if name else _short(function)} has no name of its own",
+            f"{'a lambda' if name else short(function)} has no name of its own",
             "the name of a reward is that of its metric and field, and what an error points at",
             f"write a def, such as {_EXAMPLE}",
         )
         return
-    where = _where(function) or where
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+    if callable(getattr(function, "problems", None)):
+        for what, why, fix in function.problems():  # type: ignore[attr-defined]
+            yield _problem(where, what, why, fix)
+    where = where_of(function) or where
+    if inspect.isasyncgenfunction(function):
         yield _problem(
-            where, f"reward {name} is async", "rewards are called one after the other", "write def, not async def"
+            where, f"reward {name} is an async generator", "one call gives one number", "return it, do not yield it"
+        )
+    if is_async(function) and is_batched(function):
+        yield _problem(
+            where, f"reward {name} is async and batched", "it is called once a sample, or once", "leave one of them out"
         )
     if name in _TAKEN or _part(function) is None:
         yield _problem(
@@ -214,7 +242,7 @@ def _function_problems(function: RewardFunction, where: str) -> Iterator[Problem
             + " or ".join(_TAKEN),
             "rename the function",
         )
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:
         yield _problem(
             where, f"the signature of {name} cannot be read", "parameter names are fields", f"write {_EXAMPLE}"
@@ -246,26 +274,12 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
             )
 
 
-def _parameters(function: object) -> list[inspect.Parameter] | None:
-    if not callable(function):
-        return None
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return None
-
-
-def _fields_of(function: object) -> list[str]:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in _parameters(function) or () if p.kind in named and p.default is p.empty]
-
-
 def _field(name: str) -> Field | None:
     return _KNOWN.get(name) or _made(name, "str")
 
 
 def _part(function: object) -> Field | None:
-    return _made(f"reward_{_name(function)}", REWARD.dtype)
+    return _made(f"reward_{name_of(function)}", REWARD.dtype)
 
 
 def _made(name: str, dtype: str) -> Field | None:
@@ -273,21 +287,6 @@ def _made(name: str, dtype: str) -> Field | None:
         return Field(name, dtype=dtype)
     except ValueError:  # check() says so
         return None
-
-
-def _name(function: object) -> str | None:
-    return getattr(function, "__name__", None)
-
-
-def _where(function: Callable[..., Any]) -> str | None:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else None
-
-
-def _short(value: object) -> str:
-    shortener = reprlib.Repr()
-    shortener.maxstring = shortener.maxother = 100
-    return shortener.repr(value)
 
 
 def _plain(column: Column) -> list[Any]:

@@ -17,6 +17,7 @@ from pipeline.columns import Columns, Ragged
 from pipeline.errors import Problem
 from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, model_problems
 from stages.vocabulary import (
+    MESSAGES,
     PROMPT,
     PROMPT_IDS,
     RESPONSE,
@@ -40,6 +41,7 @@ class Rollout(Stage):
     top_p, top_k  cut the tail off; 1.0 and 0 keep it. The logprobs do not change, so training is slightly off-policy
     stop          texts that end a response besides the model's own end of sequence, each one token
     decode_batch  groups that are decoded together and handed on as soon as they are done; 0 is all of the task
+    chat          prompts are lists of messages (`Prompts(..., chat=True)`), in the chat template of the model
 
     Metrics: `length_mean` (tokens), `truncated` (fraction), `tokens` (mean over decode batches).
     """
@@ -54,16 +56,17 @@ class Rollout(Stage):
     top_k: int = 0
     stop: tuple[str, ...] = ()
     decode_batch: int = 0
+    chat: bool = False
 
     name = "rollout"
     shape = "stream"
-    reads = (PROMPT,)
     writes = (PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED)
     reads_back = (SERVED_WEIGHTS,)
     per = "group"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
+        object.__setattr__(self, "reads", (MESSAGES,) if self.chat else (PROMPT,))
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -96,7 +99,7 @@ class Rollout(Stage):
         async def run(columns: Columns, task: Task) -> AsyncIterator[Output]:
             size = context.group_size
             step = (self.decode_batch or len(task.groups)) * size
-            prompts: Any = columns[PROMPT.name]
+            prompts: Any = columns[self.reads[0].name]
             for start in range(0, len(prompts), step):
                 index = range(start, min(start + step, len(prompts)))
                 yield self._decode(backend, [prompts[i] for i in index], index, task, context)
@@ -110,7 +113,7 @@ class Rollout(Stage):
 
         size = context.group_size
         sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop)
-        prompt_ids = backend.encode(self.model, prompts)
+        prompt_ids = backend.encode(self.model, prompts, chat=self.chat)
         uniforms = uniform(
             context.seed,
             STREAM_ROLLOUT,

@@ -5,17 +5,20 @@ Train(policy, on=learner, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001), lr=1e-6,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
-from itertools import pairwise
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem
-from stages.backends import Engine, Minibatch, Optimization, backend_problems, engine, model_problems
-from stages.logprobs import scoring_problems
+from pipeline.sharding import Dynamic, Packed, Sharding
+from stages.backends import Batch, Engine, Optimization, backend_problems, engine, model_problems, one_shard
+from stages.logprobs import scoring_problems, sharding
+from stages.losses import ClippedLoss, PolicyLoss, loss_problems
+from stages.rollout import Rollout
 from stages.vocabulary import (
     ADVANTAGE,
     PREV_LOGPROBS,
@@ -27,22 +30,15 @@ from stages.vocabulary import (
     TRAINED_WEIGHTS,
 )
 
-AGGREGATIONS = ("token", "sequence")
 SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedLoss:
-    """The clipped policy loss (PPO, arXiv 1707.06347) with an optional KL term (GRPO, arXiv 2402.03300).
-
-    clip         how far the ratio may fall below and rise above 1; (0.2, 0.28) is clip-higher (DAPO, arXiv 2503.14476)
-    kl           weight of the k3 estimate of the divergence from the frozen model; 0 needs no RefLogprobs
-    aggregation  "token": mean over the tokens of the minibatch; "sequence": mean over samples of their token means
-    """
-
-    clip: tuple[float, float] = (0.2, 0.2)
-    kl: float = 0.0
-    aggregation: Literal["token", "sequence"] = "token"
+_COLUMNS = {
+    "prompt_ids": PROMPT_IDS,
+    "response_ids": RESPONSE_IDS,
+    "advantage": ADVANTAGE,
+    "old_logprobs": PREV_LOGPROBS,
+    "rollout_logprobs": ROLLOUT_LOGPROBS,
+    "ref_logprobs": REF_LOGPROBS,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,9 @@ class Train(Stage):
     schedule, warmup              "constant", "linear" or "cosine" over all updates of the run, after a linear rise
                                   over `warmup` updates
     clip_grad                     bound of the gradient's norm; 0 is none
-    microbatch                    samples in one pass, whose gradients add up; 0 is the whole minibatch
+    microbatch                    samples in one pass of a worker, whose gradients add up; 0 is all that it has of a
+                                  minibatch. Dynamic(tokens) puts samples of similar length together, Packed(tokens)
+                                  puts them one after the other into rows without padding
     temperature                   the rollout's
     checkpoint_activations        recompute activations in the backward pass: less memory, more time
 
@@ -61,17 +59,20 @@ class Train(Stage):
     `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat a token); `mismatch_kl`, the k3 estimate between
     the sampler's and the trainer's logprobs of the same weights; `updates`, how many changed the weights; `skipped`,
     how many did not, because their loss or gradient was not finite; `staleness_mean` and `staleness_max`, how many
-    versions older than the trained weights the tokens are.
+    versions older than the trained weights the tokens are; by the correction `is_weight` (mean weight of a token) and
+    `is_changed` (the fraction that was truncated or taken out). `flops` of the forward and backward passes of all
+    ranks, counted from the sequence lengths, `ranks`, `tflops_per_s` of one rank, and `utilization`, their share of
+    what the GPU can do, where that is known.
     """
 
     model: Model
     _: KW_ONLY
     on: WorkerGroup | None = None
-    loss: ClippedLoss = ClippedLoss()
+    loss: PolicyLoss = field(default_factory=ClippedLoss)
     lr: float
     minibatches: int = 1
     epochs: int = 1
-    microbatch: int = 0
+    microbatch: int | Dynamic | Packed = 0
     clip_grad: float = 1.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -86,13 +87,29 @@ class Train(Stage):
     per = "batch"
 
     def __post_init__(self) -> None:
-        reads = (PROMPT_IDS, RESPONSE_IDS, ADVANTAGE, PREV_LOGPROBS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS)
-        object.__setattr__(self, "reads", (*reads, REF_LOGPROBS) if self.loss.kl > 0 else reads)
+        reads: tuple[Field, ...] = (
+            PROMPT_IDS,
+            RESPONSE_IDS,
+            ADVANTAGE,
+            PREV_LOGPROBS,
+            ROLLOUT_LOGPROBS,
+            TOKEN_VERSIONS,
+        )
+        described = isinstance(self.loss, PolicyLoss)  # `check` says what is wrong with anything else
+        object.__setattr__(self, "corrects_off_policy", described and self.loss.corrects_off_policy)
+        if described and self.loss.needs_reference:
+            reads = (*reads, REF_LOGPROBS)
+        object.__setattr__(self, "reads", reads)
 
     @property
     def uses(self) -> tuple[Model, ...]:
         """The model that it trains."""
         return (self.model,)
+
+    @property
+    def sharding(self) -> Sharding:  # type: ignore[override]
+        """Ranks meet once an update, or, with divided weights, once a layer: all have as many microbatches."""
+        return sharding(self.microbatch, minibatches=self.minibatches, equal=True)
 
     @property
     def updates(self) -> Model:
@@ -104,34 +121,40 @@ class Train(Stage):
         yield from backend_problems(self.on)
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
+        yield from loss_problems(self.loss, str(self.location))
         for what, legal, why, fix in self._ranges(max(graph.batch, 1)):
             if not legal:
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
-        if self.on is not None and self.on.workers > 1:
+        yield from self._share_problems(graph)
+        for rollout in graph.stages:
+            longest = self.loss.max_tokens if isinstance(self.loss, PolicyLoss) else None
+            if isinstance(rollout, Rollout) and longest is not None and longest != rollout.max_tokens:
+                yield Problem(
+                    where=str(self.location),
+                    what=f"the loss of {self.name!r} has max_tokens={longest} and {rollout.name!r} "
+                    f"{rollout.max_tokens}",
+                    why="the loss divides by the longest response that is allowed",
+                    fix=f"max_tokens={rollout.max_tokens}",
+                )
+
+    def _share_problems(self, graph: Graph) -> Iterable[Problem]:
+        """Whether every worker gets its part of every minibatch."""
+        replicas = self.on.data_parallel if self.on else 1
+        samples = graph.batch * graph.group_size // max(self.minibatches, 1)
+        whole = isinstance(self.microbatch, int) and samples % replicas
+        if samples < replicas or whole:
             yield Problem(
-                where=str(self.on.location),
-                what=f"stage {self.name!r} runs on {self.on.workers} workers of group {self.on.name!r}",
-                why=f"the backend {self.on.backend!r} trains in one process",
-                fix="workers=1",
+                where=str(self.location),
+                what=f"stage {self.name!r} has minibatches of {samples} samples for {replicas} workers",
+                why="every worker has samples of every minibatch, and with microbatches of samples equally many",
+                fix=f"a number of samples that {replicas} divides, or microbatch=Packed(tokens=...)",
             )
 
     def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
         """(what, whether it is legal, why, fix) of every parameter."""
-        loss, (low, high) = self.loss, self.loss.clip
         yield f"lr={self.lr}", self.lr >= 0, "the learning rate is 0 or more", "lr=1e-6"
-        legal = 0 <= low < 1 and high >= 0
-        yield (
-            f"clip={loss.clip}",
-            legal,
-            "the ratio may fall by less than 1, and no bound is negative",
-            "clip=(0.2, 0.2)",
-        )
-        yield f"kl={loss.kl}", loss.kl >= 0, "the weight of the KL term is 0 (none) or more", "kl=0.0"
-        for name, value, known in (
-            ("aggregation", loss.aggregation, AGGREGATIONS),
-            ("schedule", self.schedule, SCHEDULES),
-        ):
-            yield f"{name}={value!r}", value in known, "known are " + ", ".join(known), f"{name}={known[0]!r}"
+        known, fix = "known are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
+        yield f"schedule={self.schedule!r}", self.schedule in SCHEDULES, known, fix
         yield f"epochs={self.epochs}", self.epochs >= 1, "each batch is used once or more", "epochs=1"
         for name, number, fix in (
             ("warmup", self.warmup, "warmup=0"),
@@ -156,7 +179,7 @@ class TrainRunner:
     """Holds the learner; part of every checkpoint."""
 
     def __init__(self, stage: Train, backend: Engine, context: StageContext) -> None:
-        self.stage, self.group_size = stage, context.group_size
+        self.stage, self.backend, self.ranks = stage, backend, context.ranks
         self.learner = backend.learner(
             stage.model,
             Optimization(
@@ -168,43 +191,57 @@ class TrainRunner:
                 schedule=stage.schedule,
                 warmup=stage.warmup,
                 updates=context.steps * stage.minibatches * stage.epochs,
-                microbatch=stage.microbatch,
                 checkpoint_activations=stage.checkpoint_activations,
             ),
         )
 
     def __call__(self, columns: Columns, task: Task) -> Output:
-        from ops.kl import kl_k3
-
-        stage = self.stage
-        column: dict[str, Any] = dict(columns)
-        batch = Minibatch(
-            column[PROMPT_IDS.name],
-            column[RESPONSE_IDS.name],
-            column[ADVANTAGE.name],
-            column[PREV_LOGPROBS.name],
-            column[REF_LOGPROBS.name] if stage.loss.kl > 0 else None,
-        )
-        groups = len(batch) // self.group_size
-        edges = [groups * i // stage.minibatches * self.group_size for i in range(stage.minibatches + 1)]
+        stage, column = self.stage, dict(columns)
+        given: Any = {attribute: column.get(field.name) for attribute, field in _COLUMNS.items()}
+        batch = Batch(**given)
+        shard = task.shard or one_shard(batch.prompt_ids, batch.response_ids, stage.sharding)
+        start_s = time.monotonic()
         results = [
-            self.learner.update(batch.part(start, stop), stage.loss, temperature=stage.temperature)
+            self.learner.update(batch, stage.loss, temperature=stage.temperature, update=update, packed=shard.packed)
             for _ in range(stage.epochs)
-            for start, stop in pairwise(edges)
-            if stop > start
+            for update in shard.updates
         ]
         done = [result for result in results if not result["skipped"]]
         metrics = {name: sum(result[name] for result in done) / len(done) for name in done[0]} if done else {}
-        mismatch = kl_k3(column[ROLLOUT_LOGPROBS.name].values, batch.old_logprobs.values).mean().item()
-        age = task.step - column[TOKEN_VERSIONS.name].values  # the weights before these updates are version `step`
-        counts = {
-            "updates": float(len(done)),
-            "skipped": float(len(results) - len(done)),
-            "mismatch_kl": mismatch,
-            "staleness_mean": age.float().mean().item(),
-            "staleness_max": float(age.max()),
-        }
+        counts = {"updates": float(len(done)), "skipped": float(len(results) - len(done))}
+        counts |= self._ages(batch, column[TOKEN_VERSIONS.name], task) | self._work(batch, time.monotonic() - start_s)
         return Output(metrics=metrics | counts, weights=(task.step + 1, ""))
+
+    def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
+        """How far the sampler and its samples are from the weights that are trained, over all ranks."""
+        from ops.kl import kl_k3
+
+        assert batch.rollout_logprobs is not None
+        age = task.step - versions.values  # the weights before these updates are version `step`
+        totals = self.ranks.totals(
+            {
+                "tokens": float(len(age)),
+                "mismatch_kl": kl_k3(batch.rollout_logprobs.values, batch.old_logprobs.values).sum().item(),
+                "staleness_mean": float(age.sum()),
+                "staleness_max": float(age.max()),
+            },
+            largest=("staleness_max",),
+        )
+        tokens = totals.pop("tokens")
+        return {name: value if name == "staleness_max" else value / tokens for name, value in totals.items()}
+
+    def _work(self, batch: Batch, taken_s: float) -> dict[str, float]:
+        """What was computed, and how fast, over all ranks; nothing for a model whose operations are not known."""
+        stage = self.stage
+        flops = self.backend.training_flops(stage.model, batch.prompt_ids, batch.response_ids)
+        if flops is None:
+            return {}
+        total = self.ranks.totals({"flops": stage.epochs * flops, "s": taken_s}, largest=("s",))
+        ranks = self.ranks.layout.data
+        tflops_per_s = total["flops"] / total["s"] / ranks / 1e12
+        peak = self.backend.peak_tflops()
+        work = {"flops": total["flops"], "ranks": float(ranks), "tflops_per_s": tflops_per_s}
+        return work | ({"utilization": tflops_per_s / peak} if peak else {})
 
     def save(self, folder: Path) -> None:
         """Weights and optimizer, into a folder that exists."""

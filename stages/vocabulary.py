@@ -4,13 +4,17 @@ from pipeline import Field
 
 PROMPT = Field("prompt", dtype="str")
 ANSWER = Field("answer", dtype="str")
+MESSAGES = Field("messages", dtype="str")  # JSON text: a list of {"role": ..., "content": ...}
+DATASET = Field("dataset", dtype="str")  # the name of the source that a prompt came from
 PROMPT_IDS = Field("prompt_ids", dtype="int64", dims="N P", unit="token", low=0)
 RESPONSE = Field("response", dtype="str")
 RESPONSE_IDS = Field("response_ids", dtype="int64", dims="N T", unit="token", low=0)
 TOKEN_VERSIONS = Field("token_versions", dtype="int32", dims="N T", unit="version", low=0)
 ROLLOUT_LOGPROBS = Field("rollout_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
 TRUNCATED = Field("truncated", dtype="bool")
+MODEL_REWARD = Field("model_reward", dtype="float32")
 REWARD = Field("reward", dtype="float32")
+KEPT = Field("kept", dtype="bool")
 PREV_LOGPROBS = Field("prev_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
 REF_LOGPROBS = Field("ref_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
 ADVANTAGE = Field("advantage", dtype="float32")

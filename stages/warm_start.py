@@ -43,7 +43,8 @@ class Supervised:
         import torch
 
         from ops.logprobs import selected_logprobs
-        from stages.backends.torch.score import response_logits
+        from pipeline.sharding import Microbatch
+        from stages.backends.torch.score import predict
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
         right: deque[float] = deque(maxlen=WINDOW)
@@ -51,9 +52,9 @@ class Supervised:
             pairs = [self.source.train(step * self.batch + i, order=seed) for i in range(self.batch)]
             prompts = _encode(tokenizer, [prompt for prompt, _ in pairs], closing=[])
             answers = _encode(tokenizer, [answer for _, answer in pairs], closing=[tokenizer.eos_token_id])
-            logits_NTV, ids_NT, real_NT = response_logits(
-                model, prompts, answers, temperature=1.0, pad=tokenizer.pad_token_id
-            )
+            all_of_it = Microbatch(tuple(range(self.batch)), max(prompts.lengths), max(answers.lengths))
+            made = predict(model, prompts, answers, all_of_it, temperature=1.0, pad=tokenizer.pad_token_id)
+            logits_NTV, ids_NT, real_NT = made.logits, made.ids, made.mask_NT
             # Where every argmax is right given the answer so far, greedy decoding gives exactly this answer.
             right.append(((logits_NTV.argmax(-1) == ids_NT) | ~real_NT).all(1).float().mean().item())
             if self.until is not None and len(right) == WINDOW and fmean(right) >= self.until:

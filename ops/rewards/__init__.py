@@ -3,9 +3,33 @@
     def brevity(response: str) -> float:
         return 1.0 / (1 + len(response))
 
-`ops.rewards.text` has those that compare texts.
+What has parameters of its own is a frozen dataclass that is called like a function, such as `Overlong`. `text` compares
+texts, `number` final numbers, `symbolic` mathematics; `layout` looks at tags and boxes, `length` at tokens.
 """
 
-from ops.rewards.text import digit_match, exact_match
+from ops.rewards.batched import SampleError, batched
+from ops.rewards.layout import boxed, last_boxed, tagged
+from ops.rewards.length import Overlong, overlong_penalty
+from ops.rewards.model import model_reward
+from ops.rewards.number import final_number, gsm8k_match, number_match
+from ops.rewards.symbolic import MathVerify, math_verify
+from ops.rewards.text import digit_match, exact_match, regex_match
 
-__all__ = ["digit_match", "exact_match"]
+__all__ = [
+    "MathVerify",
+    "Overlong",
+    "SampleError",
+    "batched",
+    "boxed",
+    "digit_match",
+    "exact_match",
+    "final_number",
+    "gsm8k_match",
+    "last_boxed",
+    "math_verify",
+    "model_reward",
+    "number_match",
+    "overlong_penalty",
+    "regex_match",
+    "tagged",
+]

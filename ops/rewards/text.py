@@ -1,6 +1,14 @@
-"""Rewards that compare texts. Surrounding white space never counts."""
+"""Rewards that compare texts. Surrounding white space never counts.
+
+Reward(exact_match)
+Reward(regex_match(r"answer is (\\w+)", group=1))
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -17,3 +25,73 @@ def digit_match(response: str, answer: str) -> float:
     longest = max(len(response), len(answer))
     right = sum(given == expected for given, expected in zip(response, answer))
     return right / longest if longest else 1.0
+
+
+def regex_match(pattern: str, group: int | str | None = None, *, name: str = "regex_match") -> Callable[..., float]:
+    """A reward made of a regular expression (the syntax of `re`, searched for anywhere in the response).
+
+    Without `group`: 1.0 where the pattern is found; reads `response`. With `group`: 1.0 where that group of the *last*
+    match is the answer, white space aside; reads `response` and `answer`. `name` tells two of them apart.
+    """
+    return _Found(pattern, name=name) if group is None else _FoundAnswer(pattern, group, name=name)
+
+
+@dataclass(frozen=True)
+class _Found:
+    pattern: str
+    _: KW_ONLY
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, response: str) -> float:
+        return float(re.search(self.pattern, response) is not None)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """What is wrong with the description: what, why, fix."""
+        yield from _pattern_problems(self.pattern)
+
+
+@dataclass(frozen=True)
+class _FoundAnswer:
+    pattern: str
+    group: int | str
+    _: KW_ONLY
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, response: str, answer: str) -> float:
+        found = [match.group(self.group) or "" for match in re.finditer(self.pattern, response)]
+        return float(bool(found) and found[-1].strip() == answer.strip())
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """What is wrong with the description: what, why, fix."""
+        broken = list(_pattern_problems(self.pattern))
+        yield from broken
+        if broken:
+            return
+        compiled = re.compile(self.pattern)
+        known = [*range(compiled.groups + 1), *compiled.groupindex]
+        if isinstance(self.group, bool) or self.group not in known:
+            yield (
+                f"regex_match has group={self.group!r} and the pattern {self.pattern!r} the groups "
+                + ", ".join(map(repr, known)),
+                "the group is what is compared with the answer",
+                "group=" + repr(known[min(1, len(known) - 1)]),
+            )
+
+
+def _pattern_problems(pattern: str) -> Iterator[tuple[str, str, str]]:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        yield (
+            f"regex_match cannot read the pattern {pattern!r}: {error}",
+            "it is a regular expression of Python's re",
+            r"a pattern such as r'answer is (\d+)'",
+        )

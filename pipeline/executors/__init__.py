@@ -7,13 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from pipeline.data_plane import DataPlane
+from pipeline.errors import Problem, StageError
 from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
-from pipeline.plan import Plan
+from pipeline.plan import Plan, PlannedStage
 from pipeline.stage import Task
 from pipeline.trace import Placed
-from pipeline.worker import TaskResult, WorkerSettings
+from pipeline.worker import SHARD, TaskResult, WorkerSettings
 
 
 class Executor(Protocol):
@@ -45,6 +48,30 @@ class Executor(Protocol):
         """End workers and data plane. Idempotent; also after a failed start."""
 
 
+def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) -> list[KVBatchMeta]:
+    """The handle of each data-parallel replica: its samples, and with them how it cuts them into microbatches.
+
+    This is the one place where a batch is divided. Raises StageError where it cannot be.
+    """
+    assert stage.sharding is not None
+    try:
+        made = stage.sharding.shards(meta.lengths, replicas)
+    except ValueError as error:
+        raise StageError(
+            Problem(
+                where=stage.where,
+                what=f"the batch of stage {stage.name!r} at step {task.step + 1} cannot be divided: {error}",
+                why="every data-parallel worker gets a share, in microbatches within the budget",
+                fix="a larger budget, shorter responses, or other numbers of workers and minibatches",
+            )
+        ) from error
+    handles = []
+    for shard in made:
+        part = meta.reorder(shard.index)
+        handles.append(msgspec.structs.replace(part, extra_info=part.extra_info | {SHARD: msgspec.to_builtins(shard)}))
+    return handles
+
+
 def parts(task: Task, workers: int, per: str) -> list[Task]:
     """A task divided over the workers of its group, whole groups each; a `per` batch task goes to the first whole."""
     if workers == 1 or per == "batch" or len(task.groups) < 2:
@@ -55,3 +82,34 @@ def parts(task: Task, workers: int, per: str) -> list[Task]:
         Task(stage=task.stage, step=task.step, groups=task.groups[a:b], attempt=task.attempt, version=task.version)
         for a, b in pairwise(edges)
     ]
+
+
+def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
+    """What several ranks report of one task, as one result: the first error, all handles, the mean of metrics.
+
+    Metrics are weighted by samples. A refit that leaves the ranks with different weights is an error.
+    """
+    if len(results) == 1:
+        return results[0]
+    samples = sum(result.samples for result in results)
+    whole = TaskResult(task=task, samples=samples)
+    acknowledged = {result.weights for result in results if result.weights}
+    for result in results:
+        whole.handles += result.handles
+        whole.events += result.events
+        whole.error = whole.error or result.error
+        share = result.samples / samples if samples else 1 / len(results)
+        for name, value in result.metrics.items():
+            whole.metrics[name] = whole.metrics.get(name, 0.0) + share * value
+    if len(acknowledged) > 1 and not whole.error:
+        told = ", ".join(f"version {version} {sha256[:12]}" for version, sha256 in sorted(acknowledged))
+        whole.error = StageError(
+            Problem(
+                where=f"stage {task.stage!r}, step {task.step + 1}",
+                what=f"its workers acknowledge different weights: {told}",
+                why="all workers of a group hold the same model",
+                fix="resume from the last checkpoint; if it comes again, the transfer is broken",
+            )
+        )
+    whole.weights = next(iter(acknowledged), None)
+    return whole

@@ -1,6 +1,7 @@
 """Runs a graph in this process: one worker a worker group, one task after the other, columns in memory.
 
-The tasks of a step run in the order of submission, so a run is as deterministic as a hand-written loop.
+A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. The tasks
+of a step run in the order of submission, so a run is as deterministic as a hand-written loop.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, Literal
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.executors import shards
 from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
-from pipeline.plan import Plan, with_samples, worker_groups
+from pipeline.plan import Plan, PlannedStage, with_samples, worker_groups
 from pipeline.stage import Task
 from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
@@ -31,12 +33,12 @@ class LocalExecutor:
         self.plane: DataPlane = MemoryPlane()
         self._queue: deque[tuple[Task, KVBatchMeta | None]] = deque()
         self._workers: dict[str, Worker] = {}
-        self._groups_of: dict[str, tuple[str, ...]] = {}
+        self._planned: dict[str, PlannedStage] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         stages = with_samples(graph)
         by_name = {stage.name: stage for stage in stages}
-        self._groups_of = {stage.name: stage.groups for stage in plan.stages}
+        self._planned = {stage.name: stage for stage in plan.stages}
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for placed in plan.groups:
             hosted = [by_name[name] for name in placed.stages]
@@ -56,10 +58,12 @@ class LocalExecutor:
             time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can change anything now
             return []
         task, meta = self._queue.popleft()
-        groups = self._groups_of[task.stage]
-        if len(groups) == 1:
-            return [self._workers[groups[0]].run(task, meta)]
-        source, target = (self._workers[name] for name in groups)
+        stage = self._planned[task.stage]
+        if stage.shape != "transfer":
+            if stage.sharding and meta is not None:
+                (meta,) = shards(stage, task, meta, replicas=1)
+            return [self._workers[stage.groups[0]].run(task, meta)]
+        source, target = (self._workers[name] for name in stage.groups)
         meeting = _Meeting()
         sent = source.transfer(task, meeting.end("source"))
         if sent.error:

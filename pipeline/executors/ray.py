@@ -11,8 +11,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -29,16 +30,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
 from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
-from pipeline.executors import parts
+from pipeline.executors import merged, parts, shards
 from pipeline.graph import HOST, Graph, WorkerGroup
 from pipeline.meta import KVBatchMeta
-from pipeline.plan import Plan, with_samples, worker_groups
+from pipeline.plan import PlacedGroup, Plan, PlannedStage, with_samples, worker_groups
+from pipeline.ranks import Layout
 from pipeline.stage import Task
 from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
 CLOSE_DEADLINE_S = 10.0
+EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
 DATA_PLANE_CPUS = 2  # TransferQueue's controller and its storage unit ask for one each
 
@@ -60,30 +63,37 @@ class RayExecutor:
         self._owns_ray = False
         self._actors: dict[str, list[Any]] = {}
         self._placement_groups: list[Any] = []
-        self._planned: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._pending: dict[ray.ObjectRef, tuple[Task, str, list[ray.ObjectRef]]] = {}
+        self._planned: dict[str, PlannedStage] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._pending: dict[ray.ObjectRef, _Running] = {}
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         self._connect(plan)
-        self._planned = {stage.name: (stage.groups, stage.per) for stage in plan.stages}
+        self._planned = {stage.name: stage for stage in plan.stages}
         stages = with_samples(graph)
         by_name = {stage.name: stage for stage in stages}
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
         blob_of_all = cloudpickle.dumps(tuple(stages))
-        setups = []
+        setups: list[ray.ObjectRef] = []
+        joins: list[ray.ObjectRef] = []
         for placed in sorted(plan.groups, key=lambda group: group.name != HOST):  # the host group has one node only
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
-            self._actors[placed.name] = self._place(groups[placed.name], hosted, blob_of_all, settings)
-            setups += [actor.setup.remote() for actor in self._actors[placed.name]]
+            actors = self._actors[placed.name] = self._place(groups[placed.name], hosted, blob_of_all, settings)
+            self._layouts[placed.name] = Layout.of(groups[placed.name])
+            if self._ranks_meet(placed, plan.stages):
+                meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
+                joins += [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
+            setups += [actor.setup.remote() for actor in actors]
         here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
         self.plane = TransferQueuePlane.create(  # while the models load
             trusted_network=self._trusted_network, storage_resource=here
         )
         actors = [actor for group in self._actors.values() for actor in group]
+        self._get_all(joins, "meet the other ranks of their group")
         self._get_all(setups, "set up")
         placed_at = self._get_all(
             [actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane"
@@ -93,23 +103,30 @@ class RayExecutor:
         return placed_at
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
-        names, per = self._planned[task.stage]
-        if len(names) == 2:
-            source, target = (self._actors[name][0] for name in names)
-            payload, sent = source.send.options(num_returns=2).remote(task)
-            received = target.receive.remote(task, payload)
-            self._pending[received] = (task, names[1], [sent])
+        stage = self._planned[task.stage]
+        if stage.shape == "transfer":
+            source, target = stage.groups
+            sends = [actor.send.options(num_returns=2).remote(task) for actor in self._actors[source]]
+            payload = sends[0][0]
+            received = [actor.receive.remote(task, payload) for actor in self._actors[target]]
+            self._follow(_Running(task, target, leading=received, others=[sent for _, sent in sends]))
             return
-        actors = self._actors[names[0]]
-        for rank, part in enumerate(parts(task, len(actors), per)):
+        name = stage.groups[0]
+        layout = self._layouts[name]
+        if stage.sharding and meta is not None:
+            handles = shards(stage, task, meta, layout.data)
+            refs = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
+            leading, others = [ref for ref, *_ in refs], [ref for _, *rest in refs for ref in rest]
+            self._follow(_Running(task, name, leading, others))
+            return
+        for replica, part in enumerate(parts(task, layout.data, stage.per)):
             share = meta
             if meta is not None and len(part.groups) < len(task.groups):
                 size = len(meta) // len(task.groups)
                 first = task.groups.index(part.groups[0])
                 share = meta.slice(first * size, (first + len(part.groups)) * size)
-            cleared = self._cleared.pop(f"{names[0]}.{rank}", [])
-            ref = actors[rank].run.remote(part, share.encode() if share is not None else None, cleared)
-            self._pending[ref] = (part, names[0], [])
+            leader, *others = self._call(name, replica, part, share)
+            self._follow(_Running(part, name, [leader], others))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         if not self._pending:
@@ -118,10 +135,11 @@ class RayExecutor:
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s, fetch_local=True)
         if ready:  # whatever else is there already comes along
             ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-        return [self._result(ref) for ref in ready]
+        return [result for ref in ready if (result := self._result(ref))]
 
     def save(self, folder: Path) -> None:
-        self._get_all([group[0].save.remote(folder) for group in self._actors.values()], f"save {folder.name}")
+        actors = [actor for group in self._actors.values() for actor in group]
+        self._get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}")
 
     def cleared(self, rows: Sequence[str]) -> None:
         for name, actors in self._actors.items():
@@ -209,6 +227,8 @@ class RayExecutor:
         variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         if group.threads:
             variables["OMP_NUM_THREADS"] = str(group.threads)
+        if ray.util.get_node_ip_address() == LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
         return [
             _Actor.options(  # type: ignore[attr-defined]
                 num_cpus=group.cpus,
@@ -240,19 +260,55 @@ class RayExecutor:
                 raise answer
         return answers
 
-    def _result(self, ref: ray.ObjectRef) -> TaskResult:
-        task, group, others = self._pending.pop(ref)
+    @staticmethod
+    def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
+        """Whether the workers of a group exchange anything: they share a batch, or hold a model together."""
+        return group.workers > 1 and (
+            group.model_parallel > 1 or any(stage.sharding for stage in stages if stage.name in group.stages)
+        )
+
+    def _call(self, group: str, replica: int, task: Task, meta: KVBatchMeta | None) -> list[ray.ObjectRef]:
+        """Have every rank of a replica run the task; the leader's result comes first."""
+        handle = meta.encode() if meta is not None else None
+        return [
+            self._actors[group][rank].run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", []))
+            for rank in self._layouts[group].siblings(replica)
+        ]
+
+    def _follow(self, running: _Running) -> None:
+        self._pending |= dict.fromkeys([*running.leading, *running.others], running)
+
+    def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
+        """What a task has come to, once all of its ranks have answered or the first one failed; None until then."""
+        running = self._pending.pop(ref)
+        task = running.task
         try:
-            result: TaskResult = ray.get(ref, timeout=START_DEADLINE_S)
-            for other in others:
-                sent: TaskResult = ray.get(other, timeout=START_DEADLINE_S)
-                result.events[:0] = sent.events
-                result.metrics = sent.metrics | result.metrics
-                result.error = sent.error or result.error
+            running.results[ref] = result = ray.get(ref, timeout=START_DEADLINE_S)
         except RayError as error:
-            return TaskResult(
-                task=task, error=_lost(f"finish {task.stage!r} at step {task.step + 1} on {group!r}", error)
-            )
+            doing = f"finish {task.stage!r} at step {task.step + 1} on {running.group!r}"
+            return TaskResult(task=task, error=_lost(doing, error))
+        if result.error:  # the other ranks may wait for this one; the run ends before their deadline does
+            return result
+        return running.whole() if len(running.results) == len(running.leading) + len(running.others) else None
+
+
+@dataclass
+class _Running:
+    """A task on its way: the calls whose results count, and those that only must not fail."""
+
+    task: Task
+    group: str
+    leading: list[ray.ObjectRef]
+    others: list[ray.ObjectRef]
+    results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
+
+    def whole(self) -> TaskResult:
+        """The result of the task; all calls have answered."""
+        result = merged(self.task, [self.results[ref] for ref in self.leading])
+        others = [self.results[ref] for ref in self.others]
+        result.events = [event for other in others for event in other.events] + result.events
+        for other in others:
+            result.metrics = other.metrics | result.metrics
         return result
 
 
@@ -282,6 +338,13 @@ class _Actor:
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
         group, mine = cloudpickle.loads(hosted)
         self._worker = Worker(group, rank, mine, cloudpickle.loads(stages), settings)
+
+    def meeting_point(self, deadline_s: float) -> tuple[str, int]:
+        host = ray.util.get_node_ip_address()
+        return host, self._worker.meeting_point(host, deadline_s)
+
+    def join(self, meeting: tuple[str, int], deadline_s: float) -> None:
+        self._worker.join(*meeting, deadline_s)
 
     def setup(self) -> SluiceError | None:
         return self._worker.setup()

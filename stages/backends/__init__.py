@@ -19,29 +19,33 @@ from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.errors import Problem
 from stages.backends.interface import (
     STREAM_ROLLOUT,
+    Batch,
     Engine,
     Generation,
     Learner,
-    Minibatch,
     Optimization,
     Sampling,
     cut,
+    one_shard,
+    part,
 )
 
 __all__ = [
     "BACKENDS",
     "STREAM_ROLLOUT",
     "Backend",
+    "Batch",
     "Engine",
     "Generation",
     "Learner",
-    "Minibatch",
     "Optimization",
     "Sampling",
     "backend_problems",
     "cut",
     "engine",
     "model_problems",
+    "one_shard",
+    "part",
 ]
 
 
@@ -98,6 +102,20 @@ def backend_problems(group: WorkerGroup | None) -> Iterator[Problem]:
             fix="backend=" + " or ".join(repr(name) for name in models),
         )
         return
+    if group.model_parallel > 1:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} holds a model on {group.model_parallel} workers together",
+            why=f"the backend {group.backend!r} has a whole model a worker, or a share of each layer (fully_sharded)",
+            fix="tensor_parallel=1, context_parallel=1, pipeline_parallel=1",
+        )
+    if group.fully_sharded and group.data_parallel < 2:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} is fully_sharded and has {group.workers} worker",
+            why="weights are divided over data-parallel workers",
+            fix="workers=2 or more, or fully_sharded=False",
+        )
     if group.gpus > group.workers:
         yield Problem(
             where=where,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import Model
-from pipeline.columns import Ragged
+from pipeline.columns import Ragged, take
+from pipeline.sharding import Shard, Sharding, Update
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,31 +65,33 @@ class Optimization:
     schedule: str = "constant"
     warmup: int = 0
     updates: int = 0
-    microbatch: int = 0
     checkpoint_activations: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Minibatch:
-    """What one update is made of. `old_logprobs` divide the ratio; `ref_logprobs` are the frozen model's."""
+class Batch:
+    """The samples that updates are made of. `old_logprobs` divide the ratio; `rollout_logprobs` are the sampler's, for
+    a correction, and `ref_logprobs` the frozen model's, for a KL term."""
 
     prompt_ids: Ragged
     response_ids: Ragged
     advantage: torch.Tensor
     old_logprobs: Ragged
+    rollout_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
-    def part(self, start: int, stop: int) -> Minibatch:
-        """Samples `start` to `stop`, as views."""
-        return Minibatch(
-            cut(self.prompt_ids, start, stop),
-            cut(self.response_ids, start, stop),
-            self.advantage[start:stop],
-            cut(self.old_logprobs, start, stop),
-            None if self.ref_logprobs is None else cut(self.ref_logprobs, start, stop),
+    def at(self, samples: Sequence[int]) -> Batch:
+        """The samples at these ascending positions; views, where they are consecutive."""
+        return Batch(
+            part(self.prompt_ids, samples),
+            part(self.response_ids, samples),
+            self.advantage[list(samples)],
+            part(self.old_logprobs, samples),
+            None if self.rollout_logprobs is None else part(self.rollout_logprobs, samples),
+            None if self.ref_logprobs is None else part(self.ref_logprobs, samples),
         )
 
 
@@ -99,14 +102,33 @@ def cut(column: Ragged, start: int, stop: int) -> Ragged:
     return Ragged(column.values[first : first + sum(lengths)], lengths)
 
 
-class Learner(Protocol):
-    """The model that is trained, with its optimizer."""
+def part(column: Ragged, samples: Sequence[int]) -> Ragged:
+    """The samples at these ascending positions; a view, where they are consecutive."""
+    first, last = samples[0], samples[-1]
+    if last - first == len(samples) - 1:
+        return cut(column, first, last + 1)
+    return take(column, samples)  # type: ignore[return-value]
 
-    def update(self, batch: Minibatch, loss: Any, *, temperature: float) -> dict[str, float]:
-        """One optimizer update. Returns loss, kl, clip_fraction, ratio_max, grad_norm, lr, entropy, skipped."""
+
+def one_shard(prompt_ids: Ragged, response_ids: Ragged, sharding: Sharding | None = None) -> Shard:
+    """The shard of a worker that has the whole batch."""
+    lengths = {"P": prompt_ids.lengths, "T": response_ids.lengths}
+    return (sharding or Sharding()).shards(lengths, ranks=1)[0]
+
+
+class Learner(Protocol):
+    """The model that is trained, with its optimizer. With several ranks, each has its share of the batch and all call
+    every method together."""
+
+    def update(self, batch: Batch, loss: Any, *, temperature: float, update: Update, packed: bool) -> dict[str, float]:
+        """One optimizer update from the microbatches of `update`, which are positions in `batch`.
+
+        Returns, alike on all ranks: loss, clip_fraction, ratio_max, grad_norm, lr, entropy, skipped, and, by the loss,
+        kl and the metrics of its correction.
+        """
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer state, exact to the bit."""
+        """Weights and optimizer state, exact to the bit. Rank 0 writes."""
 
     def restore(self, folder: Path) -> None:
         """What `save` wrote. Raises CheckpointError where the files are not whole."""
@@ -119,8 +141,8 @@ class Engine(Protocol):
     frozen one. They start equal.
     """
 
-    def encode(self, model: Model, texts: Sequence[str]) -> Ragged:
-        """Token ids of each text."""
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
+        """Token ids of each text; with `chat`, of each list of messages, as JSON, in the model's chat template."""
 
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
@@ -129,15 +151,32 @@ class Engine(Protocol):
         """Responses of the served copy. `uniforms` [N, max_tokens] in (0, 1) choose the tokens; greedy needs none."""
 
     def score(
-        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, temperature: float, microbatch: int
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
     ) -> Ragged:
-        """Logprobs of the response tokens: of the trained copy, or of a frozen model's frozen one."""
+        """Logprobs of the response tokens: of the trained copy, or of a frozen model's frozen one. The shard cuts the
+        samples into microbatches."""
+
+    def reward(
+        self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
+    ) -> torch.Tensor:
+        """The scores [N] of a reward model, float32 on the CPU; of torch only. The first call for a model loads it,
+        also one without samples."""
+
+    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
+        """Floating point operations of a forward and a backward pass over these samples, without padding and
+        recomputation; None for an architecture whose operations are not known."""
+
+    def peak_tflops(self) -> float | None:
+        """What this worker's device can do, dense in bfloat16; None where that is not known."""
 
     def learner(self, model: Model, optimization: Optimization) -> Learner:
         """The trained copy with an optimizer. One a model."""
 
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """The trained copy's weights on the CPU, by name; a tied tensor once. A snapshot: later updates do not show."""
+        """The trained copy's weights on the CPU, by name; a tied tensor once. A snapshot: later updates do not show.
+
+        All ranks call it together.
+        """
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """The same of the served copy."""

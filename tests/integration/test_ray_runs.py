@@ -139,6 +139,7 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
     """One round trip, however many shards: 32 calls are on their way when submit returns."""
     from pipeline.executors.ray import RayExecutor
     from pipeline.meta import KVBatchMeta
+    from pipeline.ranks import Layout
     from pipeline.stage import Task
 
     calls = []
@@ -154,7 +155,10 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
 
     executor = RayExecutor()
     executor._actors["rewards"] = [Remote(rank) for rank in range(32)]
-    executor._planned["reward"] = (("rewards",), "sample")
+    executor._layouts["rewards"] = Layout(data=32)
+    described = load(HERE.parents[1] / "graphs/quickstart.py").build({})
+    reward = plan(described)[0].stage("reward")
+    executor._planned["reward"] = msgspec.structs.replace(reward, groups=("rewards",), per="sample")
     groups = tuple(range(64))
     keys = tuple(sample_key(group, i) for group in groups for i in range(3))
     handle = KVBatchMeta(keys=keys, partition_id="p", fields=("response",))

@@ -1,11 +1,15 @@
-"""The advantage stage: whole groups in, advantages and metrics out."""
+"""Advantages: the formulas against numbers worked out by hand, and the stage that applies them."""
+
+import math
 
 import cloudpickle
 import pytest
 import torch
 
+from ops.advantage import group_relative, leave_one_out, mean_centred, zero_spread_groups
 from pipeline import Graph, Schedule, Stage, StageContext, Task, WorkerGroup
-from stages.advantage import Advantage
+from pipeline.columns import Ragged
+from stages.advantage import KINDS, Advantage
 from stages.prompts import Prompts
 from stages.tasks import Generated
 
@@ -20,10 +24,12 @@ def graph(*stages):
     return Graph(name="g", source=Prompts(Generated()), stages=stages, schedule=Schedule(steps=1))
 
 
-def run(stage, rewards, group_size):
+def run(stage, rewards, group_size, **columns):
     context = StageContext(group=WorkerGroup("host"), rank=0, seed=0, group_size=group_size, run_dir=None, shared={})
     groups = tuple(range(len(rewards) // group_size))
-    return stage.setup(context)({"reward": torch.tensor(rewards)}, Task(stage="advantage", step=0, groups=groups))
+    return stage.setup(context)(
+        {"reward": torch.tensor(rewards), **columns}, Task(stage="advantage", step=0, groups=groups)
+    )
 
 
 def test_advantages_and_metrics():
@@ -39,18 +45,92 @@ def test_eps_is_added_to_the_standard_deviation():
     torch.testing.assert_close(out.columns["advantage"], torch.tensor([-0.5, 0.5]) / (0.5**0.5 + 0.5))
 
 
-def test_a_group_of_one_gives_zero_and_is_counted():
-    out = run(Advantage(), [3.0, 4.0], 1)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("group_relative", [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
+        ("rloo", [-3.0, 0.0, 3.0, 0.0, 0.0, 0.0]),
+        ("dr_grpo", [-2.0, 0.0, 2.0, 0.0, 0.0, 0.0]),
+        ("reward", [1.0, 3.0, 5.0, 0.1, 0.1, 0.1]),
+    ],
+)
+def test_kinds(kind, expected):
+    out = run(Advantage(kind), [1.0, 3.0, 5.0, 0.1, 0.1, 0.1], 3)
+    torch.testing.assert_close(out.columns["advantage"], torch.tensor(expected), rtol=1e-6, atol=0)
+    assert out.columns["advantage"].dtype == torch.float32
+    assert out.metrics["zero_spread"] == 0.5
+
+
+def test_kinds_are_all_tried():
+    assert KINDS == ("group_relative", "rloo", "dr_grpo", "reward")
+
+
+def test_rloo_is_the_reward_minus_the_mean_of_the_others():
+    rewards = [0.3, -1.0, 2.5, 0.7]
+    found = leave_one_out(torch.tensor(rewards, dtype=torch.float64), 4)
+    others = [rewards[:i] + rewards[i + 1 :] for i in range(4)]
+    expected = [reward - sum(rest) / 3 for reward, rest in zip(rewards, others)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_group_of_one_gives_zero_and_is_counted(kind):
+    out = run(Advantage(kind), [3.0, 4.0], 1)
     assert out.columns["advantage"].tolist() == [0.0, 0.0]
     assert out.metrics["zero_spread"] == 1.0
 
 
-def test_a_group_does_not_depend_on_the_groups_beside_it():
+@pytest.mark.parametrize("formula", [group_relative, leave_one_out, mean_centred])
+def test_equal_rewards_give_exactly_zero(formula):
+    equal = torch.full((7,), 0.1)
+    assert (equal - equal.mean()).any(), "their mean, rounded, is another number"
+    assert formula(equal, 7).tolist() == [0.0] * 7
+    assert formula(torch.zeros(0), 7).tolist() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_does_not_depend_on_the_groups_beside_it(kind):
     torch.manual_seed(0)
     rewards = torch.rand(24).tolist()
-    together = run(Advantage(), rewards, 3).columns["advantage"]
-    alone = [run(Advantage(), rewards[i : i + 3], 3).columns["advantage"] for i in range(0, 24, 3)]
-    assert torch.equal(together, torch.cat(alone))
+    lengths = torch.randint(1, 40, (24,)).tolist()
+    prev, ref = (Ragged(-torch.rand(sum(lengths)), tuple(lengths)) for _ in range(2))
+
+    def advantages(first, last):
+        rows = {
+            name: Ragged.of(column.rows()[first:last])
+            for name, column in (("prev_logprobs", prev), ("ref_logprobs", ref))
+        }
+        return run(Advantage(kind, kl=0.1), rewards[first:last], 3, **rows).columns["advantage"]
+
+    assert torch.equal(advantages(0, 24), torch.cat([advantages(i, i + 3) for i in range(0, 24, 3)]))
+
+
+def test_the_divergence_is_subtracted_from_the_reward():
+    prev = Ragged(torch.tensor([-1.0, -2.0, -0.5, -1.0]), (3, 1))
+    ref = Ragged(torch.tensor([-2.0, -2.5, -1.0, -0.5]), (3, 1))
+    out = run(Advantage("reward", kl=0.5), [1.0, 1.0], 2, prev_logprobs=prev, ref_logprobs=ref)
+    assert out.columns["advantage"].tolist() == [1.0 - 0.5 * 2.0, 1.0 + 0.5 * 0.5]
+    assert out.metrics == {"kl_in_reward": 0.75, "zero_spread": 0.0, "abs_mean": 0.625}
+
+
+def test_the_divergence_reads_both_logprobs():
+    assert [field.name for field in Advantage(kl=0.1).reads] == ["reward", "prev_logprobs", "ref_logprobs"]
+    assert [field.name for field in Advantage().reads] == ["reward"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: leave_one_out(torch.zeros(5), 2), "not whole groups of 2"),
+        (lambda: mean_centred(torch.zeros(4), 0), "not whole groups of 0"),
+        (lambda: group_relative(torch.zeros(2, 2), 2), "not whole groups of 2"),
+        (lambda: leave_one_out(torch.zeros(4, dtype=torch.int64), 2), "torch.int64, not floating-point"),
+        (lambda: zero_spread_groups(torch.zeros(3), 2), "not whole groups of 2"),
+    ],
+)
+def test_bad_rewards_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_description():
@@ -64,13 +144,17 @@ def test_description():
 
 
 def test_problems():
-    stage = Advantage("gae", eps=0)
-    kind, eps = stage.check(graph(Maker(), stage))
+    stage = Advantage("gae", eps=0, kl=-1)
+    kind, eps, kl = stage.check(graph(Maker(), stage))
     assert str(kind) == (
-        f"{stage.location}: unknown kind of advantage 'gae'; known kinds are group_relative. "
+        f"{stage.location}: unknown kind of advantage 'gae'; known kinds are group_relative, rloo, dr_grpo, reward. "
         'Fix: write Advantage("group_relative")'
     )
     assert eps.what == "eps=0"
-    (warning,) = Advantage().check(graph())
+    assert str(kl).endswith("kl=-1; the weight of the divergence in the reward is 0 (none) or more. Fix: write kl=0.0")
+    for bad in ("0.1", None, True, math.inf, math.nan):
+        assert [problem.what for problem in Advantage(kl=bad).check(graph(Maker()))] == [f"kl={bad!r}"]
+    (warning,) = Advantage("rloo").check(graph())
     assert warning.warning
     assert "one sample" in warning.what
+    assert list(Advantage("reward").check(graph())) == []

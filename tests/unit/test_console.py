@@ -133,7 +133,7 @@ def test_on_a_terminal_the_line_is_rewritten_unless_plain_lines_are_asked_for(ca
 def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated):
     progress = Progress(made(), 0)
     progress.last = METRICS
-    progress.evaluations = [(0, 0.125), (3, 0.75)] if evaluated else []
+    progress.evaluations, progress.measure = [(0, 0.125), (3, 0.75)] if evaluated else [], "exact match"
     print_summary(
         made(), progress, run_dir="runs/toy", wall_s=12.34, commands=[("look", "head runs/toy/metrics.jsonl")]
     )

@@ -13,7 +13,19 @@ from pipeline.load import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.name for path in (REPOSITORY / "graphs").glob("*.py") if path.stem != "__init__")
-HEAVY = ("torch", "ray", "transformers", "transfer_queue", "tensordict", "safetensors", "numpy", "aiohttp", "rich")
+HEAVY = (
+    "torch",
+    "ray",
+    "transformers",
+    "transfer_queue",
+    "tensordict",
+    "safetensors",
+    "numpy",
+    "aiohttp",
+    "rich",
+    "datasets",
+    "pyarrow",
+)
 CORE = (
     "fields",
     "meta",
@@ -28,7 +40,7 @@ CORE = (
     "rundir",
     "columns",
 )
-PUBLIC_TO_STAGES = {"columns", "errors", "stage", "fields", "sharding"}  # modules, beside the names of `pipeline`
+PUBLIC_TO_STAGES = {"columns", "errors", "fields", "ranks", "sharding", "stage"}  # beside the names of `pipeline`
 ONLY_IN = {
     "ray": "pipeline/executors/ray.py",
     "transfer_queue": "pipeline/data_plane/transfer_queue.py",
@@ -56,11 +68,13 @@ def test_importing_the_packages_loads_nothing_heavy():
 
 
 def flags_of(recipe, folder):
-    """Flags that name a data file where the recipe reads one."""
-    data = folder / "data.jsonl"
-    data.write_text('{"prompt": "1+1=", "answer": "2", "question": "1+1="}\n')
-    names = {flag.name for flag in load(REPOSITORY / "graphs" / recipe).flags}
-    return ["--data", str(data)] if "data" in names else []
+    """Flags that name a data file where the recipe reads one, or a folder of them."""
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "question": "1+1="}\n')
+    defaults = {flag.name: flag.default for flag in load(REPOSITORY / "graphs" / recipe).flags}
+    if "data" not in defaults:
+        return []
+    return ["--data", str(folder / "train.jsonl" if defaults["data"].endswith(".jsonl") else folder)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,6 +10,7 @@ from pipeline import Field, Graph, GraphError, Model, Schedule, WorkerGroup
 from pipeline.errors import Problem
 from pipeline.load import load
 from pipeline.plan import Plan, plan
+from pipeline.sharding import Sharding
 from pipeline.stage import External
 from tests.unit import toy
 from tests.unit.toy import LEARNER, LOGPROBS, POLICY, PROMPT, RESPONSE, REWARD, SAMPLER, SERVED, TRAINED, Toy
@@ -226,6 +227,12 @@ def scheduled(**numbers):
     return toy.graph(schedule=Schedule(**({"steps": 3} | numbers)))
 
 
+class Sharded(Toy):
+    """A stage whose batch is divided."""
+
+    sharding = Sharding()
+
+
 OTHER = WorkerGroup("other", backend="torch")
 STRUCTURE = {
     "graph name 'a/b' is not usable as a folder name": lambda: named(name="a/b"),
@@ -285,9 +292,19 @@ CHECKS = {
     "worker group 'scorers' has cpus=nan": lambda: on(cpus=float("nan")),
     "worker group 'scorers' has 3 GPUs and 2 workers": lambda: on(workers=2, gpus=3),
     "worker group 'scorers' has 3 workers, a batch has 4 groups": lambda: on(workers=3),
-    "stage 'logprobs' runs a model on 'many', which has 2 workers": lambda: toy.graph(
-        logprobs={"on": WorkerGroup("many", backend="torch", workers=2), "models": (POLICY.frozen(),)}
+    "stage 'again' updates a model on 2 workers and has no sharding": lambda: grown(
+        Toy("again", trains=Model("other"), on=WorkerGroup("many", backend="torch", workers=2))
     ),
+    "stage 'again' has sharding; it is a map stage per sample and reads nothing": lambda: grown(Sharded("again", on=LEARNER)),
+    "worker group 'scorers' has 3 workers, and 2 tensor x 1 context x 1 pipeline parallel": lambda: on(
+        workers=3, tensor_parallel=2
+    ),
+    "worker group 'scorers' has 3 data-parallel replicas, a batch has 4 groups": lambda: on(
+        workers=6, tensor_parallel=2
+    ),
+    "worker group 'scorers' has tensor_parallel=0": lambda: on(tensor_parallel=0),
+    "worker group 'scorers' has fetch='all'": lambda: on(fetch="all"),
+    "worker group 'scorers' has fetch='leader' and no model parallelism": lambda: on(workers=2, fetch="leader"),
     "stage 'train' updates the frozen model 'policy'": lambda: toy.graph(
         train={"trains": POLICY.frozen()}, logprobs={"models": ()}
     ),

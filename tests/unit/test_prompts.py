@@ -1,14 +1,19 @@
 """The source of prompts: rows by admission number, and what it says about files and parameters that are wrong."""
 
 import json
+from pathlib import Path
 
 import cloudpickle
 import pytest
 
-from pipeline import Graph, Schedule, StageContext, StageError, Task, WorkerGroup
-from stages.prompts import Prompts, read_jsonl
+from pipeline import Field, Graph, Schedule, StageContext, StageError, Task, WorkerGroup
+from stages.prompts import Prompts
+from stages.sources import Dataset, Mixture
+from stages.sources.layout import Layout
+from stages.sources.rows import open_rows
 from stages.tasks import Generated
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = Generated(digits=2, held_out=30)
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": "easy" if i % 2 else "hard"} for i in range(10)]
 
@@ -88,7 +93,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": ""}\n\n  \n{"prompt": "b", "answer": "c"}')
     assert problems(Prompts(path)) == []
-    assert read_jsonl(path, ("prompt", "answer")) == [("a", ""), ("b", "c")]
+    assert list(open_rows(path, Layout())) == [("a", ""), ("b", "c")]
 
 
 def test_a_missing_file_names_the_near_one(tmp_path):
@@ -98,7 +103,6 @@ def test_a_missing_file_names_the_near_one(tmp_path):
         f"{stage.location}: '{tmp_path}/trian.jsonl' is not there; Prompts reads a JSONL file, by its path from the "
         f"working directory. Fix: did you mean '{tmp_path}/train.jsonl'?"
     )
-    assert "is a folder" in problem(Prompts(tmp_path)).what
     assert "one JSON object a line" in problem(Prompts(tmp_path / "no" / "such.jsonl")).fix
 
 
@@ -180,6 +184,31 @@ def test_the_check_reads_the_first_thousand_lines_and_the_run_all(tmp_path):
         ({"prompt": None}, "column None is not a text"),
         ({"prompt": "level", "extra": ("prompt",)}, "extra column 'prompt'"),
         ({"extra": ("Level",)}, "extra column 'Level'"),
+        ({"extra": (7,)}, "extra column 7"),
+        ({"extra": ("level", ("Level", "level"))}, "extra column 'Level'"),
+        ({"extra": (("level", "dataset"),), "source": Dataset("x.jsonl", name="x")}, "extra column 'level'"),
+        ({"extra": (("level", "messages"),), "chat": True}, "extra column 'level'"),
+        ({"extra": (Field("weights", "weights", dims=""),)}, "extra column 'weights'"),
+        ({"answer": 3}, "column 3 is not a text"),
+        ({"as_text": (3,)}, "column 3 is not a text"),
+        ({"template": "{}"}, "template='{}'"),
+        ({"template": "{prompt"}, "template='{prompt'"),
+        ({"template": "{prompt:3}"}, "template='{prompt:3}'"),
+        ({"template": "Say it"}, "template='Say it'"),
+        ({"template": 3}, "template=3"),
+        ({"template": "{prompt}", "prompt": "level"}, "prompt='level' and a template"),
+        ({"chat": 1}, "chat=1"),
+        ({"shuffle": None}, "shuffle=None"),
+        ({"system": "Be brief"}, "system='Be brief' without chat=True"),
+        ({"source": SMALL, "shuffle": False}, "shuffle=False of a Generated task"),
+        ({"source": Dataset(())}, "Dataset(())"),
+        ({"source": Dataset("x.jsonl", split=1)}, "Dataset(..., split=1)"),
+        ({"source": Mixture()}, "Mixture() has no source"),
+        ({"source": Mixture(SMALL)}, "Mixture has Generated(task='reverse', digits=2, held_out=30, seed=0)"),
+        ({"source": Mixture((3, 1))}, "Mixture has a source that is int"),
+        ({"source": Mixture((SMALL, 0))}, "the weight of 'reverse' is 0"),
+        ({"source": Mixture((SMALL, 1), (SMALL, 1))}, "2 sources are named 'reverse'"),
+        ({"source": Mixture((SMALL, 1), (Dataset("x"), 1e-9))}, "the weight of 'x' is below 1 in 100,000 of the sum"),
     ],
 )
 def test_bad_parameters(tmp_path, arguments, what):

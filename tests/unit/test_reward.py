@@ -184,7 +184,7 @@ def test_functions_are_called_in_the_calling_thread():
 
 def test_problems_of_functions():
     async def later(response):
-        return 1.0
+        yield 1.0
 
     def everything(*args, **kwargs):
         return 1.0
@@ -207,7 +207,7 @@ def test_problems_of_functions():
     assert whats(Reward()) == ["Reward() has no function"]
     assert whats(Reward(lambda response: 1.0)) == ["a lambda has no name of its own"]
     assert whats(Reward(3)) == ["3 is not a function"]
-    assert whats(Reward(later)) == ["reward later is async"]
+    assert whats(Reward(later)) == ["reward later is an async generator"]
     assert whats(Reward(everything)) == [f"reward everything has the parameter {p}" for p in ("*args", "**kwargs")]
     assert whats(Reward(positional)) == ["reward positional has the parameter response before a /"]
     assert whats(Reward(nothing)) == ["reward nothing reads no field"]

@@ -32,7 +32,7 @@ class World:
         for decision in decisions:
             match decision:
                 case Admit(step=step, groups=groups):
-                    assert groups == tuple(range(step * self.plan.batch, (step + 1) * self.plan.batch))
+                    self.check_admitted(step, groups)
                     self.admitted += groups
                     assert len(self.admitted) - len(self.cleared) <= self.plan.capacity
                 case Run(task=task):
@@ -41,10 +41,14 @@ class World:
                     self.running.append(task)
                 case Clear(groups=groups):
                     self.cleared += groups
-                case Save(step=step):
+                case Save(step=step, next_group=next_group):
+                    assert next_group == (step + 1) * self.plan.batch
                     self.saving.append(step)
                 case StepDone(step=step):
                     self.steps_done.append(step)
+
+    def check_admitted(self, step, groups):
+        assert groups == tuple(range(step * self.plan.batch, (step + 1) * self.plan.batch))
 
     def check_may_start(self, task):
         stage = self.plan.stage(task.stage)

@@ -8,11 +8,11 @@ import torch
 
 from pipeline import Model, StageError, WorkerGroup
 from pipeline.columns import Ragged
+from pipeline.sharding import Sharding
 from pipeline.stage import StageContext
-from stages.backends import Sampling, engine
+from stages.backends import Sampling, engine, one_shard
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.generate import choose, generate
-from stages.backends.torch.score import score
 
 torch.set_num_threads(1)
 CONFIG = {
@@ -54,7 +54,13 @@ def test_rollout_logprobs_are_those_of_scoring(
 ) -> None:
     prompts = backend.encode(POLICY, texts)
     made = backend.generate(POLICY, prompts, Sampling(9, temperature), uniforms(len(texts), 9))
-    again = backend.score(POLICY, prompts, made.response_ids, temperature=temperature, microbatch=microbatch)
+    again = backend.score(
+        POLICY,
+        prompts,
+        made.response_ids,
+        one_shard(prompts, made.response_ids, Sharding(size=microbatch)),
+        temperature=temperature,
+    )
     assert again.lengths == made.logprobs.lengths == made.response_ids.lengths
     assert len(set(made.response_ids.lengths)) > 1
     assert made.logprobs.values.dtype == torch.float32
@@ -65,7 +71,7 @@ def test_rollout_logprobs_are_those_of_scoring(
 def test_scores_are_those_of_each_sequence_alone(backend: TorchEngine) -> None:
     prompts = backend.encode(POLICY, RAGGED)
     responses = backend.encode(POLICY, ["5", "67a", "1234567", "c0", "9"])
-    together = backend.score(POLICY, prompts, responses, temperature=1.0, microbatch=0)
+    together = backend.score(POLICY, prompts, responses, one_shard(prompts, responses), temperature=1.0)
     network = backend.network(POLICY, "trained")
     for prompt, response, found in zip(prompts.rows(), responses.rows(), together.rows()):
         with torch.no_grad():
@@ -178,15 +184,11 @@ def test_a_token_without_probability_is_never_chosen(number: float) -> None:
 
 
 def test_padding_never_makes_a_nan(backend: TorchEngine) -> None:
-    prompts = backend.encode(POLICY, ["1", "0123456789abc0123456789abc"])
-    found = score(
-        backend.network(POLICY, "trained"),
-        prompts,
+    prompts, answers = (
+        backend.encode(POLICY, ["1", "0123456789abc0123456789abc"]),
         backend.encode(POLICY, ["7", "123456"]),
-        temperature=1.0,
-        pad=0,
-        microbatch=0,
     )
+    found = backend.score(POLICY, prompts, answers, one_shard(prompts, answers), temperature=1.0)
     assert bool(found.values.isfinite().all())
 
 
@@ -199,5 +201,7 @@ def test_other_architectures_give_the_same_logprobs_both_ways(backend: TorchEngi
     policy = Model("other", config={"model_type": model_type, **sizes[model_type]}, alphabet="0123456789abc")
     prompts = backend.encode(policy, RAGGED)
     made = backend.generate(policy, prompts, Sampling(6), uniforms(len(RAGGED), 6))
-    again = backend.score(policy, prompts, made.response_ids, temperature=1.0, microbatch=2)
+    again = backend.score(
+        policy, prompts, made.response_ids, one_shard(prompts, made.response_ids, Sharding(size=2)), temperature=1.0
+    )
     torch.testing.assert_close(again.values, made.logprobs.values, atol=1e-5, rtol=0)

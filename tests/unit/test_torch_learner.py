@@ -12,11 +12,12 @@ import torch
 from pipeline import Model
 from pipeline.columns import Ragged
 from pipeline.errors import CheckpointError
+from pipeline.sharding import Sharding
 from stages import ClippedLoss
-from stages.backends import Minibatch, Optimization
+from stages.backends import Batch, Optimization, one_shard
 from stages.backends.torch.models import load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner, learning_rate
-from stages.backends.torch.score import score
+from stages.backends.torch.score import score as score_shard
 from stages.backends.torch.weights import weight_hash, weights
 
 torch.set_num_threads(1)
@@ -45,7 +46,26 @@ def learner(pristine: Any, **settings: Any) -> TorchLearner:
     return TorchLearner(copy.deepcopy(pristine), Optimization(**{"lr": 1e-2, **settings}), pad=0)
 
 
-def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Minibatch:
+def score(network: Any, prompts: Ragged, responses: Ragged, *, temperature: float = 1.0, **sharding: Any) -> Ragged:
+    shard = one_shard(prompts, responses, Sharding(**sharding))
+    return score_shard(network, prompts, responses, shard, temperature=temperature, pad=0)
+
+
+def updated(one: TorchLearner, given: Batch, loss: Any, *, temperature: float = 1.0, **sharding: Any) -> dict:
+    """One update of the whole batch, cut as `sharding` says."""
+    shard = one_shard(given.prompt_ids, given.response_ids, Sharding(**sharding))
+    return one.update(given, loss, temperature=temperature, update=shard.updates[0], packed=shard.packed)
+
+
+def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None, **sharding: Any) -> None:
+    """Gradients of all microbatches, or of one, without a step."""
+    (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding(**sharding)).updates
+    for i, microbatch in enumerate(update.microbatches):
+        if only in (None, i):
+            one._backward(given.at(microbatch.samples), loss, 1.0, update, microbatch, sharding.get("mode") == "packed")
+
+
+def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Batch:
     """Ragged prompts and responses; old logprobs that lie `drift` away from the network's."""
     random = torch.Generator().manual_seed(seed)
 
@@ -54,10 +74,10 @@ def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> M
         return Ragged.of([torch.randint(2, 12, (length,), generator=random) for length in lengths])
 
     prompts, responses = ragged(1, 6), ragged(1, 9)
-    current = score(network, prompts, responses, temperature=1.0, pad=0, microbatch=0)
+    current = score(network, prompts, responses)
     noise = [torch.randn(current.values.shape, generator=random) * drift for _ in range(2)]
     old, ref = (Ragged((current.values + n).clamp(max=0), current.lengths) for n in noise)
-    return Minibatch(prompts, responses, torch.randn(count, generator=random), old, ref)
+    return Batch(prompts, responses, torch.randn(count, generator=random), old, current, ref)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
@@ -65,25 +85,23 @@ def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> M
 def test_microbatches_give_the_update_of_the_whole_minibatch(pristine: Any, aggregation: str, microbatch: int) -> None:
     loss = ClippedLoss(kl=0.1, aggregation=aggregation)
     given = batch(pristine)
-    whole, parts = learner(pristine), learner(pristine, microbatch=microbatch)
-    expected, found = (one.update(given, loss, temperature=1.0) for one in (whole, parts))
+    expected = updated(learner(pristine), given, loss)
+    found = updated(learner(pristine), given, loss, size=microbatch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def test_gradients_of_microbatches_add_up(pristine: Any) -> None:
     given, loss = batch(pristine), ClippedLoss(kl=0.1)
-    tokens = sum(given.response_ids.lengths)
     whole, parts = learner(pristine), learner(pristine)
-    whole._backward(given, loss, 1.0, tokens)
-    for start in range(0, 12, 5):
-        parts._backward(given.part(start, start + 5), loss, 1.0, tokens)
+    backward(whole, given, loss)
+    backward(parts, given, loss, size=5)
     for name, parameter in whole.parameters.items():
         torch.testing.assert_close(parts.parameters[name].grad, parameter.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_the_loss_is_that_of_the_formula(pristine: Any) -> None:
     given = batch(pristine)
-    current = score(pristine, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
+    current = score(pristine, given.prompt_ids, given.response_ids)
     total, clipped, divergence, largest = 0.0, 0, 0.0, 0.0
     assert given.ref_logprobs is not None
     rows = zip(current.rows(), given.old_logprobs.rows(), given.ref_logprobs.rows(), given.advantage.tolist())
@@ -96,7 +114,7 @@ def test_the_loss_is_that_of_the_formula(pristine: Any) -> None:
             divergence += math.exp(c - a) - (c - a) - 1
             largest = max(largest, ratio)
     tokens = sum(current.lengths)
-    found = learner(pristine).update(given, ClippedLoss(clip=(0.2, 0.3), kl=0.5), temperature=1.0)
+    found = updated(learner(pristine), given, ClippedLoss(clip=(0.2, 0.3), kl=0.5))
     assert found["loss"] == pytest.approx((total + 0.5 * divergence) / tokens, rel=1e-4)
     assert found["clip_fraction"] == pytest.approx(clipped / tokens)
     assert 0 < clipped < tokens
@@ -107,9 +125,9 @@ def test_the_loss_is_that_of_the_formula(pristine: Any) -> None:
 def test_an_update_raises_what_has_a_positive_advantage(pristine: Any) -> None:
     given = batch(pristine, drift=0.0)
     one = learner(pristine, lr=1e-3)
-    before = score(one.network, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
-    one.update(given, ClippedLoss(), temperature=1.0)
-    after = score(one.network, given.prompt_ids, given.response_ids, temperature=1.0, pad=0, microbatch=0)
+    before = score(one.network, given.prompt_ids, given.response_ids)
+    updated(one, given, ClippedLoss())
+    after = score(one.network, given.prompt_ids, given.response_ids)
     gains = [float((b - a).sum()) for a, b in zip(before.rows(), after.rows())]
     assert float(torch.tensor(gains) @ given.advantage) > 0
 
@@ -117,7 +135,7 @@ def test_an_update_raises_what_has_a_positive_advantage(pristine: Any) -> None:
 def test_the_norm_of_the_gradient_is_bounded(pristine: Any) -> None:
     given = batch(pristine)
     free, bound = learner(pristine, clip_grad=0.0), learner(pristine, clip_grad=0.01)
-    norms = [one.update(given, ClippedLoss(), temperature=1.0)["grad_norm"] for one in (free, bound)]
+    norms = [updated(one, given, ClippedLoss())["grad_norm"] for one in (free, bound)]
     assert norms[0] == norms[1] > 0.01
     moments = [
         torch.cat([one.optimizer.state[p]["exp_avg"].flatten() for p in one.masters.values()]) for one in (free, bound)
@@ -132,17 +150,17 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(pristine: Any, wher
     (bad.advantage if where == "advantage" else bad.old_logprobs.values)[0] = float("nan")
     one, other = learner(pristine), learner(pristine)
     before = weight_hash(weights(one.network))
-    assert one.update(bad, ClippedLoss(), temperature=1.0)["skipped"] == 1.0
+    assert updated(one, bad, ClippedLoss())["skipped"] == 1.0
     assert weight_hash(weights(one.network)) == before
     for each in (one, other):
-        assert each.update(good, ClippedLoss(), temperature=1.0)["skipped"] == 0.0
+        assert updated(each, good, ClippedLoss())["skipped"] == 0.0
     assert weight_hash(weights(one.network)) == weight_hash(weights(other.network)) != before
     assert (one.skipped, one.updates) == (1, 2)
 
 
 def test_a_learning_rate_of_0_keeps_the_weights(pristine: Any) -> None:
     one = learner(pristine, lr=0.0)
-    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    updated(one, batch(pristine), ClippedLoss())
     assert weight_hash(weights(one.network)) == weight_hash(weights(pristine))
 
 
@@ -161,7 +179,7 @@ def test_schedules(schedule: str, expected: list[float]) -> None:
 
 def test_the_schedule_reaches_the_optimizer(pristine: Any) -> None:
     one = learner(pristine, schedule="linear", updates=2, lr=1e-2)
-    rates = [one.update(batch(pristine), ClippedLoss(), temperature=1.0)["lr"] for _ in range(2)]
+    rates = [updated(one, batch(pristine), ClippedLoss())["lr"] for _ in range(2)]
     assert rates == [1e-2, 5e-3]
     assert one.optimizer.param_groups[0]["lr"] == 5e-3
 
@@ -172,13 +190,13 @@ def test_saved_state_continues_bit_for_bit(pristine: Any, tmp_path: Path, dtype:
     given = [batch(pristine, seed=seed) for seed in range(4)]
     one = TorchLearner(copy.deepcopy(network), Optimization(lr=1e-2, weight_decay=0.1), pad=0)
     for each in given[:2]:
-        one.update(each, ClippedLoss(), temperature=1.0)
+        updated(one, each, ClippedLoss())
     one.save(tmp_path)
     other = TorchLearner(copy.deepcopy(network), Optimization(lr=1e-2, weight_decay=0.1), pad=0)
-    other.update(given[3], ClippedLoss(), temperature=1.0)
+    updated(other, given[3], ClippedLoss())
     other.restore(tmp_path)
     for each in given[2:]:
-        results = [which.update(each, ClippedLoss(), temperature=1.0) for which in (one, other)]
+        results = [updated(which, each, ClippedLoss()) for which in (one, other)]
         assert results[0] == results[1]
     assert weight_hash(weights(one.network)) == weight_hash(weights(other.network)) != weight_hash(weights(network))
     assert one.updates == other.updates == 4
@@ -187,16 +205,15 @@ def test_saved_state_continues_bit_for_bit(pristine: Any, tmp_path: Path, dtype:
 
 def test_gradients_of_bfloat16_weights_add_up_in_float32(pristine: Any) -> None:
     given, loss = batch(pristine), ClippedLoss()
-    tokens = sum(given.response_ids.lengths)
     one = TorchLearner(copy.deepcopy(pristine).to(torch.bfloat16), Optimization(lr=1e-5), pad=0)
     parts = []
-    for start in (0, 6):
-        one._backward(given.part(start, start + 6), loss, 1.0, tokens)
+    for i in range(2):
+        backward(one, given, loss, only=i, size=6)
         parts.append({name: master.grad.clone() for name, master in one.masters.items()})
-        if start == 0:
+        if i == 0:
             for master in one.masters.values():
                 master.grad = None
-    one._backward(given.part(0, 6), loss, 1.0, tokens)
+    backward(one, given, loss, only=0, size=6)
     for name, master in one.masters.items():
         assert master.grad.dtype == torch.float32
         torch.testing.assert_close(master.grad, parts[0][name] + parts[1][name])
@@ -207,7 +224,7 @@ def test_small_updates_of_bfloat16_weights_add_up(pristine: Any) -> None:
     one = TorchLearner(copy.deepcopy(pristine).to(torch.bfloat16), Optimization(lr=1e-5), pad=0)
     start = {name: master.clone() for name, master in one.masters.items()}
     for _ in range(5):
-        one.update(given, ClippedLoss(), temperature=1.0)
+        updated(one, given, ClippedLoss())
     for name, master in one.masters.items():
         assert master.dtype == torch.float32
         assert torch.equal(one.parameters[name], master.to(torch.bfloat16))
@@ -218,7 +235,7 @@ def test_small_updates_of_bfloat16_weights_add_up(pristine: Any) -> None:
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_state_that_is_not_whole_is_refused(pristine: Any, tmp_path: Path, name: str, damage: str) -> None:
     one = learner(pristine)
-    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    updated(one, batch(pristine), ClippedLoss())
     one.save(tmp_path)
     path = tmp_path / name
     if damage == "missing":
@@ -231,7 +248,7 @@ def test_a_state_that_is_not_whole_is_refused(pristine: Any, tmp_path: Path, nam
 
 def test_the_counters_are_json(pristine: Any, tmp_path: Path) -> None:
     one = learner(pristine)
-    one.update(batch(pristine), ClippedLoss(), temperature=1.0)
+    updated(one, batch(pristine), ClippedLoss())
     one.save(tmp_path)
     assert json.loads((tmp_path / "learner.json").read_text()) == {"updates": 1, "skipped": 0}
 
@@ -241,7 +258,7 @@ def test_recomputed_activations_give_the_same_update(pristine: Any) -> None:
     plain, recomputing = learner(pristine), learner(pristine, checkpoint_activations=True)
     calls = []
     recomputing.network.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    expected, found = (one.update(given, ClippedLoss(), temperature=1.0) for one in (plain, recomputing))
+    expected, found = (updated(one, given, ClippedLoss()) for one in (plain, recomputing))
     assert len(calls) == 2
     assert found == pytest.approx(expected, rel=1e-6)
     assert weight_hash(weights(plain.network)) == weight_hash(weights(recomputing.network))
@@ -249,7 +266,7 @@ def test_recomputed_activations_give_the_same_update(pristine: Any) -> None:
 
 def test_temperature_divides_the_logits(pristine: Any) -> None:
     given = batch(pristine, drift=0.0)
-    cold = score(pristine, given.prompt_ids, given.response_ids, temperature=0.5, pad=0, microbatch=0)
-    same = Minibatch(given.prompt_ids, given.response_ids, given.advantage, cold)
-    assert learner(pristine).update(same, ClippedLoss(), temperature=0.5)["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert learner(pristine).update(same, ClippedLoss(), temperature=1.0)["ratio_max"] > 1.1
+    cold = score(pristine, given.prompt_ids, given.response_ids, temperature=0.5)
+    same = Batch(given.prompt_ids, given.response_ids, given.advantage, cold)
+    assert updated(learner(pristine), same, ClippedLoss(), temperature=0.5)["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert updated(learner(pristine), same, ClippedLoss())["ratio_max"] > 1.1

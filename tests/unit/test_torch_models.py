@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline import Model, StageError, WorkerGroup
 from pipeline.stage import StageContext
 from stages import Generated, Supervised
-from stages.backends import Optimization, Sampling, backend_problems, engine, model_problems
+from stages.backends import Optimization, Sampling, backend_problems, engine, model_problems, one_shard
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.models import load_network, load_tokenizer, save
 from stages.backends.torch.weights import load_weights, weight_hash, weights
@@ -122,7 +122,7 @@ def test_warm_start_learns() -> None:
         backend = opened()
         pairs = task.held_out_pairs(10)
         prompts, answers = (backend.encode(model, list(texts)) for texts in zip(*pairs))
-        scores = backend.score(model, prompts, answers, temperature=1.0, microbatch=0)
+        scores = backend.score(model, prompts, answers, one_shard(prompts, answers), temperature=1.0)
         return -scores.values.mean().item()
 
     assert loss(40) < loss(1) - 0.5

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from graphs.quickstart import graph as quickstart
-from ops.rewards import digit_match
+from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Model, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
+from pipeline.sharding import Packed
 from stages import (
     ClippedLoss,
     Evaluate,
@@ -168,12 +169,10 @@ def test_minibatches_are_runs_of_whole_groups_in_order() -> None:
     stage = Train(POLICY, on=LEARNER, lr=0.0, minibatches=2)
     runner = stage.setup(context(LEARNER))
     update = runner.learner.update
-    runner.learner.update = lambda part, *rest, **named: (seen.append(part), update(part, *rest, **named))[1]
-    columns = batch_columns()
-    runner(columns, Task(stage="train", step=0, groups=(0, 1, 2, 3)))
-    assert [len(part) for part in seen] == [8, 8]
-    assert torch.equal(torch.cat([part.advantage for part in seen]), columns["advantage"])
-    assert torch.equal(torch.cat([part.response_ids.values for part in seen]), columns["response_ids"].values)
+    runner.learner.update = lambda *given, **named: (seen.append(named["update"]), update(*given, **named))[1]
+    runner(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
+    samples = [[i for part in each.microbatches for i in part.samples] for each in seen]
+    assert samples == [list(range(8)), list(range(8, 16))]
 
 
 def test_mismatch_is_seen() -> None:
@@ -200,7 +199,9 @@ def test_a_restored_runner_continues_bit_for_bit(tmp_path: Path) -> None:
     first(columns, task)
     first.save(tmp_path)
     second.restore(tmp_path)
-    assert first(columns, task).metrics == second(columns, task).metrics
+    metrics = [each(columns, task).metrics for each in (first, second)]
+    assert all(found.pop("tflops_per_s") > 0 for found in metrics)  # the one that is a time
+    assert metrics[0] == metrics[1]
     hashes = [engine(each).weight_hash(engine(each).trained_weights(POLICY)) for each in contexts]
     assert hashes[0] == hashes[1]
 
@@ -278,7 +279,7 @@ def test_a_transfer_that_changes_anything_is_an_error(what: str) -> None:
 
 def test_evaluation_is_greedy_exact_match_on_held_out_prompts() -> None:
     warm = replace(POLICY, warm_start=Supervised(TASK, steps=60, lr=5e-3))
-    stage = Evaluate(warm, TASK, on=SAMPLER, reward=digit_match, prompts=15, max_tokens=3)
+    stage = Evaluate(warm, TASK, on=SAMPLER, reward=(exact_match, digit_match), prompts=15, max_tokens=3)
     shared = context()
     output = stage.setup(shared)({}, Task(stage="evaluate", step=0))
     assert output.columns == {}
@@ -339,7 +340,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, loss=ClippedLoss(clip=(-0.1, 0.2))),
-            "stage 'train' has clip=(-0.1, 0.2); the ratio may fall by less than 1, and no bound is negative. "
+            "ClippedLoss(clip=(-0.1, 0.2)); the ratio may fall by less than 1, and no bound is negative. "
             "Fix: clip=(0.2, 0.2)",
         ),
         (
@@ -353,8 +354,8 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             PrevLogprobs(POLICY, on=LEARNER, microbatch=-1),
-            "stage 'prev_logprobs' has microbatch=-1; microbatch is samples in one pass, or 0 for all. "
-            "Fix: microbatch=0",
+            "stage 'prev_logprobs' has microbatch=-1; microbatch is samples in one pass, 0 for all, or Dynamic or "
+            "Packed with a number of tokens. Fix: microbatch=0, or microbatch=Packed(tokens=8192)",
         ),
         (
             Evaluate(POLICY, TASK, on=SAMPLER, every=0),
@@ -388,13 +389,13 @@ def test_another_temperature_than_the_rollouts_is_a_problem(stage: Stage) -> Non
     assert texts(replace(stage, temperature=0.7), replace(ROLLOUT, temperature=0.7)) == []
 
 
-def test_a_trainer_of_several_workers_is_a_problem() -> None:
-    many = WorkerGroup("learner", backend="torch", workers=2)
-    (problem,) = Train(POLICY, on=many, lr=1e-3).check(described())
-    assert str(problem) == (
-        f"{many.location}: stage 'train' runs on 2 workers of group 'learner'; the backend 'torch' trains in one "
-        "process. Fix: workers=1"
-    )
+def test_every_worker_of_a_trainer_needs_its_part_of_every_minibatch() -> None:
+    many = WorkerGroup("learner", backend="torch", workers=3)
+    stages = (ROLLOUT, Train(POLICY, on=many, lr=1e-3, minibatches=2))
+    (problem,) = stages[1].check(described(*stages))
+    assert problem.what == "stage 'train' has minibatches of 16 samples for 3 workers"
+    packed = Train(POLICY, on=many, lr=1e-3, minibatches=2, microbatch=Packed(tokens=64))
+    assert not list(packed.check(described(ROLLOUT, packed)))
 
 
 def test_the_recipes_have_no_problem_and_load_no_tensor_library() -> None:
@@ -409,3 +410,71 @@ print([m for m in ("torch", "ray", "transformers", "transfer_queue", "tokenizers
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_train_counts_its_work() -> None:
+    columns = batch_columns()
+    once, twice = (
+        Train(POLICY, on=LEARNER, lr=1e-3, epochs=epochs).setup(context(LEARNER))(columns, Task(stage="train", step=0))
+        for epochs in (1, 2)
+    )
+    tokens = sum(columns["prompt_ids"].lengths) + sum(columns["response_ids"].lengths) - 16
+    weights = CONFIG["num_hidden_layers"] * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48)
+    logits = sum(columns["response_ids"].lengths) * 32 * (len(TASK.alphabet) + 2)
+    pairs = [(p + t - 1) * (p + t) / 2 for p, t in zip(columns["prompt_ids"].lengths, columns["response_ids"].lengths)]
+    expected = 3 * (2 * (tokens * weights + logits) + 4 * sum(pairs) * CONFIG["num_hidden_layers"] * 4 * 8)
+    assert once.metrics["flops"] == pytest.approx(expected)
+    assert twice.metrics["flops"] == pytest.approx(2 * expected)
+    assert once.metrics["ranks"] == 1.0 and once.metrics["tflops_per_s"] > 0
+    assert "utilization" not in once.metrics
+
+
+def test_an_architecture_that_is_not_known_reports_no_work() -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    policy = Model("other", config=gpt2, alphabet=TASK.alphabet)
+    backend = engine(context(LEARNER))
+    columns = batch_columns()
+    assert backend.training_flops(policy, columns["prompt_ids"], columns["response_ids"]) is None
+
+
+def messages(text: str) -> str:
+    return json.dumps([{"role": "system", "content": "7"}, {"role": "user", "content": text}])
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}0{% endif %}"
+
+
+def test_messages_become_a_prompt_by_the_models_chat_template() -> None:
+    here = context()
+    backend: Any = engine(here)
+    backend.tokenizer(POLICY).chat_template = TEMPLATE
+    stage = replace(ROLLOUT, chat=True)
+    assert [field.name for field in stage.reads] == ["messages"]
+    run, task = stage.setup(here), Task(stage="rollout", step=0, groups=(0,))
+
+    async def first() -> Any:
+        return await anext(run({"messages": [messages("12")] * G}, task))
+
+    prompt_ids = asyncio.run(first()).columns["prompt_ids"]
+    assert backend.decode(POLICY, prompt_ids) == ["7120"] * G
+
+
+def test_a_model_without_a_chat_template_says_so() -> None:
+    with pytest.raises(StageError, match="the tokenizer of 'tiny' has no chat template"):
+        engine(context()).encode(POLICY, [messages("12")], chat=True)
+
+
+def test_evaluation_asks_in_the_chat_template(tmp_path: Path) -> None:
+    rows = [{"prompt": json.loads(messages(text)), "answer": text[::-1]} for text in ("12", "34")]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = context()
+    backend: Any = engine(here)
+    backend.tokenizer(POLICY).chat_template = TEMPLATE
+    asked: list[str] = []
+    encode = backend.encode
+    backend.encode = lambda model, texts, chat: (asked.extend(texts), encode(model, texts, chat=chat))[1]
+    stage = Evaluate(POLICY, tmp_path / "test.jsonl", on=SAMPLER, max_tokens=3, chat=True)
+    assert not list(stage.check(described(stage)))
+    output = stage.setup(here)({}, Task(stage="evaluate", step=0))
+    assert [json.loads(text) for text in asked] == [row["prompt"] for row in rows]
+    assert output.metrics["eval/count"] == 2.0

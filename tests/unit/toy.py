@@ -36,6 +36,8 @@ class Toy(Stage):
     models: tuple[Model, ...] = ()
     trains: Model | None = None
     corrects_off_policy: bool = False
+    gate: Field | None = None
+    max_rounds: int = 10
     shape: str = "map"
     found: list = field(default_factory=list, hash=False)
 

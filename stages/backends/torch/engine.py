@@ -7,6 +7,7 @@ served, frozen) come from one build, so they start equal, warm start included.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,16 +17,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ops.flops import Transformer, model_flops, peak_tflops
 from pipeline import Model, StageContext, StageError
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
+from pipeline.ranks import Ranks
+from pipeline.sharding import Shard
 from stages.backends import Generation, Optimization, Sampling
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import generate
 from stages.backends.torch.memory import keep_freed_memory
-from stages.backends.torch.models import closing_tokens, load_network, load_tokenizer
+from stages.backends.torch.models import BYTES, closing_tokens, load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner
+from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
+from stages.backends.torch.sharded import divide
 
 Role = Literal["trained", "served", "frozen"]
 
@@ -46,18 +52,22 @@ def open_engine(context: StageContext) -> TorchEngine:
         torch.set_num_threads(group.threads)
     keep_freed_memory()
     device = torch.device("cuda") if group.gpus > 0 else torch.device("cpu")
-    return TorchEngine(device, torch.bfloat16 if group.gpus > 0 else torch.float32)
+    dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
+    return TorchEngine(device, dtype, context.ranks, divided=group.fully_sharded and context.ranks.connected)
 
 
 class TorchEngine:
-    """`stages.backends.Engine` on one device."""
+    """`stages.backends.Engine` on one device a rank. `divided` spreads trained and frozen copies over the ranks."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False
+    ) -> None:
+        self.device, self.dtype, self.ranks, self.divided = device, dtype, ranks or Ranks(), divided
         self._builds: dict[Model, PreTrainedModel] = {}
         self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
+        self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
         """The copy of the model that has this role; the same object at every call."""
@@ -66,6 +76,8 @@ class TorchEngine:
             network = self._fresh(key)
             if role != "trained":
                 network.requires_grad_(False)
+            if self.divided and role != "served":
+                divide(network.float() if role == "trained" else network, self.ranks, self.dtype)
             self._networks[key, role] = network
         return self._networks[key, role]
 
@@ -76,11 +88,12 @@ class TorchEngine:
             self._tokenizers[key] = load_tokenizer(key)
         return self._tokenizers[key]
 
-    def encode(self, model: Model, texts: Sequence[str]) -> Ragged:
-        """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty."""
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
+        """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty, and for
+        messages where it has no chat template."""
         tokenizer = self.tokenizer(model)
         distinct = list(dict.fromkeys(texts))
-        encoded = _encoded(tokenizer, model, distinct)
+        encoded = _templated(tokenizer, model, distinct) if chat else _encoded(tokenizer, model, distinct)
         rows = {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(distinct, encoded)}
         return Ragged.of([rows[text] for text in texts])
 
@@ -100,17 +113,34 @@ class TorchEngine:
         return generate(network, prompt_ids, sampling, uniforms, closing=sorted(closing), pad=_pad(tokenizer))
 
     def score(
-        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, temperature: float, microbatch: int
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
     ) -> Ragged:
         """Logprobs of the response tokens, under the trained copy or that of a frozen model."""
-        return score(
-            self.network(model, "trained" if model.trainable else "frozen"),
-            prompt_ids,
-            response_ids,
-            temperature=temperature,
-            pad=_pad(self.tokenizer(model)),
-            microbatch=microbatch,
-        )
+        network = self.network(model, "trained" if model.trainable else "frozen")
+        pad = _pad(self.tokenizer(model))
+        return score(network, prompt_ids, response_ids, shard, temperature=temperature, pad=pad)
+
+    def reward(
+        self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
+    ) -> torch.Tensor:
+        """The scores of a reward model, which the first call for it loads."""
+        key = _identity(model)
+        if key not in self._reward_models:
+            self._reward_models[key] = open_reward_model(key, dtype=self.dtype, device=self.device)
+        return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
+
+    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
+        """Operations of a forward and a backward pass; None for what is no dense transformer of the Llama kind."""
+        try:
+            shape = Transformer.of(self.network(model, "trained").config.to_dict())
+        except ValueError:
+            return None
+        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is no input
+        return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
+
+    def peak_tflops(self) -> float | None:
+        """Of the GPU, by its name."""
+        return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         """The trained copy with an optimizer. Raises StageError where the model has one already."""
@@ -125,12 +155,12 @@ class TorchEngine:
                 )
             )
         pad = _pad(self.tokenizer(model))
-        self._learners[key] = TorchLearner(self.network(model, "trained"), optimization, pad=pad)
+        self._learners[key] = TorchLearner(self.network(model, "trained"), optimization, pad=pad, ranks=self.ranks)
         return self._learners[key]
 
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the trained copy."""
-        return weight_tools.weights(self.network(model, "trained"))
+        return weight_tools.weights(self.network(model, "trained"), self.dtype)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
@@ -171,7 +201,7 @@ def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text. Raises StageError for the first that has none, or a character outside the alphabet."""
-    alphabet = set(model.alphabet or "") if model.config is not None else None
+    alphabet = set(model.alphabet or "") if model.config is not None and model.alphabet != BYTES else None
     for text in texts:
         unknown = sorted(set(text) - alphabet) if alphabet else []
         if unknown or not text:
@@ -181,6 +211,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[s
         if not ids:
             raise _cannot_say(model, text, [])
     return encoded
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of lists of messages, up to where the assistant's answer begins."""
+    if not tokenizer.chat_template:
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"the tokenizer of {model.source!r} has no chat template",
+                why="messages become a prompt by the template of the model",
+                fix="a model that was trained to chat, or Rollout(..., chat=False)",
+            )
+        )
+    made: Any = [
+        tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False) for text in texts
+    ]
+    return made
 
 
 def _cannot_say(model: Model, text: str, unknown: list[str]) -> StageError:

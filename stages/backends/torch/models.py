@@ -4,9 +4,10 @@
     tokenizer = load_tokenizer(model)
     network = load_network(model, tokenizer, dtype=torch.bfloat16, device=torch.device("cuda"))
 
-A `Model` with a `config` is built at random from its seed, with one token a character of its alphabet. Two keys of the
-config are ours: `embedding_std` draws the embedding anew with this standard deviation, and `vocab_size` may be
-left out. The result of `save` is a folder that AutoModelForCausalLM and AutoTokenizer load.
+A `Model` with a `config` is built at random from its seed, with one token a character of its alphabet, or one token a
+byte of UTF-8 where its alphabet is the word "bytes", which can say every text. Two keys of the config
+are ours: `embedding_std` draws the embedding anew with this standard deviation, and `vocab_size` may be left out. The
+result of `save` is a folder that AutoModelForCausalLM and AutoTokenizer load.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from pipeline import Model, StageError
 from pipeline.errors import Problem
 
 PAD, EOS = "<pad>", "<eos>"
+BYTES = "bytes"  # as an alphabet
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises StageError where the source cannot be loaded."""
     if model.config is not None:
-        return character_tokenizer(model.alphabet or "")
+        return byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
     try:
         return AutoTokenizer.from_pretrained(model.source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise StageError(_not_loaded(model, error)) from error
+        raise StageError(not_loaded(model, error)) from error
 
 
 def load_network(
@@ -45,14 +47,14 @@ def load_network(
     network: Any
     first = dtype if model.warm_start is None else torch.float32  # small updates vanish in bfloat16
     if model.config is not None:
-        network = _build(model, tokenizer)
+        network = build(model, tokenizer)
     else:
         try:
             network = AutoModelForCausalLM.from_pretrained(
                 model.source, dtype=first, attn_implementation="sdpa", trust_remote_code=False
             )
         except (OSError, ValueError) as error:
-            raise StageError(_not_loaded(model, error)) from error
+            raise StageError(not_loaded(model, error)) from error
     network = network.to(device=device, dtype=first).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
@@ -76,6 +78,22 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8; ids 0 and 1 are padding and end of sequence. What is no UTF-8 decodes to U+FFFD."""
+    vocabulary = {token: i for i, token in enumerate((PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
 def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a response: those of the generation config, the config and the tokenizer."""
     found: set[int] = set()
@@ -88,17 +106,22 @@ def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return tuple(sorted(found))
 
 
-def _not_loaded(model: Model, error: Exception) -> Problem:
+def not_loaded(model: Model, error: Exception, kind: str = "causal language model") -> Problem:
+    """The problem of a source that is no Hugging Face model of this kind."""
     return Problem(
         where=str(model.location),
         what=f"model {model.source!r} cannot be loaded: {' '.join(str(error).split())[:300]}",
-        why="it must be a folder or a hub name of a Hugging Face causal language model",
+        why=f"it must be a folder or a hub name of a Hugging Face {kind}",
         fix="a folder that save_pretrained wrote, or a name that this machine can download",
     )
 
 
-def _build(model: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    config = dict(model.config or {})
+def build(
+    model: Model, tokenizer: PreTrainedTokenizerBase, auto: Any = AutoModelForCausalLM, **settings: Any
+) -> PreTrainedModel:
+    """The network of a model with a config, at random from its seed; `auto` says with which head, `settings` go into
+    its config. Raises StageError where the config has no room for the alphabet."""
+    config = dict(model.config or {}) | settings
     embedding_std = config.pop("embedding_std", None)
     config.setdefault("vocab_size", len(tokenizer))
     if config["vocab_size"] < len(tokenizer):
@@ -113,7 +136,7 @@ def _build(model: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        network = AutoModelForCausalLM.from_config(
+        network = auto.from_config(
             AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="sdpa", dtype=torch.float32
         )
         if embedding_std is not None:

@@ -1,10 +1,11 @@
 """Optimizer updates of one network: policy loss, gradient accumulation, clipping, AdamW, and its exact state.
 
 Knows tensors; it does not know steps, stages or weights' readers. The loss of a minibatch is normalised by counts over
-the whole minibatch, so it does not depend on how microbatches are cut. Weights below float32 have a float32 master
-copy, which the optimizer updates. An update whose loss or gradient is not finite changes nothing and is counted.
+the whole minibatch of all ranks, so it does not depend on how it is cut into shards and microbatches; gradients are
+added up over ranks. Weights below float32 have a float32 master copy, which the optimizer updates. An update whose loss
+or gradient is not finite changes nothing, on any rank, and is counted.
 
-Legend: N samples, T longest response, V vocabulary.
+Legend: N samples, T longest response.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,14 +20,18 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ops.kl import kl_k3
 from ops.logprobs import entropy, selected_logprobs
-from ops.loss import aggregate, clipped_policy_loss
+from pipeline.columns import Ragged
 from pipeline.errors import CheckpointError, Problem
-from stages.backends import Minibatch, Optimization
+from pipeline.ranks import Ranks
+from pipeline.sharding import Microbatch, Update
+from stages.backends import Batch, Optimization
+from stages.backends.objective import MAXIMA, Scored, objective
 from stages.backends.torch.padding import pad_right
-from stages.backends.torch.score import response_logits
+from stages.backends.torch.score import Predicted, predict
+from stages.backends.torch.sharded import is_divided, like, whole
 from stages.backends.torch.weights import load_weights, weights
+from stages.losses import PolicyLoss
 
 _WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -49,8 +53,10 @@ def learning_rate(settings: Optimization, update: int) -> float:
 class TorchLearner:
     """A network with its optimizer."""
 
-    def __init__(self, network: PreTrainedModel, settings: Optimization, *, pad: int) -> None:
-        self.network, self.settings, self.pad = network, settings, pad
+    def __init__(
+        self, network: PreTrainedModel, settings: Optimization, *, pad: int, ranks: Ranks | None = None
+    ) -> None:
+        self.network, self.settings, self.pad, self.ranks = network, settings, pad, ranks or Ranks()
         self.updates = self.skipped = 0
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.masters = {
@@ -70,59 +76,69 @@ class TorchLearner:
                 if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
 
-    def update(self, batch: Minibatch, loss: Any, *, temperature: float) -> dict[str, float]:
-        """One optimizer update; `loss` has clip, kl and aggregation (`stages.train.ClippedLoss`)."""
-        count = len(batch)
-        tokens = sum(batch.response_ids.lengths)
-        step = self.settings.microbatch or count
-        normalizer = tokens if loss.aggregation == "token" else count
-        sums = {"loss": 0.0, "clip_fraction": 0.0, "entropy": 0.0, "kl": 0.0, "ratio_max": 0.0}
-        for start in range(0, count, step):
-            part = self._backward(batch.part(start, start + step), loss, temperature, normalizer)
-            for name, value in part.items():
-                sums[name] = max(sums[name], value) if name == "ratio_max" else sums[name] + value
-        norm = self._step(sums["loss"])
-        for name in ("clip_fraction", "entropy", "kl"):
-            sums[name] /= tokens
-        if batch.ref_logprobs is None:
-            del sums["kl"]
-        return sums | norm
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
+    ) -> dict[str, float]:
+        """One optimizer update from the microbatches of `update`, on all ranks together."""
+        sums: dict[str, float] = {}
+        for microbatch in update.microbatches:
+            found = self._backward(batch.at(microbatch.samples), loss, temperature, update, microbatch, packed)
+            for name, value in found.items():
+                before = sums.get(name, 0.0)
+                sums[name] = max(before, value) if name in MAXIMA else before + value
+        if not is_divided(self.network):
+            self.ranks.sum([master.grad for master in self.masters.values() if master.grad is not None])
+        sums = self.ranks.totals(sums, largest=MAXIMA)
+        means = {name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()}
+        return means | self._step(sums["loss"])
 
-    def _backward(self, part: Minibatch, loss: Any, temperature: float, normalizer: int) -> dict[str, float]:
+    def _backward(
+        self,
+        part: Batch,
+        loss: PolicyLoss,
+        temperature: float,
+        update: Update,
+        microbatch: Microbatch,
+        packed: bool = False,
+    ) -> dict[str, float]:
         """Adds the gradient of one microbatch; returns sums over its tokens, and its share of the loss."""
-        device = self.network.device
-        logits_NTV, ids_NT, mask_NT = response_logits(
-            self.network, part.prompt_ids, part.response_ids, temperature=temperature, pad=self.pad
+        made = predict(
+            self.network,
+            part.prompt_ids,
+            part.response_ids,
+            microbatch,
+            temperature=temperature,
+            pad=self.pad,
+            packed=packed,
         )
-        logprobs_NT = selected_logprobs(logits_NTV, ids_NT)
-        old_NT = pad_right(part.old_logprobs).to(device)
-        loss_NT, clipped_NT = clipped_policy_loss(
-            logprobs_NT, old_NT, part.advantage.to(device), mask_NT, loss.clip[0], loss.clip[1]
+        with torch.set_grad_enabled(loss.entropy > 0):
+            entropy_NT = made.rectangle(entropy(made.logits))
+        scored = Scored(
+            logprobs_NT=made.rectangle(selected_logprobs(made.logits, made.ids)),
+            old_logprobs_NT=self._padded(part.old_logprobs, made),
+            rollout_logprobs_NT=self._padded(part.rollout_logprobs, made) if part.rollout_logprobs else None,
+            advantage_N=part.advantage.to(self.network.device),
+            mask_NT=made.mask_NT,
+            ref_logprobs_NT=self._padded(part.ref_logprobs, made) if part.ref_logprobs else None,
+            entropy_NT=entropy_NT,
         )
-        with torch.no_grad():
-            ratio_NT = (logprobs_NT - old_NT).exp().masked_fill(~mask_NT, 0.0)
-            sums = {
-                "clip_fraction": clipped_NT.logical_and(mask_NT).sum().item(),
-                "entropy": entropy(logits_NTV.detach()).masked_fill(~mask_NT, 0.0).sum().item(),
-                "ratio_max": ratio_NT.max().item(),
-            }
-        if part.ref_logprobs is not None:
-            kl_NT = kl_k3(logprobs_NT, pad_right(part.ref_logprobs).to(device), mask_NT)
-            loss_NT = loss_NT + loss.kl * kl_NT
-            sums["kl"] = kl_NT.detach().masked_fill(~mask_NT, 0.0).sum().item()
-        objective = aggregate(loss_NT, mask_NT, loss.aggregation, normalizer)
-        objective.backward()
+        value, sums = objective(loss, scored, tokens=update.tokens, samples=update.samples)
+        value.backward()
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float() if master.grad is None else master.grad + parameter.grad
                 parameter.grad = None
-        return sums | {"loss": objective.item()}
+        return sums
+
+    def _padded(self, column: Ragged, made: Predicted) -> torch.Tensor:
+        return pad_right(column, 0, made.width).to(self.network.device)
 
     def _step(self, loss: float) -> dict[str, float]:
         norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
         rate = learning_rate(self.settings, self.updates)
-        finite = math.isfinite(loss) and bool(norm.isfinite())
+        size = whole(norm).item()
+        finite = math.isfinite(loss) and math.isfinite(size)
         if finite:
             if self.settings.clip_grad > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.clip_grad, norm)
@@ -133,7 +149,7 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         self.skipped += not finite
-        return {"grad_norm": norm.item(), "lr": rate, "skipped": float(not finite)}
+        return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
@@ -142,14 +158,18 @@ class TorchLearner:
                 self.parameters[name].copy_(master)
 
     def save(self, folder: Path) -> None:
-        """safetensors and JSON; nothing that executes code when it is read."""
+        """safetensors and JSON; nothing that executes code when it is read. All ranks gather, rank 0 writes: what is
+        written does not depend on how many there are."""
         state = {}
         for name, master in self.masters.items():
             for moment, value in self.optimizer.state.get(master, {}).items():
-                state[f"{moment}:{name}"] = value.detach().cpu().contiguous()
+                state[f"{moment}:{name}"] = whole(value.detach()).cpu().contiguous()
             if master is not self.parameters[name]:
                 state[f"master:{name}"] = master.detach().cpu().contiguous()
-        save_file(weights(self.network), folder / _WEIGHTS)
+        named = weights(self.network)
+        if self.ranks.rank > 0:
+            return
+        save_file(named, folder / _WEIGHTS)
         save_file(state, folder / _OPTIMIZER)
         (folder / _COUNTERS).write_text(json.dumps({"updates": self.updates, "skipped": self.skipped}))
 
@@ -176,5 +196,5 @@ class TorchLearner:
                 with torch.no_grad():
                     master.copy_(state[f"master:{name}"])
             if f"step:{name}" in state:
-                device = {moment: master.device for moment in _MOMENTS}
-                self.optimizer.state[master] = {m: state[f"{m}:{name}"].to(device[m]) for m in _MOMENTS}
+                moments = {moment: like(state[f"{moment}:{name}"], master) for moment in _MOMENTS[:2]}
+                self.optimizer.state[master] = moments | {"step": state[f"step:{name}"].to(master.device)}

@@ -1,6 +1,6 @@
 """Ragged rows to rectangles and back. Prompts are padded on the left, responses on the right.
 
-Legend: N samples, P longest prompt, T longest response.
+Legend: N samples, P width of the prompts, T width of the responses; without a width, the longest row.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from pipeline.columns import Ragged
 
 
-def pad_left(column: Ragged, fill: int) -> torch.Tensor:
+def pad_left(column: Ragged, fill: int, width: int | None = None) -> torch.Tensor:
     """[N, P], the rows at the right edge."""
     lengths = torch.tensor(column.lengths)
-    width = int(lengths.max())
+    width = max(column.lengths) if width is None else width
     if len(column.values) == width * len(lengths):
         return column.values.view(len(lengths), width)
     padded_NP = column.values.new_full((len(lengths), width), fill)
@@ -23,10 +23,10 @@ def pad_left(column: Ragged, fill: int) -> torch.Tensor:
     return padded_NP
 
 
-def pad_right(column: Ragged, fill: float = 0) -> torch.Tensor:
+def pad_right(column: Ragged, fill: float = 0, width: int | None = None) -> torch.Tensor:
     """[N, T], the rows at the left edge."""
     lengths = torch.tensor(column.lengths)
-    width = int(lengths.max())
+    width = max(column.lengths) if width is None else width
     if len(column.values) == width * len(lengths):
         return column.values.view(len(lengths), width)
     padded_NT = column.values.new_full((len(lengths), width), fill)

@@ -1,32 +1,81 @@
 """Logits and logprobs of given responses. Knows a network and token ids; it does not know what they are for.
 
-Legend: N samples, P longest prompt, T longest response, S = P + T - 1, V vocabulary.
+A pass computes one microbatch, padded to a rectangle or packed into one row; both give the same numbers per token.
+
+Legend: N samples, P prompt tokens, T response tokens, S = P + T - 1, V vocabulary, R response tokens in a row.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from ops.logprobs import selected_logprobs
+from ops.packing import pack, rectangle
 from pipeline.columns import Ragged
-from stages.backends import cut
-from stages.backends.torch.padding import pad_left, pad_right, unpad_right
+from pipeline.sharding import Microbatch, Shard
+from stages.backends.interface import part
+from stages.backends.torch.padding import pad_left, pad_right
 
 
-def response_logits(
-    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, *, temperature: float, pad: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits / temperature [N, T, V] that predict the response tokens, their ids [N, T], and which are real [N, T].
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """What a pass says of the response tokens: logits / temperature and ids, both [N, T] or both [1, R].
 
-    Only the logits of response positions are computed. Padding on the left of a prompt is masked; padding on the right
-    of a response needs no mask, because attention is causal.
+    `lengths` and `width` say how [1, R] becomes the rectangle [N, T]; `mask_NT` is True where there is a token.
     """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    mask_NT: torch.Tensor
+    lengths: tuple[int, ...]
+    width: int
+    packed: bool
+
+    def rectangle(self, values: torch.Tensor) -> torch.Tensor:
+        """One value a token, shaped as `ids`, as [N, T]."""
+        return rectangle(values[0], self.lengths, self.width) if self.packed else values
+
+
+def predict(
+    network: PreTrainedModel,
+    prompt_ids: Ragged,
+    response_ids: Ragged,
+    microbatch: Microbatch,
+    *,
+    temperature: float,
+    pad: int,
+    packed: bool = False,
+) -> Predicted:
+    """One pass over the samples of a microbatch. Only the logits of response positions are computed."""
+    lengths, width = response_ids.lengths, microbatch.response
     device = network.device
-    prompts_NP = pad_left(prompt_ids, pad).to(device)
-    ids_NT = pad_right(response_ids, pad).to(device)
-    P, T = prompts_NP.shape[1], ids_NT.shape[1]
-    inputs_NS = torch.cat([prompts_NP, ids_NT[:, :-1]], dim=1)
+    if packed:
+        row = pack(prompt_ids.rows(), response_ids.rows())
+        logits = network(
+            input_ids=row.ids_1S.to(device),
+            position_ids=row.positions_1S.to(device),
+            use_cache=False,
+            logits_to_keep=row.keep_R.to(device),
+        ).logits
+        ids = row.targets_1R.to(device)
+    else:
+        logits, ids = _padded(network, prompt_ids, response_ids, microbatch, pad)
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    mask_NT = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+    return Predicted(logits, ids, mask_NT, lengths, width, packed)
+
+
+def _padded(
+    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding on the left of a prompt is masked; on the right of a response attention is causal and needs no mask."""
+    device, P, T = network.device, microbatch.prompt, microbatch.response
+    ids_NT = pad_right(response_ids, pad, T).to(device)
+    inputs_NS = torch.cat([pad_left(prompt_ids, pad, P).to(device), ids_NT[:, :-1]], dim=1)
     mask_NS = positions_NS = None
     if min(prompt_ids.lengths) < P:
         left_N1 = torch.tensor([P - length for length in prompt_ids.lengths], device=device)[:, None]
@@ -35,30 +84,22 @@ def response_logits(
     logits_NTV = network(
         input_ids=inputs_NS, attention_mask=mask_NS, position_ids=positions_NS, use_cache=False, logits_to_keep=T
     ).logits
-    if temperature != 1.0:
-        logits_NTV = logits_NTV.float() / temperature
-    real_NT = torch.arange(T, device=device) < torch.tensor(response_ids.lengths, device=device)[:, None]
-    return logits_NTV, ids_NT, real_NT
+    return logits_NTV, ids_NT
 
 
 @torch.no_grad()
 def score(
-    network: PreTrainedModel,
-    prompt_ids: Ragged,
-    response_ids: Ragged,
-    *,
-    temperature: float,
-    pad: int,
-    microbatch: int,
+    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float, pad: int
 ) -> Ragged:
-    """Logprobs of the response tokens, float32, at most 0. Microbatches are runs of samples in order; 0 is one run."""
-    step = microbatch or len(prompt_ids)
-    parts = []
-    for start in range(0, len(prompt_ids), step):
-        responses = cut(response_ids, start, start + step)
-        logits_NTV, ids_NT, _ = response_logits(
-            network, cut(prompt_ids, start, start + step), responses, temperature=temperature, pad=pad
-        )
-        logprobs_NT = selected_logprobs(logits_NTV, ids_NT).float().clamp_(max=0.0)
-        parts.append(unpad_right(logprobs_NT, responses.lengths).values)
-    return Ragged(torch.cat(parts), response_ids.lengths)
+    """Logprobs of the response tokens, float32, at most 0, on the CPU, in the order of the samples."""
+    rows: dict[int, torch.Tensor] = {}
+    for update in shard.updates:
+        for microbatch in update.microbatches:
+            prompts, responses = (part(column, microbatch.samples) for column in (prompt_ids, response_ids))
+            made = predict(
+                network, prompts, responses, microbatch, temperature=temperature, pad=pad, packed=shard.packed
+            )
+            logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
+            flat = (logprobs[0] if made.packed else logprobs[made.mask_NT]).cpu()
+            rows |= zip(microbatch.samples, flat.split(list(responses.lengths)))
+    return Ragged(torch.cat([rows[i] for i in range(len(response_ids))]), response_ids.lengths)

@@ -7,14 +7,24 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from stages.backends.torch.sharded import like, whole
 
 
-def weights(network: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers on the CPU, by name, copied. Of tied tensors the first name only."""
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in _tensors(network).items()}
+def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers on the CPU, by name, copied. Of tied tensors the first name only.
+
+    `dtype` is what floating-point weights are rounded to; None keeps theirs. Of a divided network every rank gets them
+    whole, and all ranks must call it.
+    """
+    named = {}
+    for name, tensor in _tensors(network).items():
+        wanted = dtype if tensor.is_floating_point() else None
+        named[name] = whole(tensor).to("cpu", wanted, copy=True).contiguous()
+    return named
 
 
 @torch.no_grad()
@@ -35,7 +45,7 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
                 )
             )
     for name, tensor in new.items():
-        held[name].copy_(tensor)
+        held[name].copy_(like(tensor, held[name]))
 
 
 def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
@@ -52,8 +62,8 @@ def _tensors(network: nn.Module) -> dict[str, torch.Tensor]:
     """The live tensors of the state, a tied one under its first name."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found = {}
-    for name, tensor in network.state_dict().items():
-        identity = (tensor.data_ptr(), tuple(tensor.shape))
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        identity = (id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or identity not in seen:
             found[name] = tensor.detach()
         seen.add(identity)

@@ -1,0 +1,112 @@
+"""Weights that correct for samples of another policy than the one that the trainer had before its update.
+
+The sampler's logprobs differ from the trainer's because its kernels round otherwise, and, with staleness, because its
+weights are older. With w = exp(prev - rollout) = pi_prev / pi_rollout of a token, each function gives the number that
+multiplies the token's policy loss, and where that number is not w itself:
+
+    weight_NT, changed_NT = truncated_is(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, cap=2.0)
+
+Weights are detached. The denominator of the aggregation stays the count of all unmasked tokens or samples: what a
+correction takes out lowers the loss, it does not raise the weight of the rest. A masked entry, even NaN, has weight 0,
+is not changed, and changes no other. A NaN that is not masked stays NaN. A ratio that overflows is the largest finite
+number. Raise ValueError for a bound that is out of its range, and for shapes that differ.
+
+Legend: N samples, T tokens. Log-probabilities in nat.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ops.masks import blank, masked_mean, masked_sum
+
+LEVELS = ("token", "sequence")
+
+
+def truncated_is(
+    prev_logprobs_NT: torch.Tensor,
+    rollout_logprobs_NT: torch.Tensor,
+    mask_NT: torch.Tensor,
+    cap: float,
+    level: str = "token",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """min(w, cap), and where the cap acts: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training").
+
+    At level "sequence" w is the ratio of the whole response, the product over its tokens, and the same for all of them.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap {cap} is not above 0")
+    raw_NT = _ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, level)
+    return raw_NT.clamp(max=cap), raw_NT > cap
+
+
+def icepop(
+    prev_logprobs_NT: torch.Tensor,
+    rollout_logprobs_NT: torch.Tensor,
+    mask_NT: torch.Tensor,
+    low: float,
+    high: float,
+    level: str = "token",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w where low <= w <= high, else 0, and where it was taken out: IcePop (Ring-1T, arXiv 2510.18855).
+
+    At level "sequence" w is the ratio of the whole response, which counts whole or not at all.
+    """
+    _check_bounds(low, high)
+    raw_NT = _ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, level)
+    changed_NT = ((raw_NT < low) | (raw_NT > high)) & mask_NT.bool()
+    return raw_NT.masked_fill(changed_NT, 0.0), changed_NT
+
+
+def sequence_mask(
+    prev_logprobs_NT: torch.Tensor,
+    rollout_logprobs_NT: torch.Tensor,
+    mask_NT: torch.Tensor,
+    low: float,
+    high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The untruncated w of each token where the geometric mean of the response's w is in [low, high]; else all 0.
+
+    NeMo-RL's `seq-mask-tis`. A response without tokens has the mean 1.
+    """
+    _check_bounds(low, high)
+    log_NT = _log_ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT)
+    mean_N1 = masked_mean(log_NT, mask_NT, dim=1).exp()[:, None]
+    changed_NT = ((mean_N1 < low) | (mean_N1 > high)) & mask_NT.bool()
+    return blank(_exp(log_NT), mask_NT).masked_fill(changed_NT, 0.0), changed_NT
+
+
+def decoupled(
+    prev_logprobs_NT: torch.Tensor, rollout_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w as it is: decoupled PPO with pi_prox = pi_prev and pi_behav = pi_rollout (AReaL, arXiv 2505.24298)."""
+    raw_NT = _ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, "token")
+    return raw_NT, torch.zeros_like(raw_NT, dtype=torch.bool)
+
+
+def _ratio(prev_NT: torch.Tensor, rollout_NT: torch.Tensor, mask_NT: torch.Tensor, level: str) -> torch.Tensor:
+    """w, [N, T], 0 where masked."""
+    if level not in LEVELS:
+        raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
+    log_NT = _log_ratio(prev_NT, rollout_NT, mask_NT)
+    if level == "sequence":
+        log_NT = masked_sum(log_NT, mask_NT, dim=1)[:, None].expand_as(log_NT)
+    return blank(_exp(log_NT), mask_NT)
+
+
+def _log_ratio(prev_NT: torch.Tensor, rollout_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
+    if not prev_NT.shape == rollout_NT.shape == mask_NT.shape or mask_NT.dim() != 2:
+        shapes = [tuple(tensor.shape) for tensor in (prev_NT, rollout_NT, mask_NT)]
+        raise ValueError(f"shapes {shapes} are not three times [N, T]")
+    return blank(prev_NT.detach() - rollout_NT.detach(), mask_NT)
+
+
+def _exp(log_NT: torch.Tensor) -> torch.Tensor:
+    # Infinity times an advantage of 0 would be NaN.
+    return log_NT.exp().clamp(max=torch.finfo(log_NT.dtype).max)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"bounds ({low}, {high}) are not 0 <= low <= 1 <= high")

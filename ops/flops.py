@@ -1,0 +1,137 @@
+"""Floating point operations of a dense decoder-only transformer, from its shape and the lengths of its sequences.
+
+Arithmetic on numbers; loads no tensor library. A multiply and an add are two operations.
+
+    shape = Transformer.of(json.loads(Path("config.json").read_text()))
+    done = model_flops(shape, lengths=[1024, 700], training=True)
+    utilisation = done / seconds / (1e12 * ranks * peak_tflops("NVIDIA H200"))
+
+What is counted, as in PaLM (arXiv 2204.02311, appendix B) and Narayanan et al. (arXiv 2104.04473, section 5.1): matrix
+products. Norms, activations, rotary embeddings, softmax and the optimizer are left out, a few per mille in models of a
+billion parameters and more. Padding and recomputed activations are not counted: they are not the model's work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The shape of a dense decoder-only transformer.
+
+    layers, hidden      blocks, and entries of a token's state
+    intermediate        entries inside a block's feed-forward part
+    heads, kv_heads     of queries, and of keys and values
+    head_dim            entries of one head
+    vocab               rows of the output embedding
+    gated               whether the feed-forward part has three matrices (SwiGLU, arXiv 2002.05202) or two
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Transformer:
+        """From the entries of a Hugging Face `config.json` of the Llama kind (Llama, Mistral, Qwen2, Qwen3, Gemma).
+
+        Raises ValueError for a mixture of experts, and for a config that lacks a number.
+        """
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if config.get(name):
+                raise ValueError(f"{name}={config[name]}: a mixture of experts is not a dense transformer")
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        if missing := [name for name in names if not config.get(name)]:
+            raise ValueError(f"the config has no {', '.join(missing)}")
+        layers, hidden, intermediate, heads, vocab = (int(config[name]) for name in names)
+        return Transformer(
+            layers=layers,
+            hidden=hidden,
+            intermediate=intermediate,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=vocab,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers that every token is multiplied with, biases and norms left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + self.hidden * self.intermediate * (3 if self.gated else 2))
+
+    @property
+    def logit_weights(self) -> int:
+        """Weights of the output embedding."""
+        return self.hidden * self.vocab
+
+
+def model_flops(
+    shape: Transformer,
+    lengths: Sequence[int],
+    *,
+    training: bool,
+    logits: Sequence[int] | None = None,
+    causal: bool = True,
+) -> float:
+    """Operations of one forward pass over sequences of `lengths` tokens; with `training`, the backward pass too.
+
+    Forward: 2 a weight and token, and in attention 4 * layers * heads * head_dim a pair of query and key (scores, then
+    the weighted sum of values). Backward is twice forward: one product each for the gradients of inputs and weights.
+
+    logits  positions of each sequence whose logits are computed; None is all of them
+    causal  count the n (n + 1) / 2 pairs that are not masked, or all n^2, as kernels without a causal mask compute and
+            PaLM counts
+
+    Raises ValueError where a length is negative, or `logits` does not match `lengths`.
+    """
+    positions = lengths if logits is None else logits
+    if len(positions) != len(lengths) or any(not 0 <= p <= n for p, n in zip(positions, lengths)):
+        raise ValueError(
+            f"logits at {list(positions)[:8]} positions do not fit sequences of {list(lengths)[:8]} tokens"
+        )
+    pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
+    forward = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
+    forward += 4.0 * pairs * shape.layers * shape.heads * shape.head_dim
+    return forward * (3 if training else 1)
+
+
+# Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (where those give the figure with sparsity, half of it). A key is
+# words of the device's name; the entry with the most words that are all in the name holds.
+PEAK_TFLOPS: dict[tuple[str, ...], float] = {
+    ("A100",): 312.0,
+    ("A800",): 312.0,
+    ("A10",): 125.0,
+    ("A30",): 165.0,
+    ("A40",): 149.7,
+    ("L4",): 121.0,
+    ("L40S",): 362.0,
+    ("H100",): 989.0,
+    ("H100", "PCIe"): 756.0,
+    ("H100", "NVL"): 835.0,
+    ("H800",): 989.0,
+    ("H800", "PCIe"): 756.0,
+    ("H200",): 989.0,
+    ("H200", "NVL"): 835.0,
+    ("GH200",): 989.0,
+    ("B200",): 2250.0,
+}
+
+
+def peak_tflops(device: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of a GPU, by the name that `torch.cuda.get_device_name()` gives; None where unknown.
+
+    A slice of a GPU (MIG) is unknown: it has a part of the peak.
+    """
+    words = set(re.split(r"[\s-]+", device))
+    matches = [key for key in PEAK_TFLOPS if words.issuperset(key)]
+    return None if "MIG" in words or not matches else PEAK_TFLOPS[max(matches, key=len)]

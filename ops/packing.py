@@ -1,0 +1,63 @@
+"""Samples one after the other in one row, without padding, and what is known of each token back to a rectangle.
+
+    packed = pack(prompt_ids, response_ids)
+    logits_1RV = network(packed.ids_1S, position_ids=packed.positions_1S, logits_to_keep=packed.keep_R).logits
+    logprobs_NT = rectangle(selected_logprobs(logits_1RV, packed.targets_1R)[0], response_lengths, width)
+
+Positions start again at 0 with each sample, which is how a network tells samples apart (transformers,
+masking_utils.find_packed_sequence_indices). Knows token ids and lengths; which samples share a row is decided elsewhere.
+
+Legend: N samples, S tokens of the row, R response tokens of the row, T longest response, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """One row. The last token of a response is a target only: nothing is predicted from it, and it is left out.
+
+    ids_1S, positions_1S   input ids, and positions inside each sample
+    keep_R                 where in the row the logits are that predict the response tokens
+    targets_1R             those tokens
+    """
+
+    ids_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    keep_R: torch.Tensor
+    targets_1R: torch.Tensor
+
+
+def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> Packed:
+    """From one prompt [P] and one response [T] a sample, ids of one integer dtype.
+
+    Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample.
+    """
+    ids, positions, keep = [], [], []
+    start = 0
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if not len(prompt) or not len(response):
+            raise ValueError(f"sample {i} has {len(prompt)} prompt and {len(response)} response tokens; both need one")
+        size = len(prompt) + len(response) - 1
+        ids += [prompt, response[:-1]]
+        positions.append(torch.arange(size, device=prompt.device))
+        keep.append(torch.arange(start + len(prompt) - 1, start + size, device=prompt.device))
+        start += size
+    return Packed(torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None])
+
+
+def rectangle(values_R: torch.Tensor, lengths_N: Sequence[int], width: int) -> torch.Tensor:
+    """[N, width] with 0 as padding on the right, from the entries of all samples in a row; differentiable.
+
+    Raises ValueError where the lengths do not add up to R or one is above `width`.
+    """
+    if sum(lengths_N) != len(values_R) or max(lengths_N) > width:
+        raise ValueError(f"{len(values_R)} entries are not rows of {list(lengths_N)}, each {width} at most")
+    lengths = torch.tensor(lengths_N, device=values_R.device)
+    mask_NT = torch.arange(width, device=values_R.device) < lengths[:, None]
+    return values_R.new_zeros(len(lengths_N), width).masked_scatter(mask_NT, values_R)

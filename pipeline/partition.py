@@ -1,0 +1,205 @@
+"""Numbers divided evenly: into shares of equal count, and into rows of bounded size. Knows not what they measure.
+
+    spread(["a", "b", "c", "d"], costs=[9, 7, 3, 1], shares=2)                    # [["a", "d"], ["b", "c"]]
+    rows_within(10, [0, 1, 2], size=[6, 5, 4], cost=[6, 5, 4])                    # [[0], [1, 2]]
+
+Shares are made by differencing: blocks of one item a share are joined, the two of widest spread first, so that they
+even out (Karmarkar and Karp, 1982; with equal counts: Yakir, Mathematics of Operations Research 21(1), 1996). Rows are
+filled evenly where few enough suffice, else by best or first fit decreasing, and levelled. The search over the number
+of rows is MULTIFIT (Coffman, Garey and Johnson, SIAM Journal on Computing 7(1), 1978) with rows in place of capacity.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+_Fill: TypeAlias = Callable[[Sequence[int], Sequence[float], int], list[list[int]]]  # items, their costs, rows
+
+
+def spread(items: Sequence[T], costs: Sequence[float], shares: int) -> list[list[T]]:
+    """`items` over shares, one of each block of `shares` neighbours to each, so that sums of costs are alike.
+
+    Each share keeps the order of `items`, so the i-th items of all shares come from the i-th block. A last block that
+    is not full goes to some shares only.
+    """
+    if shares == 1:
+        return [list(items)]
+    # One node a block: loads, descending, and what makes up each of them, as indices into `items`.
+    heap: list[tuple[float, int, list[float], list[list[int]]]] = []
+    for start in range(0, len(items), shares):
+        block = sorted(range(start, min(start + shares, len(items))), key=costs.__getitem__, reverse=True)
+        empty = shares - len(block)
+        loads = [float(costs[i]) for i in block] + [0.0] * empty
+        heap.append((loads[-1] - loads[0], start, loads, [[i] for i in block] + [[] for _ in range(empty)]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, loads, held = heapq.heappop(heap)
+        _, _, others, theirs = heap[0]
+        # The largest load meets the smallest; the longer lists grow, so that joining costs little.
+        loads = [a + b for a, b in zip(loads, reversed(others))]
+        for i, j in zip(range(shares), reversed(range(shares))):
+            long, short = (held[i], theirs[j]) if len(held[i]) >= len(theirs[j]) else (theirs[j], held[i])
+            long.extend(short)
+            held[i] = long
+        order = sorted(range(shares), key=loads.__getitem__, reverse=True)
+        loads = [loads[i] for i in order]
+        heapq.heapreplace(heap, (loads[-1] - loads[0], number, loads, [held[i] for i in order]))
+    return [[items[i] for i in sorted(held)] for held in heap[0][3]]
+
+
+def exchanged(shares: Sequence[Sequence[int]], cost: Sequence[float], slack: float = 2**-10) -> list[list[int]]:
+    """`shares` of the same counts, after exchanges of one item for one that bring the costliest share down.
+
+    Ends where no share is more than `slack` above the mean, as a fraction, or where no exchange helps. `cost` is looked
+    up by item.
+    """
+    held = [list(share) for share in shares]
+    loads = [float(sum(map(cost.__getitem__, share))) for share in held]
+    mean = sum(loads) / len(loads)
+    least = mean * 2**-20  # a smaller gain may be rounding, and would be exchanged back
+    while max(loads) > mean * (1 + slack):
+        top = loads.index(max(loads))
+        for other in sorted(range(len(held)), key=loads.__getitem__):
+            gap = loads[top] - loads[other]
+            given, taken = _closest(held[top], held[other], cost, gap / 2)
+            moved = cost[held[top][given]] - cost[held[other][taken]]
+            if least < moved < gap - least:
+                held[top][given], held[other][taken] = held[other][taken], held[top][given]
+                loads[top], loads[other] = loads[top] - moved, loads[other] + moved
+                break
+        else:
+            break
+    return held
+
+
+def _closest(ours: Sequence[int], theirs: Sequence[int], cost: Sequence[float], difference: float) -> tuple[int, int]:
+    """Where the two items are, one on each side, whose costs differ by `difference` as nearly as possible."""
+    sought = sorted((cost[i], at) for at, i in enumerate(theirs))
+    best: tuple[float, int, int] | None = None
+    for at, i in enumerate(ours):
+        place = bisect_left(sought, (cost[i] - difference, 0))
+        for their_cost, their_at in sought[max(place - 1, 0) : place + 1]:
+            found = abs(cost[i] - their_cost - difference), at, their_at
+            best = found if best is None or found < best else best
+    assert best is not None  # no share is empty
+    return best[1:]
+
+
+def rows_within(
+    capacity: int, items: Sequence[int], size: Sequence[int], cost: Sequence[float], multiple: int = 1
+) -> list[list[int]]:
+    """`items` in rows whose sizes sum to at most `capacity`, none empty and of about the same cost.
+
+    Their number is a multiple of `multiple` where there are as many items, and up to that never above what first fit
+    decreasing makes. `size` and `cost` are looked up by item; no size is above `capacity`.
+    """
+    order = sorted(items, key=size.__getitem__, reverse=True)
+    large = sum(2 * size[i] > capacity for i in order)  # no two of these share a row
+    fewest = _multiple(max(1, large, -(-sum(size[i] for i in order) // capacity)), multiple)
+    for fill in (_emptiest_first, spread):
+        if even := _even(order, size, cost, fewest, capacity, fill):
+            return even
+    rows = _best_fit(order, size, capacity)
+    if len(rows) > fewest:
+        rows = _first_fit(order, size, capacity, len(rows) - 1) or rows
+    count = _multiple(len(rows), multiple)
+    low, high = fewest // multiple + 1, count // multiple
+    while high - low > high // 64:  # closer than that is not worth the time
+        middle = (low + high) // 2
+        if found := _even(order, size, cost, middle * multiple, capacity, spread):
+            even, high = found, middle
+        else:
+            low = middle + 1
+    if even := even or _even(order, size, cost, count, capacity, _emptiest_first):
+        return even
+    return rows if count > len(items) else _level(rows, size, count)
+
+
+def _multiple(number: int, of: int) -> int:
+    """The least multiple of `of` that is not below `number`."""
+    return -(-number // of) * of
+
+
+def _even(
+    order: Sequence[int], size: Sequence[int], cost: Sequence[float], count: int, capacity: int, fill: _Fill
+) -> list[list[int]]:
+    """`count` rows of about the same cost, none empty. No rows where this way to fill them goes above the capacity."""
+    if count > len(order):
+        return []
+    rows = fill(order, [cost[i] for i in order], count)
+    return rows if all(sum(map(size.__getitem__, row)) <= capacity for row in rows) else []
+
+
+def _emptiest_first(order: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+    """`count` rows: each item into the row that costs least so far."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    heap: list[tuple[float, int, int]] = [(0, 0, row) for row in range(count)]  # cost, items, row
+    for i, cost in zip(order, costs):
+        load, held, row = heap[0]
+        rows[row].append(i)
+        heapq.heapreplace(heap, (load + cost, held + 1, row))
+    return rows
+
+
+def _best_fit(order: Sequence[int], size: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each item into the fullest row that still holds it."""
+    rows: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # capacity left and row, ascending
+    for i in order:
+        at = bisect_left(left, (size[i], 0))
+        if at == len(left):
+            insort(left, (capacity - size[i], len(rows)))
+            rows.append([i])
+        else:
+            room, row = left.pop(at)
+            insort(left, (room - size[i], row))
+            rows[row].append(i)
+    return rows
+
+
+def _first_fit(order: Sequence[int], size: Sequence[int], capacity: int, most: int) -> list[list[int]]:
+    """Each item into the first row that still holds it. No rows where more than `most` would be needed."""
+    width = 1 << max(most - 1, 0).bit_length()
+    room = [0] * width + [capacity] * most + [0] * (width - most)  # of leaf width + row; node n has that of 2n, 2n + 1
+    for node in reversed(range(1, width)):
+        room[node] = max(room[2 * node], room[2 * node + 1])
+    rows: list[list[int]] = [[] for _ in range(most)]
+    for i in order:
+        node, need = 1, size[i]
+        if room[1] < need:
+            return []
+        while node < width:
+            node *= 2
+            if room[node] < need:
+                node += 1
+        rows[node - width].append(i)
+        room[node] -= need
+        while node > 1:
+            node //= 2
+            larger = max(room[2 * node], room[2 * node + 1])
+            if room[node] == larger:
+                break
+            room[node] = larger
+    return [row for row in rows if row]
+
+
+def _level(rows: Sequence[Sequence[int]], size: Sequence[int], count: int) -> list[list[int]]:
+    """`count` rows, none empty, from no more: items go from the fullest row to the emptiest while that evens them."""
+    level = [list(row) for row in rows] + [[] for _ in range(count - len(rows))]
+    open_rows = sorted((sum(map(size.__getitem__, row)), len(row), number) for number, row in enumerate(level))
+    while len(open_rows) > 1:
+        (low, held, to), (high, many, source) = open_rows[0], open_rows[-1]
+        moved = min(level[source], key=lambda i: abs(2 * size[i] - (high - low)))
+        if many == 1 or (held and not 0 < size[moved] < high - low):
+            open_rows.pop()  # it gives nothing that would help
+            continue
+        del open_rows[-1], open_rows[0]
+        level[source].remove(moved)
+        level[to].append(moved)
+        insort(open_rows, (high - size[moved], many - 1, source))
+        insort(open_rows, (low + size[moved], held + 1, to))
+    return level

@@ -1,0 +1,228 @@
+"""The stage that drops whole groups and has others sampled in their place (dynamic sampling, DAPO, arXiv 2503.14476).
+
+    Filter("zero_spread")                                # all rewards equal: the group would teach nothing
+    Filter("zero_spread", of="reward_exact_match")       # of one of several rewards, as the paper does it
+
+    def learnable(reward: list[float], truncated: list[bool]) -> bool:
+        return 0.1 < sum(reward) / len(reward) < 0.9 and not all(truncated)
+
+    Filter(learnable, max_rounds=5)
+
+It is a gate. The stages that lead to what it reads see every group that is sampled. All others see the groups that it
+keeps and no others; one that starts on a whole batch starts when a batch has been kept. Each dropped group is replaced
+by the next prompt at once, so the batch does not depend on which group was ready first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from pipeline import Field, Output, Stage, StageContext, StageError, Task
+from pipeline.columns import Column, Columns, Ragged
+from pipeline.errors import Problem
+from stages import vocabulary
+from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
+from stages.vocabulary import KEPT, REWARD
+
+if TYPE_CHECKING:
+    from pipeline import Graph, WorkerGroup
+
+RULES = ("zero_spread",)
+Rule = Callable[..., bool]
+
+_KNOWN = {value.name: value for value in vars(vocabulary).values() if isinstance(value, Field)}
+_EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) < len(reward)"
+
+
+@dataclass(frozen=True)
+class Filter(Stage):
+    """Decides for each group whether it is kept.
+
+    rule        "zero_spread" drops a group whose values of `of` are all equal (arXiv 2503.14476, section 3.2). Or a
+                function of one group that returns whether it is kept: its parameter names are fields, as those of a
+                reward function are, each a list with one value a sample; `reward_<function>` are numbers
+    of          of "zero_spread": the field whose values count. The paper's is right or wrong, so where the reward is a
+                sum with a length penalty, name the part: of="reward_exact_match"
+    max_rounds  times the batch: the groups that are sampled for one step at most. More are an error, as where a model
+                answers every prompt rightly, or none
+    on          the worker group; None is the graph's host group
+
+    Metrics of a step: `admitted` (groups sampled), `dropped` (groups) and `acceptance` (the fraction that was kept).
+    The metrics of the stages before it, such as `reward/mean`, are means over all groups that were sampled, dropped
+    ones included; `advantage/...` and `train/...` are of the batch.
+    """
+
+    rule: str | Rule = "zero_spread"
+    _: KW_ONLY
+    of: str = REWARD.name
+    max_rounds: int = 10
+    on: WorkerGroup | None = None
+    reads: Sequence[Field] = field(init=False)
+
+    name = "filter"
+    writes = (KEPT,)
+    gate = KEPT
+    per = "group"
+
+    def __post_init__(self) -> None:
+        names = [self.of] if isinstance(self.rule, str) else fields_of(self.rule)
+        object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name))))
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """The rule is known, or can be called with fields; and groups are such that it can tell them apart."""
+        where = str(self.location)
+        if isinstance(self.rule, str):
+            yield from self._check_shipped(where, graph.group_size)
+        else:
+            yield from _rule_problems(self.rule, where)
+            if self.of != REWARD.name:
+                yield Problem(
+                    where=where,
+                    what=f"Filter has of={self.of!r} and a rule of its own",
+                    why="a function says by its parameters what it reads",
+                    fix="leave out of=",
+                )
+
+    def _check_shipped(self, where: str, group_size: int) -> Iterator[Problem]:
+        if self.rule not in RULES:
+            near = get_close_matches(str(self.rule), RULES, n=1, cutoff=0.4)
+            yield Problem(
+                where=where,
+                what=f"unknown rule {self.rule!r}",
+                why=f"known rules are {', '.join(RULES)}, and any function of one group",
+                fix=f"did you mean {near[0]!r}?" if near else f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
+            )
+            return
+        made = _field(self.of)
+        if made is None or made.per_step or made.ragged or made.inner or made.dtype == "str":
+            yield Problem(
+                where=where,
+                what=f"Filter has of={self.of!r}",
+                why="zero_spread compares one number a sample with those of the same group",
+                fix="of='reward', or of='reward_<function>' where Reward has several functions",
+            )
+        if group_size == 1:
+            yield Problem(
+                where=where,
+                what="every group has one sample, so zero_spread drops every group",
+                why="it compares the samples of one prompt with each other",
+                fix="give the stage that makes samples samples_per_prompt=2 or more",
+            )
+
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
+        """The runner: columns of whole groups in, `kept` of those that are kept out."""
+        import torch
+
+        size = context.group_size
+        decide = self._zero_spread if isinstance(self.rule, str) else self._by_function()
+
+        def run(columns: Columns, task: Task) -> Output:
+            plain = {made.name: _plain(columns[made.name]) for made in self.reads}
+            dropped = {}
+            for position, group in enumerate(task.groups):
+                inputs = {name: values[position * size : (position + 1) * size] for name, values in plain.items()}
+                reason = decide(inputs, f"group {group} of step {task.step + 1}")
+                if reason is not None:
+                    dropped[position] = reason
+            kept = torch.ones((len(task.groups) - len(dropped)) * size, dtype=torch.bool)
+            return Output({KEPT.name: kept}, dropped=dropped)
+
+        return run
+
+    def _zero_spread(self, inputs: dict[str, list[Any]], group: str) -> str | None:
+        values = inputs[self.of]
+        return f"every {self.of} is {values[0]:g}" if all(value == values[0] for value in values) else None
+
+    def _by_function(self) -> Callable[[dict[str, list[Any]], str], str | None]:
+        import numpy
+
+        rule: Any = self.rule
+
+        def decide(inputs: dict[str, list[Any]], group: str) -> str | None:
+            try:
+                keep = rule(**inputs)
+            except Exception as error:
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise StageError(_failure(rule, f"raised {text}", inputs, group)) from error
+            if not isinstance(keep, bool | numpy.bool_):
+                raise StageError(_failure(rule, f"returned {short(keep)}", inputs, group))
+            return None if keep else f"{name_of(rule)}() is False"
+
+        return decide
+
+
+def _failure(rule: Rule, what: str, inputs: dict[str, list[Any]], group: str) -> Problem:
+    called_with = ", ".join(f"{name}={short(value)}" for name, value in inputs.items())
+    return Problem(
+        where=where_of(rule) or short(rule),
+        what=f"filter rule {name_of(rule)} {what} for {group}, called with {called_with}",
+        why="every group is kept (True) or dropped (False)",
+        fix="handle these values in the function and return a bool",
+    )
+
+
+def _rule_problems(rule: object, where: str) -> Iterator[Problem]:
+    if not callable(rule):
+        yield Problem(
+            where=where,
+            what=f"{short(rule)} is neither a rule nor a function",
+            why=f"known rules are {', '.join(RULES)}, and any function of one group",
+            fix=f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
+        )
+        return
+    name, parameters = name_of(rule), parameters_of(rule)
+    if name is None or name == "<lambda>":
+        yield Problem(
+            where=where,
+            what=f"the rule is {'a lambda' if name else short(rule)}, which has no name of its own",
+            why="the name of a rule is why a group was dropped",
+            fix=f"write a def, such as {_EXAMPLE}",
+        )
+        return
+    where = where_of(rule) or where
+    if is_async(rule) or inspect.isgeneratorfunction(rule):
+        yield Problem(
+            where=where,
+            what=f"filter rule {name} is {'async' if is_async(rule) else 'a generator'}",
+            why="it is called once a group and returns a bool",
+            fix="write a plain def that returns",
+        )
+    if not fields_of(rule):
+        yield Problem(
+            where=where,
+            what=f"filter rule {name} reads no field",
+            why="its parameters without a default are the fields that it reads, and it could not tell groups apart",
+            fix=f"write {_EXAMPLE}",
+        )
+    for parameter in parameters or ():
+        loose = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
+        made = _field(parameter.name)
+        if loose or (parameter.default is parameter.empty and (made is None or made.per_step)):
+            yield Problem(
+                where=where,
+                what=f"filter rule {name} has the parameter {parameter}",
+                why="fields are found by name and given by name, one value a sample",
+                fix="name each field as an ordinary parameter, such as reward",
+            )
+
+
+def _field(name: object) -> Field | None:
+    """The field that a name stands for: of the vocabulary, a part of the reward, or an extra column of the prompts."""
+    if not isinstance(name, str):
+        return None
+    if name in _KNOWN:
+        return _KNOWN[name]
+    try:
+        return Field(name, dtype=REWARD.dtype if name.startswith(f"{REWARD.name}_") else "str")
+    except ValueError:  # check() says so
+        return None
+
+
+def _plain(column: Column) -> list[Any]:
+    if isinstance(column, Ragged):
+        return [row.tolist() for row in column.rows()]
+    return column if isinstance(column, list) else column.tolist()

@@ -1,0 +1,290 @@
+"""Descriptions of the loss that Train minimises. They hold names and numbers; the formulas are in `ops`.
+
+    Train(policy, on=learner, lr=1e-6, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001, correction=TruncatedIS(cap=2.0)))
+
+GRPO is ClippedLoss(aggregation="sequence"), DAPO's loss ClippedLoss(clip=(0.2, 0.28)), Dr. GRPO's
+ClippedLoss(aggregation="fixed_length", max_tokens=...), GSPO ClippedLoss(ratio="sequence", clip=(3e-4, 4e-4),
+aggregation="sequence"), decoupled PPO ClippedLoss(correction=Decoupled()).
+
+Symbols: lp = logprobs of the policy that is trained; prev = those before the step's first update; rollout = those of
+the sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All in nat a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.errors import Problem
+
+AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedIS:
+    """Each token's policy loss is multiplied with min(w, cap), w = exp(prev - rollout), detached (Yao et al. 2025).
+
+    level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
+
+    TRL names this token_truncate and sequence_truncate, and offers a lower bound too.
+    """
+
+    cap: float = 2.0
+    level: Literal["token", "sequence"] = "token"
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range."""
+        if not (_number(self.cap) and self.cap > 0):
+            yield _problem(where, self, "cap", "the cap of the weight is a number above 0", 2.0)
+        yield from _choice(where, self, "level", LEVELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IcePop:
+    """Each token's policy loss is multiplied with w = exp(prev - rollout) where low <= w <= high, else with 0
+    (Ring-1T, arXiv 2510.18855).
+
+    level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
+
+    TRL names this token_mask and sequence_mask. The tokens that are taken out still count in the denominator.
+    """
+
+    low: float = 0.5
+    high: float = 5.0
+    level: Literal["token", "sequence"] = "token"
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range."""
+        yield from _bounds(where, self, 0.5, 5.0)
+        yield from _choice(where, self, "level", LEVELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceMask:
+    """Each token's policy loss is multiplied with its untruncated w = exp(prev - rollout) where the geometric mean of w
+    over the response is in [low, high]; the other responses with 0. NeMo-RL's seq-mask-tis.
+
+    The responses that are taken out still count in the denominator.
+    """
+
+    low: float
+    high: float
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range."""
+        yield from _bounds(where, self, 0.999, 1.002)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoupled:
+    """Each token's policy loss is multiplied with w = exp(prev - rollout), untruncated: decoupled PPO (AReaL, arXiv
+    2505.24298), in which prev is the proximal and rollout the behaviour policy."""
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """It has no parameter."""
+        return iter(())
+
+
+CORRECTIONS = (TruncatedIS, IcePop, SequenceMask, Decoupled)
+Correction = TruncatedIS | IcePop | SequenceMask | Decoupled
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """What all losses share: aggregate(correction x policy loss + kl x KL estimate - entropy x entropy).
+
+    kl             weight of the divergence from the frozen model; 0 needs no RefLogprobs
+    kl_estimator   with x = lp - ref: "k1" x, "k2" x^2 / 2, "k3" exp(-x) + x - 1. As a loss, k2 has the gradient of
+                   KL(policy || reference) in expectation, k3 that of KL(reference || policy), k1 none at all (arXiv
+                   2506.09477, 2510.01555). k3 is GRPO's (arXiv 2402.03300)
+    kl_importance  multiply the estimate with exp(lp - stopgrad(lp)), which is 1: then k1 and k3 have the gradient of
+                   KL(policy || reference) in expectation, on policy. TRL's use_bias_correction_kl multiplies with r
+    aggregation    "token": mean over the tokens of the minibatch (DAPO, arXiv 2503.14476); "sequence": mean over
+                   samples of their token means (GRPO); "sequence_sum": mean over samples of their token sums;
+                   "fixed_length": sum over tokens / (samples x max_tokens) (Dr. GRPO, arXiv 2503.20783; verl's before
+                   0.7.1 is not divided by the samples). Counts are those of the whole minibatch, however it is cut
+    max_tokens     the longest response that is allowed, the rollout's; "fixed_length" needs it, the others ignore it
+    correction     for samples of another policy than prev: TruncatedIS, IcePop, SequenceMask or Decoupled; it weighs
+                   the policy loss only. A schedule with max_staleness above 0 needs one
+    entropy        weight of the bonus for the exact entropy of the next token, aggregated as the loss is. Its gradient
+                   costs a second tensor of the size of the logits
+    """
+
+    kl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_importance: bool = False
+    aggregation: Literal["token", "sequence", "sequence_sum", "fixed_length"] = "token"
+    max_tokens: int | None = None
+    correction: Correction | None = None
+    entropy: float = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the logprobs of the frozen model."""
+        return _number(self.kl) and self.kl > 0
+
+    @property
+    def corrects_off_policy(self) -> bool:
+        """Whether it corrects for samples of an older policy."""
+        return self.correction is not None
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range. `where` is the line of the stage that has this loss."""
+        if not (_number(self.kl) and self.kl >= 0):
+            yield _problem(where, self, "kl", "the weight of the KL term is 0 (none) or more", 0.0)
+        yield from _choice(where, self, "kl_estimator", KL_ESTIMATORS, fix="k3")
+        if not isinstance(self.kl_importance, bool):
+            yield _problem(where, self, "kl_importance", "it is either applied or not", False)
+        elif self.needs_reference:
+            yield from self._gradient_of_kl(where)
+        yield from _choice(where, self, "aggregation", AGGREGATIONS)
+        if self.aggregation == "fixed_length" and self.max_tokens is None:
+            yield Problem(
+                where=where,
+                what=f"{type(self).__name__}(aggregation='fixed_length') without max_tokens",
+                why="it divides by the longest response that is allowed, which the rollout knows",
+                fix="max_tokens=512, the rollout's",
+            )
+        elif self.max_tokens is not None and not (_whole(self.max_tokens) and self.max_tokens >= 1):
+            yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
+        if not (_number(self.entropy) and self.entropy >= 0):
+            yield _problem(where, self, "entropy", "the weight of the entropy bonus is 0 (none) or more", 0.0)
+        if isinstance(self.correction, CORRECTIONS):
+            yield from self.correction.problems(where)
+        elif self.correction is not None:
+            yield Problem(
+                where=where,
+                what=f"{type(self).__name__}(correction={_shown(self.correction)})",
+                why="a correction is a description: " + ", ".join(kind.__name__ for kind in CORRECTIONS),
+                fix="correction=TruncatedIS(cap=2.0), or None",
+            )
+
+    def _gradient_of_kl(self, where: str) -> Iterator[Problem]:
+        """Warnings where the KL term does not push the policy towards the reference as one would think."""
+        shown = f"{type(self).__name__}(kl={self.kl}, kl_estimator={self.kl_estimator!r}"
+        if self.kl_estimator == "k1" and not self.kl_importance:
+            yield Problem(
+                where=where,
+                what=f"{shown})",
+                why="the gradient of k1 as a loss is 0 in expectation, so that it adds noise and no pull",
+                fix="kl_importance=True, or kl_estimator='k2', or Advantage(..., kl=...)",
+                warning=True,
+            )
+        if self.kl_estimator == "k2" and self.kl_importance:
+            yield Problem(
+                where=where,
+                what=f"{shown}, kl_importance=True)",
+                why="k2 alone has the gradient of the KL in expectation, and with the factor another one",
+                fix="kl_importance=False, or kl_estimator='k3'",
+                warning=True,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss(PolicyLoss):
+    """-min(r A, clip(r, 1 - clip[0], 1 + clip[1]) A): the clipped policy loss (PPO, arXiv 1707.06347).
+
+    clip       how far the ratio may fall below and rise above 1; (0.2, 0.28) is clip-higher (DAPO, arXiv 2503.14476)
+    dual_clip  a number c above 1: where A < 0 the loss is at most -c A (arXiv 1912.09729). None is off, as in TRL,
+               which names it delta; verl's default is 3.0
+    ratio      "token": r of the token; "sequence": exp of the mean of lp - prev over the response, with the gradient
+               through the mean (GSPO, arXiv 2507.18071)
+
+    The parameters of every loss: see PolicyLoss.
+    """
+
+    clip: tuple[float, float] = (0.2, 0.2)
+    dual_clip: float | None = None
+    ratio: Literal["token", "sequence"] = "token"
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range."""
+        if not _pair(self.clip):
+            yield _problem(where, self, "clip", "it is two numbers, below and above 1", (0.2, 0.2))
+        elif not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
+            why = "the ratio may fall by less than 1, and no bound is negative"
+            yield _problem(where, self, "clip", why, (0.2, 0.2))
+        if self.dual_clip is not None and not (_number(self.dual_clip) and self.dual_clip > 1):
+            yield _problem(where, self, "dual_clip", "it bounds a ratio that is above 1, or is None", 3.0)
+        yield from _choice(where, self, "ratio", LEVELS)
+        yield from super().problems(where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoLoss(PolicyLoss):
+    """-stopgrad(clip(r, 1 - clip[0], 1 + clip[1])) A lp: CISPO (MiniMax-M1, arXiv 2506.13585). No token loses its
+    gradient; its weight is bounded.
+
+    clip  how far the ratio may fall below and rise above 1; (None, 4.0) bounds above only, as MiniMax-M1 and TRL do,
+          whose epsilon_high of 5.0 it is
+
+    The parameters of every loss: see PolicyLoss.
+    """
+
+    clip: tuple[float | None, float] = (None, 4.0)
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range."""
+        bounds: Any = self.clip
+        if isinstance(bounds, tuple | list) and len(bounds) == 2 and bounds[0] is None:
+            bounds = (0.0, bounds[1])
+        if not _pair(bounds):
+            why = "it is two numbers, below and above 1, of which the first may be None"
+            yield _problem(where, self, "clip", why, (None, 4.0))
+        elif not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
+            why = "the ratio may fall by 1 at most, and no bound is negative"
+            yield _problem(where, self, "clip", why, (None, 4.0))
+        yield from super().problems(where)
+
+
+def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
+    """What is wrong with the loss of a stage, also where it is no description at all."""
+    if isinstance(loss, PolicyLoss) and type(loss) is not PolicyLoss:
+        yield from loss.problems(where)
+        return
+    yield Problem(
+        where=where,
+        what=f"loss={_shown(loss)}",
+        why="a loss is a description: ClippedLoss or CispoLoss",
+        fix="loss=ClippedLoss()",
+    )
+
+
+def _problem(where: str, owner: object, name: str, why: str, fix: object) -> Problem:
+    what = f"{type(owner).__name__}({name}={_shown(getattr(owner, name))})"
+    return Problem(where=where, what=what, why=why, fix=f"{name}={fix!r}")
+
+
+def _choice(where: str, owner: object, name: str, known: tuple[str, ...], fix: str = "token") -> Iterator[Problem]:
+    if getattr(owner, name) not in known:
+        yield _problem(where, owner, name, "known are " + ", ".join(known), fix)
+
+
+def _bounds(where: str, owner: IcePop | SequenceMask, low: float, high: float) -> Iterator[Problem]:
+    if not (_pair((owner.low, owner.high)) and 0 <= owner.low <= 1 <= owner.high):
+        yield Problem(
+            where=where,
+            what=f"{type(owner).__name__}(low={_shown(owner.low)}, high={_shown(owner.high)})",
+            why="the bounds of the weight are numbers of which 0 <= low <= 1 <= high",
+            fix=f"low={low}, high={high}",
+        )
+
+
+def _pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(_number(one) for one in value)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)

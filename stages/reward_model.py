@@ -1,0 +1,119 @@
+"""The stage that scores samples with a reward model: a sequence classification model of Hugging Face with one label.
+
+    judge = WorkerGroup("judge", backend="torch", gpus=1)
+
+    RewardModel(Model("Skywork/Skywork-Reward-V2-Qwen3-0.6B"), on=judge, chat=True, microbatch=16)
+    Reward(math_verify, model_reward, weights=(1.0, 0.1))
+
+It reads texts, which it encodes with its own tokenizer, so it need not share one with the policy. It only writes the
+field `model_reward`; `ops.rewards.model_reward`, or any reward function that reads that field, makes it part of the
+reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline.columns import Columns
+from pipeline.errors import Problem
+from stages.backends import backend_problems, engine, model_problems
+from stages.vocabulary import MODEL_REWARD, PROMPT, RESPONSE
+
+_BACKEND = "torch"
+
+
+@dataclass(frozen=True)
+class RewardModel(Stage):
+    """The score of prompt and response, for each sample.
+
+    model       a folder or hub name with a sequence classification head of one label; never trained here
+    on          its worker group, of the backend "torch"; several workers share a batch by groups
+    microbatch  samples in one pass; 0 is all of the task. The score does not depend on it
+    chat        True puts prompt and response through the chat template of its tokenizer, as a user's message and the
+                assistant's; False reads one after the other
+    name        of the stage in the graph
+
+    Metric: `mean`.
+    """
+
+    model: Model
+    _: KW_ONLY
+    on: WorkerGroup | None = None
+    microbatch: int = 0
+    chat: bool = False
+    name: str = "reward_model"
+
+    reads = (PROMPT, RESPONSE)
+    writes = (MODEL_REWARD,)
+    per = "group"
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        """The reward model, which never changes."""
+        return (self.model.frozen(),)
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Backend, group, model and ranges."""
+        where = str(self.location)
+        found = list(backend_problems(self.on))
+        yield from found
+        yield from model_problems(self.model)
+        group = self.on
+        if group is not None and group.backend != _BACKEND and not found:
+            yield Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} has the backend {group.backend!r} and a RewardModel",
+                why="reward models are computed by torch",
+                fix=f"backend={_BACKEND!r}",
+            )
+        if group is not None and (group.model_parallel > 1 or group.fully_sharded):
+            yield Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} divides its models over workers and has a RewardModel",
+                why="each worker of a RewardModel holds the whole model and scores its own groups",
+                fix="a worker group of its own, with workers=, and without *_parallel and fully_sharded",
+            )
+        if self.model.warm_start is not None:
+            yield Problem(
+                where=str(self.model.location),
+                what=f"the reward model {self.model.source!r} has a warm start",
+                why="a warm start trains a language model",
+                fix="leave out warm_start=",
+            )
+        if self.model.frozen() in [stage.updates.frozen() for stage in graph.stages if stage.updates]:
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} scores with {self.model.source!r}, which is trained as the policy",
+                why="a reward model is a sequence classification model, not a language model",
+                fix="RewardModel(Model('the reward model'), ...)",
+            )
+        if not isinstance(self.microbatch, int) or isinstance(self.microbatch, bool) or self.microbatch < 0:
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} has microbatch={self.microbatch!r}",
+                why="microbatch is samples in one pass, or 0 for all",
+                fix="microbatch=0",
+            )
+        if not isinstance(self.chat, bool):
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} has chat={self.chat!r}",
+                why="chat is True, for the model's own chat template, or False",
+                fix="chat=True",
+            )
+
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
+        """Loads the model, so that a bad one is found before the first step."""
+        backend = engine(context)
+        backend.reward(self.model, [], [], chat=self.chat, microbatch=self.microbatch)
+
+        def run(columns: Columns, task: Task) -> Output:
+            prompts: Any = columns[PROMPT.name]
+            responses: Any = columns[RESPONSE.name]
+            scores = backend.reward(self.model, prompts, responses, chat=self.chat, microbatch=self.microbatch)
+            return Output({MODEL_REWARD.name: scores}, {"mean": scores.mean().item()})
+
+        return run

@@ -1,0 +1,256 @@
+"""Calls reward functions on samples. Knows how they are called and how they fail; not what the numbers are for.
+
+A function is called once a sample, in this thread. One that is `async` is awaited, several at a time, each within a
+deadline. One that `ops.rewards.batched` marks is called once, with lists. One that has a method `open` is opened first,
+and what that returns is called in its place: that is where processes and connections live. Where that has a method
+`metrics`, its numbers are reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import reprlib
+import types
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from pipeline import StageError
+from pipeline.errors import Problem
+
+RewardFunction = Callable[..., Any]
+LARGEST = (2 - 2**-23) * 2.0**127  # float32
+
+_RETRY_WAIT_S = 0.2  # before the second attempt; doubled before each further one
+_CLEANUP_S = 1.0  # that cancelled calls get
+
+
+@dataclass(frozen=True)
+class AsyncCalls:
+    """How `async` functions are called: so many at a time, each attempt within `timeout_s`, `retries` more attempts."""
+
+    concurrency: int = 16
+    timeout_s: float = 60.0
+    retries: int = 0
+
+
+class Scorer:
+    """Reward functions, opened. `scores` may be called again and again, from one thread at a time."""
+
+    def __init__(self, functions: Sequence[RewardFunction], calls: AsyncCalls) -> None:
+        self._functions, self._calls = functions, calls
+        self._targets = [opened(function) for function in functions]
+        self._names = [fields_of(function) for function in functions]
+        self._retried: dict[str, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def scores(self, plain: Mapping[str, Sequence[Any]], size: int, sample: Callable[[int], str]) -> list[list[float]]:
+        """For each function one number a sample. `plain` has the values of each field, `sample(i)` names one in errors.
+
+        Raises StageError where a function raises, is late, or returns something else than finite numbers.
+        """
+        made: dict[int, list[float]] = {}
+        waiting: dict[int, list[_Call]] = {}
+        for at, (function, target, names) in enumerate(zip(self._functions, self._targets, self._names)):
+            columns = {name: plain[name] for name in names}
+            if is_batched(function):
+                made[at] = _batch(function, target, columns, size, sample)
+                continue
+            rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
+            calls = [_Call(function, target, inputs, i, sample) for i, inputs in enumerate(rows)]
+            if is_async(function):
+                waiting[at] = calls
+            else:
+                made[at] = [call.now() for call in calls]
+        made |= self._awaited(waiting)
+        return [made[at] for at in range(len(self._functions))]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last call: what the opened functions say about themselves, and retries a sample, by function."""
+        found = dict(self._retried)
+        for function, target in zip(self._functions, self._targets):
+            if target is not function and hasattr(target, "metrics"):
+                found |= {f"{name_of(function)}_{name}": value for name, value in target.metrics().items()}
+        return found
+
+    def _awaited(self, waiting: Mapping[int, Sequence[_Call]]) -> dict[int, list[float]]:
+        if not waiting:
+            return {}
+        if self._loop is None:  # one for good, so that a function may keep its connections open
+            self._loop = asyncio.new_event_loop()
+            weakref.finalize(self, self._loop.close)
+        flat = [call for calls in waiting.values() for call in calls]
+        values = iter(self._loop.run_until_complete(_all(flat, self._calls)))
+        for at, calls in waiting.items():
+            retried = sum(call.retried for call in calls)
+            self._retried[f"{name_of(self._functions[at])}_retries"] = retried / max(1, len(calls))
+        return {at: [next(values) for _ in calls] for at, calls in waiting.items()}
+
+
+@dataclass(slots=True)
+class _Call:
+    """One function on one sample, which `sample(index)` names."""
+
+    function: RewardFunction
+    target: Callable[..., Any]
+    inputs: dict[str, Any]
+    index: int
+    sample: Callable[[int], str]
+    retried: int = 0
+    running: asyncio.Task[Any] | None = None
+
+    def now(self) -> float:
+        try:
+            value = self.target(**self.inputs)
+        except Exception as error:
+            raise StageError(self.failure(f"raised {_one_line(error)}")) from error
+        return self.checked(value)
+
+    async def awaited(self, calls: AsyncCalls, gate: asyncio.Semaphore) -> float:
+        for attempt in range(calls.retries + 1):
+            async with gate:
+                running = self.running = asyncio.ensure_future(_coroutine(self.target, self.inputs))
+                try:
+                    await asyncio.wait({running}, timeout=calls.timeout_s)
+                finally:
+                    running.cancel()  # late, or nobody waits any more; not awaited here, because it may not listen
+            cause: BaseException | None = None
+            if not running.done() or running.cancelled():
+                what = f"gave no answer in {calls.timeout_s:g} s"
+            elif cause := running.exception():
+                what = f"raised {_one_line(cause)}"
+            else:
+                return self.checked(running.result())
+            if attempt < calls.retries:
+                self.retried += 1
+                await asyncio.sleep(_RETRY_WAIT_S * 2**attempt)
+        raise StageError(self.failure(what + (f" at the last of {attempt + 1} attempts" if attempt else ""))) from cause
+
+    def checked(self, value: object) -> float:
+        if isinstance(value, float | Real) and abs(value) <= LARGEST:  # type: ignore[operator]
+            return float(value)
+        raise StageError(self.failure(f"returned {short(value)}"))
+
+    def failure(self, what: str) -> Problem:
+        return _failure(self.function, what, self.inputs, self.sample(self.index))
+
+
+async def _coroutine(target: Callable[..., Awaitable[Any]], inputs: dict[str, Any]) -> Any:
+    return await target(**inputs)
+
+
+async def _all(calls: Sequence[_Call], limits: AsyncCalls) -> list[float]:
+    gate = asyncio.Semaphore(limits.concurrency)
+    tasks = [asyncio.ensure_future(call.awaited(limits, gate)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        left: list[asyncio.Task[Any]] = [*tasks, *(call.running for call in calls if call.running)]
+        if pending := [task for task in left if not task.done()]:
+            await asyncio.wait(pending, timeout=_CLEANUP_S)
+        for task in left:
+            if task.done() and not task.cancelled():
+                task.exception()  # seen: the first failure is the one that is raised
+
+
+def _batch(
+    function: RewardFunction,
+    target: Callable[..., Any],
+    columns: dict[str, Sequence[Any]],
+    size: int,
+    sample: Callable[[int], str],
+) -> list[float]:
+    try:
+        values = target(**{name: list(column) for name, column in columns.items()})
+    except Exception as error:
+        index = getattr(error, "index", None)
+        if isinstance(index, int) and 0 <= index < size:
+            inputs = {name: column[index] for name, column in columns.items()}
+            raise StageError(_failure(function, f"raised {_one_line(error)}", inputs, sample(index))) from error
+        raise StageError(_failure(function, f"raised {_one_line(error)}", columns, f"{size} samples")) from error
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
+        raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples"))
+    calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample) for i in range(size))
+    return [call.checked(value) for call, value in zip(calls, values)]
+
+
+def _failure(function: RewardFunction, what: str, inputs: Mapping[str, Any], sample: str) -> Problem:
+    called_with = ", ".join(f"{name}={short(value)}" for name, value in inputs.items())
+    return Problem(
+        where=where_of(function) or short(function),
+        what=f"reward {name_of(function)} {what} for {sample}, called with {called_with}",
+        why="every sample needs a finite number, and an error is not taken for a reward of 0",
+        fix="handle this input in the function and return a float"
+        if not is_batched(function)
+        else "handle this input in the function and return a list with one float a sample",
+    )
+
+
+def opened(function: RewardFunction) -> Callable[..., Any]:
+    """What is called in place of the function: what its `open` returns, or the function itself."""
+    opener = getattr(function, "open", None)
+    return opener() if callable(opener) else function
+
+
+def is_async(function: object) -> bool:
+    """Whether calling it gives an awaitable."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_own_call(function))
+
+
+def is_batched(function: object) -> bool:
+    """Whether it takes all samples of a task at once."""
+    return getattr(function, "batched", False) is True
+
+
+def name_of(function: object) -> str | None:
+    """The function's name; of an instance that is called, its `__name__` or its class's name in lower case."""
+    name = getattr(function, "__name__", None)
+    if name is None and _own_call(function) is not None:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(function).__name__).lower()
+    return name
+
+
+def where_of(function: object) -> str | None:
+    """File and line of its code."""
+    unwrapped = inspect.unwrap(function) if callable(function) else function
+    code = getattr(unwrapped, "__code__", None) or getattr(_own_call(unwrapped), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else None
+
+
+def parameters_of(function: object) -> list[inspect.Parameter] | None:
+    """Its parameters; None where they cannot be read."""
+    if not callable(function):
+        return None
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return None
+
+
+def fields_of(function: object) -> list[str]:
+    """The fields it reads: its parameters without a default."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters_of(function) or () if p.kind in named and p.default is p.empty]
+
+
+def short(value: object) -> str:
+    """The value for a message."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 100
+    return shortener.repr(value)
+
+
+def _own_call(function: object) -> Callable[..., Any] | None:
+    """`__call__` of an instance whose class writes it in Python."""
+    call = getattr(type(function), "__call__", None)  # noqa: B004 - the function is wanted, not whether there is one
+    return call if isinstance(call, types.FunctionType) else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,130 @@
+"""How a user names columns: names, dotted paths, templates, typed extra columns; and what can be wrong with that.
+
+    extra_column("extra_info.level")                               # ("extra_info.level", Field("level", dtype="str"))
+    extra_column(("extra_info.level", Field("level", "int64")))    # the same column, typed
+
+Knows no row: what is wrong with the values of a column, `layout` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
+from typing import TypeAlias
+
+from pipeline import Field
+from pipeline.errors import Problem
+from stages.vocabulary import ANSWER, PROMPT
+
+Extra: TypeAlias = "str | Field | tuple[str, str | Field]"
+
+
+def extra_column(entry: object) -> tuple[str, Field] | str:
+    """The column and the field of an entry of `extra`, or why it is none."""
+    column, made = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, entry)
+    if isinstance(made, Field) and column is made:
+        column = made.name
+    if not isinstance(column, str) or not isinstance(made, str | Field):
+        return "an extra column is a name, a Field, or a pair of a column and its field"
+    if isinstance(made, str):
+        try:
+            made = Field(made.rpartition(".")[2] if made == column else made, dtype="str")
+        except ValueError as error:
+            return str(error)
+    return "a row of a data set holds no weights" if made.per_step else (column, made)
+
+
+def extra_columns(extra: Sequence[object], taken: Sequence[str]) -> tuple[tuple[str, Field], ...]:
+    """The entries that are right, each field once, without the names that are `taken`."""
+    found = [made for entry in extra if not isinstance(made := extra_column(entry), str)]
+    return tuple({made.name: (column, made) for column, made in found if made.name not in taken}.values())
+
+
+def template_columns(template: str) -> tuple[str, ...]:
+    """The columns that a template names. Raises ValueError with a reason where it is not plain text and `{column}`."""
+    columns = []
+    for _, column, spec, conversion in Formatter().parse(template):
+        if column is None:
+            continue
+        if not column:
+            raise ValueError("it has {}, which names no column; a brace of the text itself is written twice: {{}}")
+        if spec or conversion:
+            raise ValueError(f"{{{column}}} has a format; a column is put in as it is")
+        columns.append(column)
+    if not columns:
+        raise ValueError("it names no column, so every prompt would be the same")
+    return tuple(columns)
+
+
+def template_problems(template: object, prompt: str, where: str) -> Iterator[Problem]:
+    """A template is a text that names columns, and leaves no column for `prompt` to name."""
+    try:
+        template_columns(template)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        yield Problem(
+            where=where,
+            what=f"template={template!r:.60}",
+            why=str(error),
+            fix='write template="Question: {question}\\nAnswer:"',
+        )
+        return
+    if prompt != "prompt":
+        yield Problem(
+            where=where,
+            what=f"prompt={prompt!r} and a template",
+            why="a template makes the prompt from the columns that it names itself",
+            fix="leave out prompt=, or template=",
+        )
+
+
+def column_problems(
+    own: Mapping[str, str], extra: Sequence[object], taken: Sequence[str], where: str
+) -> Iterator[Problem]:
+    """Every column makes one field, and every field comes from one column.
+
+    `own` are the columns of prompt and answer by field; `taken` are the names of all fields that are there anyway.
+    """
+    entries = [(entry, extra_column(entry)) for entry in extra]
+    names = [entry_name(entry) for entry in extra]
+    used = Counter([*own.values(), *(name for name in names if isinstance(name, str))])
+    for column, count in used.items():
+        if count > 1:
+            yield Problem(
+                where=where,
+                what=f"column {column!r} is used {count} times",
+                why="prompt, answer and extra are different fields",
+                fix=f"name {column!r} once",
+            )
+    fields = [*taken]
+    for (_, made), name in zip(entries, names):
+        reason = made if isinstance(made, str) else None
+        if not isinstance(made, str):
+            if made[1].name in fields and used[made[0]] == 1:
+                holds = own.get(made[1].name)
+                reason = f"the field {made[1].name!r} " + (
+                    f"holds the column {holds!r}" if holds else "is written already"
+                )
+            fields.append(made[1].name)
+        if reason is not None:
+            yield Problem(
+                where=where,
+                what=f"extra column {name!r}",
+                why=reason,
+                fix=f'name the field in a pair, such as extra=(({name!r}, "level"),), or leave the column out'
+                if isinstance(name, str)
+                else 'write extra=("level",) or extra=(Field("level", dtype="int64"),)',
+            )
+
+
+def own_columns(prompt: str, answer: str | None, template: str | None) -> dict[str, str]:
+    """The columns that make prompt and answer as they are, by field."""
+    own = {} if template is not None else {PROMPT.name: prompt}
+    return own if answer is None else own | {ANSWER.name: answer}
+
+
+def entry_name(entry: object) -> object:
+    """The column of an entry of `extra`; of a wrong one what comes nearest."""
+    if isinstance(entry, tuple) and entry:
+        return entry[0]
+    return entry.name if isinstance(entry, Field) else entry

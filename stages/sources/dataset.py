@@ -1,0 +1,268 @@
+"""`Dataset`: which rows, by the path or the hub name of a data set. Knows where rows lie; knows no file format.
+
+    Dataset("data/gsm8k", split="train")                         # a folder with train.jsonl and test.jsonl
+    Dataset("data/*.parquet", prompt="problem", name="math")
+    Dataset("openai/gsm8k", config="main", split="train")        # on the Hugging Face hub
+
+What exists on disk is never looked for on the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+from glob import glob, has_magic
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline import StageError
+from pipeline.errors import Problem
+from stages.sources.columns import template_problems
+
+SUFFIXES = (".jsonl", ".parquet")
+_SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_SHARD = re.compile(r"[-_.]\d+-of-\d+\Z")
+_SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows of JSONL files, of Parquet files, of a folder that `datasets` saved, or of a data set on the hub.
+
+    path      a file, a folder, a pattern such as "data/*.parquet", several of these, or a hub name "owner/name"
+    config    of a hub data set, or of a folder that is laid out like one; its subset, such as "main"
+    split     of a hub data set or saved folder; of plain files, those with this word in their name
+    revision  of a hub data set: a commit or a tag
+    name      what the field `dataset` holds for its rows; the path unless given
+    prompt, answer, template   in the place of those of Prompts
+    """
+
+    path: str | Path | Sequence[str | Path]
+    _: KW_ONLY
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    name: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, list):
+            object.__setattr__(self, "path", tuple(self.path))
+
+    @property
+    def label(self) -> str:
+        """The name, or the path as it was written."""
+        if self.name is not None:
+            return self.name
+        return str(self.path) if isinstance(self.path, str | Path) else ", ".join(map(str, self.path))
+
+
+class Files(NamedTuple):
+    """Data files of one kind, in the order of their rows."""
+
+    paths: tuple[Path, ...]
+
+
+class Saved(NamedTuple):
+    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of the package `datasets` wrote."""
+
+    folder: Path
+    split: str | None
+
+
+class Hub(NamedTuple):
+    """A hub name, or a folder that is laid out like a repository of the hub."""
+
+    name: str
+
+
+def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
+    """Where the rows lie. Raises StageError with one problem at `where` if they are not there; asks no network."""
+    parts = [dataset.path] if isinstance(dataset.path, str | Path) else list(dataset.path)
+    if len(parts) == 1:
+        path = Path(parts[0])
+        if path.is_dir() and dataset.config is not None:
+            return _needs("datasets", where, Hub(str(path)))
+        if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return _needs("datasets", where, Saved(path, _saved_split(path, dataset, where)))
+        if _is_hub_name(str(parts[0])):
+            return _needs("datasets", where, Hub(str(parts[0])))
+    for name in ("config", "revision"):
+        if getattr(dataset, name) is not None:
+            raise _error(
+                where,
+                f"{name}={getattr(dataset, name)!r} of {dataset.label!r}",
+                f"data files have no {name}; a data set on the hub has",
+                f"leave out {name}=",
+            )
+    files = [file for part in parts for file in _files_of(part, dataset.split, where)]
+    if dataset.split is not None:
+        files = _of_split(files, dataset.split, dataset.label, where)
+    kinds = {file.suffix == ".parquet" for file in files}
+    if len(kinds) > 1:
+        raise _error(
+            where,
+            f"{dataset.label!r} has Parquet files and others: {_listed(files)}",
+            "the files of a data set are of one kind, and often the same rows lie there in both",
+            f"name those of one kind, such as {str(files[0].parent / '*.parquet')!r}",
+        )
+    return _needs("pyarrow", where, Files(tuple(files))) if True in kinds else Files(tuple(files))
+
+
+def _is_hub_name(path: str) -> bool:
+    owner = path.partition("/")[0]
+    return (
+        bool(_HUB.match(path))
+        and not path.endswith((*SUFFIXES, ".json"))
+        and not any(map(Path.exists, map(Path, (path, owner))))
+    )
+
+
+def _files_of(part: str | Path, split: str | None, where: str) -> list[Path]:
+    """The data files that a path, a pattern or a folder names, in order of their names."""
+    path = Path(part)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _files_in(path, split, where)
+    if not has_magic(str(part)):
+        raise StageError(missing_file(path, where))
+    found = sorted(file for name in glob(str(part), recursive=True) if (file := Path(name)).is_file())
+    if not found:
+        raise _error(
+            where,
+            f"no file matches {str(part)!r}",
+            "a pattern names the data files, from the working directory",
+            "name a file, or the folder that holds them",
+        )
+    return found
+
+
+def _files_in(folder: Path, split: str | None, where: str) -> list[Path]:
+    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        below = sorted({str(file.parent) for kind in SUFFIXES for file in folder.glob(f"*/*{kind}")})
+        raise _error(
+            where,
+            f"{str(folder)!r} is a folder without a data file",
+            f"a folder holds {' or '.join(SUFFIXES)} files, or what save_to_disk of `datasets` wrote",
+            f"did you mean {below[0]!r}?" if below else "give the path of a file with one JSON object a line",
+        )
+    words = {word for file in found for word in _words(file) if word in _SPLITS}
+    if split is None and len(words) > 1:
+        named = [file for file in found if words & set(_words(file))]
+        raise _error(
+            where,
+            f"{str(folder)!r} holds {_listed(named)}",
+            "rows to train on and rows held out would be drawn alike",
+            f"write Dataset({str(folder)!r}, split={'train' if 'train' in words else sorted(words)[0]!r})",
+        )
+    return found
+
+
+def _of_split(files: Sequence[Path], split: str, label: str, where: str) -> list[Path]:
+    """The files of a split: those named so, else those with the word in their name."""
+    stems = {file: _SHARD.sub("", file.stem) for file in files}
+    named = [file for file in files if stems[file] == split] or [file for file in files if split in _words(file)]
+    if named:
+        return named
+    words = list(dict.fromkeys(word for file in files for word in (stems[file], *_words(file))))
+    close = get_close_matches(split, words, n=1) or [word for word in words if word in _SPLITS][:1]
+    raise _error(
+        where,
+        f"no file of {label!r} has {split!r} in its name",
+        f"the files are {_listed(files)}",
+        f"split={close[0]!r}, or leave it out" if close else "leave out split=",
+    )
+
+
+def _saved_split(folder: Path, dataset: Dataset, where: str) -> str | None:
+    listing = folder / "dataset_dict.json"
+    splits = json.loads(listing.read_text())["splits"] if listing.is_file() else []
+    if dataset.split in splits or (not splits and dataset.split is None):
+        return dataset.split
+    if dataset.split is None and len(splits) == 1:
+        return splits[0]
+    raise _error(where, *split_choice(str(folder), dataset.split, splits))
+
+
+def split_choice(name: str, split: str | None, splits: Sequence[str]) -> tuple[str, str, str]:
+    """What, why and fix of a split that must be chosen among others."""
+    close = get_close_matches(split or "train", splits, n=1) or list(splits[:1])
+    return (
+        f"{name!r} has no split {split!r}" if split is not None else f"no split of {name!r} is chosen",
+        f"its splits are {', '.join(splits)}" if splits else "it was saved without splits",
+        f"write Dataset({name!r}, split={close[0]!r})" if close else "leave out split=",
+    )
+
+
+def missing_file(path: Path, where: str) -> Problem:
+    """A path that names nothing."""
+    folder = path.parent
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    close = [str(folder / name) for name in get_close_matches(path.name, beside, n=1)]
+    kind = "Parquet" if path.suffix == ".parquet" else "JSONL"
+    return Problem(
+        where=where,
+        what=f"{str(path)!r} is not there",
+        why=f"Prompts reads a {kind} file, by its path from the working directory",
+        fix=f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object a line",
+    )
+
+
+def dataset_problems(dataset: Dataset, where: str) -> Iterator[Problem]:
+    """Parameters of a wrong type."""
+    paths = [dataset.path] if isinstance(dataset.path, str | Path) else dataset.path
+    if (
+        not isinstance(paths, Sequence)
+        or not paths
+        or not all(isinstance(path, str | Path) and str(path) for path in paths)
+    ):
+        yield Problem(
+            where=where,
+            what=f"Dataset({dataset.path!r:.60})",
+            why="a data set has the path of a file or a folder, a pattern, several of these, or a hub name",
+            fix='write Dataset("train.jsonl")',
+        )
+    for name in ("config", "split", "revision", "name", "prompt", "answer", "template"):
+        value = getattr(dataset, name)
+        if value is not None and not (isinstance(value, str) and value):
+            yield Problem(
+                where=where,
+                what=f"Dataset(..., {name}={value!r:.40})",
+                why=f"{name} is a text, or left out",
+                fix=f"leave out {name}=",
+            )
+    if dataset.template is not None:
+        yield from template_problems(dataset.template, "prompt" if dataset.prompt is None else dataset.prompt, where)
+
+
+def _needs(package: str, where: str, located: Files | Saved | Hub) -> Files | Saved | Hub:
+    if find_spec(package) is None:
+        raise _error(
+            where,
+            f"the package {package!r} is not installed",
+            "it reads Parquet files" if package == "pyarrow" else "it reads data sets of the Hugging Face hub",
+            "pip install -e '.[data]'",
+        )
+    return located
+
+
+def _words(file: Path) -> list[str]:
+    return re.split(r"[^A-Za-z0-9]+", file.stem)
+
+
+def _listed(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(file.name for file in files[:_SHOWN]) + more
+
+
+def _error(where: str, what: str, why: str, fix: str) -> StageError:
+    return StageError(Problem(where=where, what=what, why=why, fix=fix))

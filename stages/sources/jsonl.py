@@ -1,0 +1,89 @@
+"""Rows of a JSONL file, one JSON object a line. Knows the format; which columns matter says a `Layout`.
+
+Opening reads the file once, checks every line and keeps where each starts; a row is parsed again when it is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline import StageError
+from pipeline.errors import Problem
+from stages.sources.layout import Layout
+
+EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
+
+
+class JsonlTable:
+    """The rows of one file, by number. Raises StageError with file and line where a line is wrong."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path, self.folder = path, path.parent
+        self._starts = array("Q")
+        start = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    layout.read(parse(line, where), where, arrays=False)
+                    self._starts.append(start)
+                start += len(line)
+        self._end = start
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int, where: str) -> dict[str, Any]:
+        """Row `index` from 0 on, read from the file."""
+        start = self._starts[index]
+        stop = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
+        line = os.pread(self._file.fileno(), stop - start, start)
+        return parse(line, where)
+
+    def where(self, index: int) -> str:
+        """File and line of a row: counts the lines before it."""
+        with self.path.open("rb") as lines:
+            before, left = 0, self._starts[index]
+            while left and (part := lines.read(min(left, 2**20))):
+                before, left = before + part.count(b"\n"), left - len(part)
+        return f"{self.path}:{before + 1}"
+
+
+def first_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(file and line, the line) of each line that is not blank."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def parse(line: bytes, where: str) -> dict[str, Any]:
+    """The object of a line. Raises StageError with one problem at `where`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        compressed = line.startswith(b"\x1f\x8b")
+        raise StageError(
+            Problem(
+                where=where,
+                what=f"this line is not JSON ({error})",
+                why="every line of a JSONL file is one JSON object in UTF-8",
+                fix="decompress the file" if compressed else EXAMPLE,
+            )
+        ) from error
+    if not isinstance(row, dict):
+        raise StageError(
+            Problem(
+                where=where,
+                what=f"this line holds a JSON {type(row).__name__}, not an object",
+                why="the columns are found by name",
+                fix=EXAMPLE,
+            )
+        )
+    return row

@@ -1,0 +1,240 @@
+"""From a row of a data set to the values of a prompt's fields. Knows columns and fields; knows no file format.
+
+    layout = Layout(prompt="question", answer="reward_model.ground_truth", extra=(("level", LEVEL),))
+    row = {"question": "1+1=", "reward_model": {"ground_truth": "2"}, "level": 4}
+    layout.read(row, "train.jsonl:3")     # ("1+1=", "2", 4)
+
+A column is found by its name, or by a dotted path into nested objects; a name that has the dots itself goes first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pipeline import Field, StageError
+from pipeline.errors import Problem
+from stages.sources.columns import template_columns
+from stages.sources.values import array_value, array_wanted, is_plain, scalar_reason, takes_files
+from stages.vocabulary import ANSWER, MESSAGES, PROMPT
+
+if TYPE_CHECKING:
+    from stages.sources.dataset import Dataset
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a row make which fields.
+
+    prompt    column of the prompt: a text, or with `chat` also a list of messages
+    answer    column of the answer; None makes no such field
+    extra     (column, field) pairs
+    template  a text with `{column}` in it, which makes the prompt instead of the column `prompt`
+    chat      also make `messages`, the conversation as JSON; `prompt` is then the text of its last message
+    system    with `chat`: the system message of a conversation that does not start with one
+    as_text   columns whose numbers, truth values, lists and objects become JSON text
+    """
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    extra: tuple[tuple[str, Field], ...] = ()
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    as_text: tuple[str, ...] = ()
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields of a row, in the order of `read`."""
+        own = (PROMPT, *((ANSWER,) if self.answer is not None else ()), *((MESSAGES,) if self.chat else ()))
+        return own + tuple(made for _, made in self.extra)
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once."""
+        prompt = (self.prompt,) if self.template is None else template_columns(self.template)
+        answer = () if self.answer is None else (self.answer,)
+        return tuple(dict.fromkeys((*prompt, *answer, *(column for column, _ in self.extra))))
+
+    @cached_property
+    def arrays(self) -> frozenset[str]:
+        """The columns whose rows hold more than one value."""
+        return frozenset(column for column, made in self.extra if array_wanted(made))
+
+    def of(self, dataset: Dataset) -> Layout:
+        """The same with the columns that the data set names itself."""
+        own_prompt = dataset.prompt is not None or dataset.template is not None
+        return replace(
+            self,
+            prompt=self.prompt if dataset.prompt is None else dataset.prompt,
+            answer=self.answer if dataset.answer is None or self.answer is None else dataset.answer,
+            template=dataset.template if own_prompt else self.template,
+        )
+
+    def read(self, row: Mapping[str, Any], where: str, *, folder: Path | None = None, arrays: bool = True) -> tuple:
+        """The values of `fields`: texts, numbers, and numpy arrays. Raises StageError with one problem at `where`.
+
+        `folder` is where relative paths of images start. Without `arrays` those columns are left out unread.
+        """
+        values: list[Any] = list(self._prompt(row, where))
+        if self.answer is not None:
+            values.insert(1, self._text(row, self.answer, where))
+        for column, made in self.extra:
+            if made.dtype == "str":
+                values.append(self._text(row, column, where))
+            elif not array_wanted(made):
+                value = _found(row, column, where)
+                if reason := scalar_reason(made, value):
+                    raise _mistyped(where, column, made, reason)
+                values.append(value)
+            elif arrays:
+                value, reason = array_value(made, _found(row, column, where), folder or Path())
+                if reason:
+                    raise _mistyped(where, column, made, reason)
+                values.append(value)
+        return tuple(values)
+
+    def _prompt(self, row: Mapping[str, Any], where: str) -> Iterator[str]:
+        """The prompt and, with `chat`, the messages."""
+        value: Any = _found(row, self.prompt, where) if self.template is None else self._filled(row, where)
+        if self.template is None and not (self.chat and isinstance(value, list)):
+            value = self._text(row, self.prompt, where, empty=False)
+        if not self.chat:
+            yield value
+            return
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value)
+        if isinstance(messages, str):
+            raise _problem(
+                where,
+                f"column {self.prompt!r} {messages}",
+                "a conversation is a list of messages, the last of which a response follows",
+                'write it as [{"role": "user", "content": "1+1="}]',
+            )
+        if self.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system})
+        yield messages[-1]["content"]
+        yield json.dumps(messages, ensure_ascii=False)
+
+    def _filled(self, row: Mapping[str, Any], where: str) -> str:
+        made = []
+        for text, column in self._template:
+            made.append(text)
+            if column is not None:
+                value = _found(row, column, where)
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                made.append(str(value) if number else self._text(row, column, where))
+        if not (prompt := "".join(made)):
+            raise _problem(
+                where,
+                "the prompt is empty",
+                f"the template is {self.template!r:.60}, and its columns are empty here",
+                "write text into the template, or leave out the row",
+            )
+        return prompt
+
+    @cached_property
+    def _template(self) -> tuple[tuple[str, str | None], ...]:
+        return tuple((text, column) for text, column, _, _ in Formatter().parse(self.template or ""))
+
+    def _text(self, row: Mapping[str, Any], column: str, where: str, *, empty: bool = True) -> str:
+        value = _found(row, column, where)
+        if not isinstance(value, str) and value is not None and column in self.as_text and is_plain(value):
+            value = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str) and (value or empty) and (value.isascii() or not _SURROGATE.search(value)):
+            return value
+        self._not_text(value, column, where)
+
+    def _not_text(self, value: object, column: str, where: str) -> NoReturn:
+        fix = f'write it as a text, such as "{column}": "2"'
+        if isinstance(value, str):
+            reason = "has half of a surrogate pair" if value else "is empty"
+        else:
+            reason = f"is {_shown(value)}, which is not a text"
+            if column == self.prompt and not isinstance(_messages(value), str):
+                reason = "is a list of messages, not a text"
+                fix = "write Prompts(..., chat=True)"
+            elif value is not None and is_plain(value):
+                fix += f", or Prompts(..., as_text=({column!r},))"
+        raise _problem(where, f"column {column!r} {reason}", "prompts, answers and extra columns are texts", fix)
+
+
+def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:
+    """A column that is not among `names`; `has` says whose they are, such as "this line has"."""
+    close = get_close_matches(column, names, n=1)
+    return Problem(
+        where=where,
+        what=f"column {column!r} is missing",
+        why=f"{has} {', '.join(map(repr, names)) or 'no column at all'}",
+        fix=f"did you mean {close[0]!r}?" if close else "name the columns in Prompts(..., prompt=, answer=, extra=)",
+    )
+
+
+def _found(row: Mapping[str, Any], column: str, where: str) -> Any:
+    value: Any = row.get(column, _ABSENT)
+    if value is not _ABSENT:
+        return value
+    value = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise StageError(missing(where, column, _names(row, column), "this line has"))
+        value = value[part]
+    return value
+
+
+def _names(row: Mapping[str, Any], column: str) -> list[str]:
+    """The names of a row; with a dotted column also those inside of objects."""
+    if "." not in column:
+        return list(row)
+    return [
+        inner
+        for name, value in row.items()
+        for inner in ([f"{name}.{key}" for key in value] if isinstance(value, Mapping) and value else [name])
+    ]
+
+
+def _messages(value: object) -> list[dict[str, Any]] | str:
+    """The messages without what is null in them, or why they are none."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return f"is {_shown(value)}, which is not a list of messages"
+    for i, message in enumerate(value):
+        if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            return f"has a message {i} without a text as role or content"
+        if _SURROGATE.search(message["content"]):
+            return f"has half of a surrogate pair in message {i}"
+    if value[-1]["role"] == "assistant":
+        return "ends with a message of the assistant"
+    if not value[-1]["content"]:
+        return "ends with an empty message"
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _mistyped(where: str, column: str, made: Field, reason: str) -> StageError:
+    shape = "".join(f"[{symbol}]" for symbol in made.dims.split()[1:])
+    wanted = f"numbers {shape}" if shape else "one value of that type"
+    if takes_files(made):
+        wanted += ", or a file: its bytes, or its path from the folder of the data"
+    return _problem(
+        where,
+        f"column {column!r} {reason}",
+        f"the field {made.name!r} is {made.dtype}, dims {made.dims!r}",
+        f"give each row {wanted}; or mend the Field in extra=",
+    )
+
+
+def _problem(where: str, what: str, why: str, fix: str) -> StageError:
+    return StageError(Problem(where=where, what=what, why=why, fix=fix))
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40] if is_plain(value) else f"{value!r:.40}"

@@ -1,0 +1,221 @@
+"""Draws: from an admission number to the values of its prompt. Knows the order of rows; knows no file format.
+
+Each epoch of a source has every row once. The row of a draw is a function of the seed and the draw's number, never of
+what was drawn before, so any order of admission, a resume and another process give the same rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline import StageError
+from pipeline.errors import Problem
+from stages.sources import jsonl
+from stages.sources.dataset import Dataset, Files, Hub, Saved, locate
+from stages.sources.layout import Layout
+from stages.sources.mixture import Mixture, Source, label, turns
+from stages.tasks import Generated
+
+CHECKED_ROWS = 1000  # of a data set, before the run; the run itself reads them all
+CHECKED_ARRAYS = 8  # the same, where rows hold arrays
+_SHOWN = 3  # bad rows that are reported one by one
+_NEXT_SEED = 0x9E3779B97F4A7C15  # between the seeds of the sources of a mixture
+
+Draw = Callable[[int], tuple[str, tuple]]
+
+
+class Table(Protocol):
+    """Rows by number, checked when it was opened. `folder` is where relative paths in them start."""
+
+    folder: Path
+
+    def __len__(self) -> int:
+        """How many rows."""
+
+    def row(self, index: int, where: str) -> dict[str, Any]:
+        """The columns of a row; `where` is what an error names."""
+
+    def where(self, index: int) -> str:
+        """File and row, for messages."""
+
+
+class Rows(Sequence[tuple]):
+    """The rows of tables one after the other, as the values of a layout's fields."""
+
+    def __init__(self, tables: Sequence[Table], layout: Layout) -> None:
+        self._tables, self._layout = tables, layout
+        self._ends = list(accumulate(len(table) for table in tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        k = bisect_right(self._ends, index)
+        table, i = self._tables[k], index - (self._ends[k - 1] if k else 0)
+        try:
+            return self._read(table, i, "")
+        except StageError:  # again with its line, which takes time to find
+            return self._read(table, i, table.where(i))
+
+    def _read(self, table: Table, index: int, where: str) -> tuple:
+        return self._layout.read(table.row(index, where), where, folder=table.folder)
+
+
+def open_rows(source: str | Path | Dataset, layout: Layout) -> Rows:
+    """Every row of a data set, checked. Raises StageError with file and row for the first that is wrong."""
+    dataset = source if isinstance(source, Dataset) else Dataset(source)
+    layout = layout.of(dataset)
+    located = locate(dataset, dataset.label)
+    rows = Rows(_tables(located, dataset, layout), layout)
+    if not len(rows):
+        raise StageError(_empty(located.paths[0] if isinstance(located, Files) else dataset.label))
+    return rows
+
+
+def open_source(source: Source | Mixture, layout: Layout, seed: int, *, shuffle: bool = True) -> Draw:
+    """The function from an admission number to the name of its source and its values."""
+    if isinstance(source, Mixture):
+        whose = turns([weight for _, weight in source.parts])
+        draws = [
+            open_source(part, layout, (seed + k * _NEXT_SEED) % 2**64, shuffle=shuffle)
+            for k, (part, _) in enumerate(source.parts)
+        ]
+
+        def mixed(admission: int) -> tuple[str, tuple]:
+            k, draw = whose.at(admission)
+            return draws[k](draw)
+
+        return mixed
+    name = label(source)
+    if isinstance(source, Generated):
+        return lambda admission: (name, layout.read(_pair(*source.train(admission, order=seed)), name))
+    rows = open_rows(source, layout)
+    at = order(len(rows), seed, shuffle=shuffle)
+    return lambda admission: (name, rows[at(admission)])
+
+
+def order(count: int, seed: int, *, shuffle: bool = True) -> Callable[[int], int]:
+    """The row of each draw: one permutation an epoch, each epoch another one; in file order without `shuffle`."""
+    if not shuffle:
+        return lambda draw: draw % count
+    from ops.random import permutation
+
+    epoch_order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, count))
+
+    def at(draw: int) -> int:
+        epoch, position = divmod(draw, count)
+        return int(epoch_order(epoch)[position])
+
+    return at
+
+
+def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Iterator[Problem]:
+    """What is wrong with the first 1,000 rows; `where` is the place that names the source. Asks no network."""
+    if isinstance(source, Mixture):
+        for part, _ in source.parts:
+            yield from source_problems(part, layout, where)
+        return
+    try:
+        if isinstance(source, Generated):
+            layout.read(_pair("0", "0"), where)
+            return
+        dataset = source if isinstance(source, Dataset) else Dataset(source)
+        if layout.answer is None and dataset.answer is not None:
+            yield Problem(
+                where=where,
+                what=f"{dataset.label!r} has answer={dataset.answer!r}, and Prompts answer=None",
+                why="all rows make the same fields",
+                fix="leave out answer= in both, or in neither",
+            )
+        layout = layout.of(dataset)
+        located = locate(dataset, where)
+        if isinstance(located, Files):
+            yield from _file_problems(located.paths, layout)
+        elif isinstance(located, Saved):
+            from stages.sources.arrow import saved_problems
+
+            yield from saved_problems(located, layout)
+    except StageError as error:
+        yield from error.problems
+
+
+def columns_read(source: Source | Mixture, layout: Layout) -> list[str]:
+    """Every column that is read, each once."""
+    if isinstance(source, Mixture):
+        read = [column for part, _ in source.parts for column in columns_read(part, layout)]
+    else:
+        read = list((layout.of(source) if isinstance(source, Dataset) else layout).columns)
+    return list(dict.fromkeys(read))
+
+
+def _tables(located: Files | Saved | Hub, dataset: Dataset, layout: Layout) -> list[Table]:
+    if isinstance(located, Files) and located.paths[0].suffix != ".parquet":
+        return [jsonl.JsonlTable(path, layout) for path in located.paths]
+    from stages.sources import arrow
+
+    if isinstance(located, Files):
+        return [arrow.parquet(path, layout) for path in located.paths]
+    return [arrow.saved(located, layout) if isinstance(located, Saved) else arrow.hub(located, dataset, layout)]
+
+
+def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
+    limit = -(-(CHECKED_ARRAYS if layout.arrays else CHECKED_ROWS) // len(paths))
+    good: list[tuple] = []
+    problems: list[Problem] = []
+    for path in paths:
+        for where, row in islice(_first_rows(path, layout, limit), limit):
+            try:
+                found = jsonl.parse(row, where) if isinstance(row, bytes) else row
+                good.append(layout.read(found, where, folder=path.parent))
+            except StageError as error:
+                problems += error.problems
+    checked, name = len(good) + len(problems), str(paths[0]) if len(paths) == 1 else f"{paths[0]} and others"
+    yield from problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        yield Problem(
+            where=name,
+            what=f"{len(problems) - _SHOWN} more of the first {checked} lines are wrong",
+            why=f"only the first {_SHOWN} are shown",
+            fix="mend those first, they are likely alike",
+        )
+    if not checked:
+        yield _empty(paths[0])
+    elif not problems and not layout.arrays and (repeats := checked - len(set(good))):
+        yield Problem(
+            where=name,
+            what=f"{repeats} of the first {checked} rows repeat an earlier one",
+            why="a row that is there twice is drawn twice an epoch",
+            fix="remove the repeats, or leave them where that is meant",
+            warning=True,
+        )
+
+
+def _first_rows(path: Path, layout: Layout, limit: int) -> Iterator[tuple[str, Any]]:
+    """(file and row, the row, or the line that holds it) from the first on."""
+    if path.suffix != ".parquet":
+        return jsonl.first_lines(path)
+    from stages.sources import arrow
+
+    return arrow.first_rows(path, layout, limit)
+
+
+def _pair(prompt: str, answer: str) -> dict[str, str]:
+    return {"prompt": prompt, "answer": answer}
+
+
+def _empty(name: str | Path) -> Problem:
+    return Problem(
+        where=str(name),
+        what="the file has no row",
+        why="there is no prompt to draw",
+        fix='write one JSON object a line, such as {"prompt": "1+1=", "answer": "2"}',
+    )

@@ -1,0 +1,141 @@
+"""Values of typed columns: numbers, nested lists of numbers, and encoded images. Knows fields; loads numpy when asked.
+
+A field of dims "N" takes one number or truth value a row; dims with more take a list, nested as deep as the dims. A
+uint8 field of dims "N B" (any letter) also takes the bytes of a file: as bytes, as its path, or as {"bytes", "path"},
+which an image is in Arrow data. The bytes stay encoded (PNG, JPEG): decoding is the work of the model's processor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import Field
+from pipeline.columns import Column, Ragged
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BITS = {"uint8": (0, 2**8), "int8": (-(2**7), 2**7), "int16": (-(2**15), 2**15), "int32": (-(2**31), 2**31)}
+_FLOATS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": sys.float_info.max}
+
+
+def array_wanted(made: Field) -> bool:
+    """Whether a row of the field holds more than one value."""
+    return bool(made.ragged or made.inner)
+
+
+def takes_files(made: Field) -> bool:
+    """Whether a row of the field may be the bytes of a file."""
+    return made.dtype == "uint8" and bool(made.ragged) and not made.inner
+
+
+def is_plain(value: object) -> bool:
+    """Whether the value can be written as JSON: no bytes, no array."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def scalar_reason(made: Field, value: object) -> str | None:
+    """Why the value is none of a field of dims "N", or None where it is one."""
+    if isinstance(value, bool) != (made.dtype == "bool") or not isinstance(value, int | float):
+        return f"is {_shown(value)}"
+    if made.dtype in _FLOATS:
+        fits = abs(value) <= _FLOATS[made.dtype]  # never so for NaN
+    elif isinstance(value, float):
+        return f"is {_shown(value)}, not a whole number"
+    else:
+        low, end = _BITS.get(made.dtype, (-(2**63), 2**63))
+        fits = low <= value < end
+    return None if fits and _within(made, value) else f"is {_shown(value)}, which is out of range"
+
+
+def array_value(made: Field, value: object, folder: Path) -> tuple[Any, str | None]:
+    """The row as a numpy array of the field's shape, and None; or None, and why it is none.
+
+    bfloat16 is held as float32 until it becomes a tensor.
+    """
+    import numpy as np
+
+    if takes_files(made):
+        encoded, reason = _encoded(value, folder)
+        if encoded is not None or reason:
+            return (None if encoded is None else np.frombuffer(encoded, dtype=np.uint8)), reason
+    try:
+        array = np.asarray(value)
+    except ValueError:  # numpy has no array of lists that differ in length
+        return None, "is a nested list whose parts differ in length"
+    if reason := _kind_reason(made, array, value) or _shape_reason(made, array) or _range_reason(made, array):
+        return None, reason
+    target = "float32" if made.dtype == "bfloat16" else made.dtype
+    return array.astype(target).reshape((-1, *made.inner) if made.ragged else made.inner), None
+
+
+def column_of(made: Field, values: Sequence[Any], repeat: int) -> Column:
+    """The column of a field: each value `repeat` times, one after the other."""
+    if made.dtype == "str":
+        return [value for value in values for _ in range(repeat)]
+    import torch
+
+    dtype = getattr(torch, made.dtype)
+    if not array_wanted(made):
+        return torch.tensor(list(values), dtype=dtype).repeat_interleave(repeat)
+    rows = [torch.tensor(value).to(dtype) for value in values]
+    if made.ragged:
+        return Ragged.of([row for row in rows for _ in range(repeat)])
+    return torch.stack(rows).repeat_interleave(repeat, dim=0)
+
+
+def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:
+    """The bytes of a file, where the value is such; why there are none, where it should be."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping | str | bytes):
+        value = value[0]
+    if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
+        value = value.get("bytes") or value.get("path")
+        if value is None:
+            return None, "is an image without bytes and without a path"
+    if isinstance(value, bytes):
+        return value, None
+    if isinstance(value, str):
+        path = folder / value
+        return (path.read_bytes(), None) if path.is_file() else (None, f"names the file {value!r}, which is not there")
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | str | bytes):
+        return None, f"holds {len(value)} images, and a row has one"
+    return None, None
+
+
+def _kind_reason(made: Field, array: np.ndarray, value: object) -> str | None:
+    kinds = {"bool": "b"}.get(made.dtype, "iuf" if made.dtype in _FLOATS else "iu")
+    if array.size == 0 or array.dtype.kind in kinds:
+        return None if array.ndim else f"is {_shown(value)}"
+    if not array.ndim:
+        return f"is {_shown(value)}"
+    return f"holds {array.dtype if array.dtype.kind in 'iufb' else 'something else than numbers'}"
+
+
+def _shape_reason(made: Field, array: np.ndarray) -> str | None:
+    shape = array.shape[1:] if made.ragged else array.shape
+    if shape == made.inner or (made.ragged and array.shape == (0,)):
+        return None
+    return f"has the shape {list(array.shape)}"
+
+
+def _range_reason(made: Field, array: np.ndarray) -> str | None:
+    if not array.size or array.dtype.kind == "b":
+        return None
+    smallest, largest = array.min().item(), array.max().item()
+    return next((reason for value in (smallest, largest) if (reason := scalar_reason(made, value))), None)
+
+
+def _within(made: Field, value: float) -> bool:
+    return (made.low is None or value >= made.low) and (made.high is None or value <= made.high)
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40] if is_plain(value) else f"{type(value).__name__}"

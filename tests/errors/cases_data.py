@@ -1,0 +1,144 @@
+"""Data files, data sets, mixtures and held-out prompts that are wrong, as a check finds them."""
+
+import gzip
+
+from tests.errors.harness import Case
+
+IMPORT = "from stages import Dataset, Mixture\n\n\n"
+ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+TWO = {"gsm8k/train.jsonl": ROW, "gsm8k/test.jsonl": ROW}
+NESTED = '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "data_source": "sums"}\n'
+CHAT = '{{"prompt": [{{"role": "user", "content": "1+1="}}{}], "answer": "2"}}\n'
+IMAGE = "Field('image', dtype='uint8', dims='N B')"
+
+
+def drawn(name: str, parameters: str, at: tuple[str, ...] | None = ("source",), **files: str | bytes) -> Case:
+    """A case of Prompts, which the error must point at; where it points at a file, `at` is empty."""
+    named = {key.replace("__", "/").replace("_jsonl", ".jsonl"): content for key, content in files.items()}
+    return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=named)
+
+
+def folder(name: str, parameters: str, files: dict[str, str | bytes], at: tuple[str, ...] | None = ("source",)) -> Case:
+    """A case of Prompts with several files."""
+    return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=files)
+
+
+def row(name: str, content: str | bytes, parameters: str = "", file: str = "train.jsonl") -> Case:
+    """A case of what a data file holds."""
+    given = ", ".join(part for part in (repr(file), parameters) if part)
+    return folder(name, given, {file: content}, at=())
+
+
+def evaluated(name: str, source: str, parameters: str = "", files: dict[str, str | bytes] | None = None, **more) -> Case:
+    """A case of Evaluate."""
+    given = ", ".join(part for part in ("policy", source, "on=sampler", parameters) if part)
+    top = more.pop("top", "") + IMPORT.replace("import ", "import Evaluate, ")
+    return Case(name, {"extra": f"(Evaluate({given}),)"}, top=top, files=files or {}, **more)
+
+
+WHERE = [
+    folder("folder_of_two_splits", '"gsm8k"', TWO),
+    folder("split_misspelled", 'Dataset("gsm8k", split="tran")', TWO),
+    folder("split_that_no_file_has", 'Dataset("data.jsonl", split="train")', {"data.jsonl": ROW}),
+    folder("folder_of_other_files", '"data"', {"data/readme.md": "Rows\n"}),
+    folder("folder_above_the_files", '"data"', {"data/gsm8k/train.jsonl": ROW}),
+    folder("pattern_matches_nothing", '"*.json"', {"train.jsonl": ROW}),
+    folder("file_misspelled_in_a_folder", '"gsm8k/tran.jsonl"', TWO),
+    folder("file_in_the_home_folder", '"~/train.jsonl"', {}),
+    folder("files_as_a_list", '["a.jsonl", "b.jsonl"]', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    folder("one_of_several_files_is_missing", 'Dataset(("a.jsonl", "b.jsonl"))', {"a.jsonl": ROW}),
+    folder("config_of_a_file", 'Dataset("good.jsonl", config="main")', {"good.jsonl": ROW}),
+    folder("revision_of_a_folder", 'Dataset("gsm8k", revision="main", split="train")', TWO),
+    folder("two_kinds_of_files", '"data"', {"data/a.jsonl": ROW, "data/a.parquet": b"PAR1"}),
+    folder("data_set_is_a_number", "Dataset(7)", {}),
+    folder("split_is_a_number", 'Dataset("gsm8k", split=0)', TWO),
+    folder("data_set_parameter_of_another_library", 'Dataset("gsm8k", streaming=True)', TWO),
+]
+COLUMNS = [
+    folder("nested_column_misspelled", '"t.jsonl", answer="reward_model.truth"', {"t.jsonl": NESTED}, at=()),
+    folder("column_inside_of_a_text", '"t.jsonl", answer="data_source.name"', {"t.jsonl": NESTED}, at=()),
+    folder("answer_is_an_object", '"t.jsonl", answer="reward_model"', {"t.jsonl": NESTED}, at=()),
+    folder("template_without_a_name", '"t.jsonl", template="Q: {}"', {"t.jsonl": ROW}),
+    folder("template_column_misspelled", '"t.jsonl", template="{promt}="', {"t.jsonl": ROW}, at=()),
+    folder("template_and_prompt", '"t.jsonl", template="{q}=", prompt="q"', {"t.jsonl": ROW}),
+    folder("template_names_no_column", '"t.jsonl", template="Question:"', {"t.jsonl": ROW}),
+    folder("template_with_a_format", '"t.jsonl", template="{prompt:>10}"', {"t.jsonl": ROW}),
+    folder("template_with_an_open_brace", r'"t.jsonl", template="\\boxed{ {prompt}"', {"t.jsonl": ROW}),
+    folder("prompt_is_a_list", '"t.jsonl", prompt=["question"]', {"t.jsonl": ROW}),
+    folder("extra_column_is_missing", '"t.jsonl", extra="level"', {"t.jsonl": ROW}, at=()),
+    folder("extra_column_in_capitals", '"t.jsonl", extra=("Level",)', {"t.jsonl": ROW}),
+    folder("extra_column_is_a_number", '"t.jsonl", extra=(3,)', {"t.jsonl": ROW}),
+    folder("extra_column_is_the_answer", '"t.jsonl", extra=("answer",)', {"t.jsonl": ROW}),
+    folder("extra_field_is_taken", '"t.jsonl", extra=("info.answer",)', {"t.jsonl": ROW}),
+    folder("as_text_misspelled", '"t.jsonl", as_text=("answr",)', {"t.jsonl": ROW}),
+    folder("system_without_chat", '"t.jsonl", system="You are terse."', {"t.jsonl": ROW}),
+    folder("chat_is_a_text", '"t.jsonl", chat="yes"', {"t.jsonl": ROW}),
+    folder("prompt_seed_below_0", '"t.jsonl", seed=-1', {"t.jsonl": ROW}),
+    folder("columns_of_a_generated_task", 'task, prompt="question"', {}),
+    folder("generated_task_without_shuffle", "task, shuffle=False", {}),
+    folder("prompts_parameter_of_another_library", '"t.jsonl", batch_size=4', {"t.jsonl": ROW}),
+]
+VALUES = [
+    row("messages_without_chat", CHAT.format("")),
+    row("chat_ends_with_the_assistant", CHAT.format(', {"role": "assistant", "content": "2"}'), "chat=True"),
+    row("chat_message_without_a_role", '{"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}\n', "chat=True"),
+    row("chat_without_messages_in_the_row", '{"prompt": [], "answer": "2"}\n', "chat=True"),
+    row("answer_is_null", '{"prompt": "1+1=", "answer": null}\n'),
+    row("number_as_a_text", ROW.replace("}", ', "level": "3"}'), "extra=Field('level', 'int64')"),
+    row("fraction_for_a_whole_number", ROW.replace("}", ', "level": 2.5}'), "extra=Field('level', 'int64')"),
+    row("number_out_of_range", ROW.replace("}", ', "level": 300}'), "extra=Field('level', 'uint8')"),
+    row("row_of_another_shape", ROW.replace("}", ', "box": [[0, 1]]}'), "extra=Field('box', 'int64', 'N Q 3')"),
+    row("rows_that_differ_in_length", ROW.replace("}", ', "box": [[0, 1], [2]]}'), "extra=Field('box', 'int64', 'N Q 2')"),
+    row("image_is_not_there", ROW.replace("}", ', "image": "cat.png"}'), f"extra={IMAGE}"),
+    row("several_images_in_a_row", ROW.replace("}", ', "image": ["a.png", "b.png"]}'), f"extra={IMAGE}"),
+    row("json_list_instead_of_lines", '[\n  {"prompt": "1+1=", "answer": "2"}\n]\n', file="train.json"),
+    row("csv_instead_of_lines", "prompt,answer\n1+1=,2\n", file="train.csv"),
+    row("compressed_file", gzip.compress(ROW.encode(), mtime=0), file="train.jsonl.gz"),
+    row("half_of_a_line", ROW + '{"prompt": "2+2=", "ans'),
+    row("jsonl_named_parquet", ROW, file="train.parquet"),
+]
+MIXTURES = [
+    folder("weight_of_0", 'Mixture(("a.jsonl", 1), ("b.jsonl", 0))', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    folder("weight_is_a_text", 'Mixture(("a.jsonl", "2"))', {"a.jsonl": ROW}),
+    folder("mixture_without_weights", 'Mixture("a.jsonl", "b.jsonl")', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    folder("mixture_of_nothing", "Mixture()", {}),
+    folder("mixture_of_a_dict", 'Mixture({"a.jsonl": 1})', {"a.jsonl": ROW}),
+    folder("mixture_of_mixtures", 'Mixture((Mixture(("a.jsonl", 1)), 1))', {"a.jsonl": ROW}),
+    folder("source_twice_in_a_mixture", 'Mixture(("a.jsonl", 1), ("a.jsonl", 2))', {"a.jsonl": ROW}),
+    folder("weight_that_is_never_drawn", 'Mixture(("a.jsonl", 1), ("b.jsonl", 1e-9))', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    folder("source_of_a_mixture_is_missing", 'Mixture(("a.jsonl", 1), ("c.jsonl", 1))', {"a.jsonl": ROW}),
+    folder(
+        "column_of_one_source_is_missing",
+        'Mixture(("a.jsonl", 1), ("b.jsonl", 1)), answer="solution"',
+        {"a.jsonl": '{"prompt": "1+1=", "solution": "2"}\n', "b.jsonl": ROW},
+        at=(),
+    ),
+    folder("mixture_with_a_task_and_other_columns", 'Mixture((task, 1), ("q.jsonl", 1)), prompt="question"',
+           {"q.jsonl": '{"question": "1+1=", "answer": "2"}\n'}),
+]  # fmt: skip
+TASKS = [
+    Case("task_of_many_digits", {"task": 'Generated("reverse", digits=9)'}),
+    Case("task_of_odd_digits", {"task": 'Generated("add", digits=3)'}),
+    Case("task_holds_everything_out", {"task": 'Generated("sort", digits=2)'}),
+]
+HELD_OUT = [
+    evaluated("evaluate_file_is_missing", '"test.jsonl"'),
+    evaluated("evaluate_column_is_missing", '"test.jsonl"', files={"test.jsonl": '{"question": "1", "answer": "1"}\n'}, at=()),
+    evaluated("evaluate_a_task_by_chat", "task", "chat=True"),
+    evaluated("evaluate_nothing_held_out", 'Generated("sort", held_out=0)'),
+    evaluated("evaluate_every_0", "task", "every=0, prompts=-1"),
+    evaluated("evaluate_a_mixture", 'Mixture(("test.jsonl", 1))', files={"test.jsonl": ROW}),
+    evaluated("evaluate_none", "None"),
+    evaluated("evaluate_a_folder_of_splits", '"gsm8k"', files=TWO),
+    evaluated("evaluate_template_without_a_name", '"test.jsonl"', 'template="{}"', files={"test.jsonl": ROW}),
+    evaluated("evaluate_on_the_host", "task", at=("extra",), files={}),
+    evaluated("evaluate_with_a_lambda", "task", "reward=lambda response: 1.0"),
+    evaluated(
+        "evaluate_with_an_extra_column",
+        "task",
+        "reward=score",
+        at=(),
+        top="def score(response: str, level: str):  # here\n    return 1.0\n\n\n",
+    ),
+]
+CASES = [*WHERE, *COLUMNS, *VALUES, *MIXTURES, *TASKS, *HELD_OUT]

@@ -1,0 +1,82 @@
+"""Worker groups, models and the division of a batch that are wrong, as a check finds them."""
+
+from tests.errors.harness import Case
+
+IMPORT = "from stages import Packed, Supervised\n\n\n"
+SHARDED = """from pipeline.sharding import Packed, Sharding
+
+
+@dataclass(frozen=True)
+class Lengths(Stage):
+    name: str = "lengths"
+    reads: tuple = ()
+    per: str = "group"
+    sharding: Sharding = Sharding.of(Packed(64))
+
+
+"""
+
+
+def learner(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **lines: str) -> Case:
+    """A case of the worker group of the learner."""
+    made = {"learner": f'WorkerGroup("learner", backend="torch", {parameters})'}
+    return Case(name, made | lines, at=at, top=IMPORT)
+
+
+def model(name: str, parameters: str) -> Case:
+    """A case of the policy."""
+    return Case(name, {"policy": f"Model({parameters})"}, top=IMPORT)
+
+
+GROUPS = [
+    learner("tensor_parallel_does_not_divide", "workers=3, tensor_parallel=2"),
+    learner("tensor_parallel_of_torch", "workers=2, tensor_parallel=2"),
+    learner("tensor_parallel_of_0", "tensor_parallel=0"),
+    learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
+    learner("unknown_fetch", "workers=2, fetch='all'"),
+    learner("fully_sharded_on_one_worker", "fully_sharded=True"),
+    learner("fully_sharded_is_a_text", "workers=2, fully_sharded='fsdp'"),
+    learner("more_gpus_than_workers", "gpus=4, workers=2"),
+    learner("learners_do_not_divide_the_batch", "workers=3"),
+    learner("group_parameter_of_another_library", "tp=2"),
+    Case("group_without_a_name", {"learner": 'WorkerGroup(backend="torch")'}),
+    Case("batch_of_fewer_groups_than_workers", {"learner": 'WorkerGroup("learner", backend="torch", workers=8)'}),
+    learner(
+        "workers_do_not_divide_a_minibatch",
+        "workers=4",
+        at=("train",),
+        rollout="Rollout(policy, on=sampler, samples_per_prompt=3, max_tokens=3)",
+        train="Train(policy, on=learner, lr=1e-3, minibatches=2)",
+    ),
+    learner(
+        "minibatch_of_fewer_samples_than_workers",
+        "workers=4",
+        at=("train",),
+        train="Train(policy, on=learner, lr=1e-3, minibatches=4, microbatch=Packed(64))",
+    ),
+    Case("sharding_of_a_stage_per_group", {"extra": "(Lengths(reads=rollout.writes[:2]),)"}, top=SHARDED),
+    Case("sharding_without_lengths", {"extra": "(Lengths(reads=reward.writes, per='batch'),)"}, top=SHARDED),
+    Case("logprobs_run_on_no_group", {"prev": "PrevLogprobs(policy)"}),
+    Case("rollout_on_the_host", {"rollout": "Rollout(policy, samples_per_prompt=2, max_tokens=3)"}),
+    Case("two_stages_train_one_model", {"extra": "(Second(policy, on=learner, lr=1e-3),)"},
+         top="class Second(Train):\n    name = 'second'\n    writes = ()\n\n\n"),
+]  # fmt: skip
+MODELS = [
+    model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
+    model("model_of_no_alphabet", '"tiny", config={"model_type": "qwen3"}'),
+    model("alphabet_names_a_character_twice", '"tiny", config={"model_type": "qwen3"}, alphabet="01234567891r>"'),
+    model("alphabet_is_a_list", '"tiny", config={"model_type": "qwen3"}, alphabet=["0", "1"]'),
+    model("config_is_a_text", '"tiny", config="qwen3", alphabet=task.alphabet'),
+    model("model_is_a_number", "7"),
+    model("warm_start_is_a_number", '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=60'),
+    model(
+        "warm_start_of_a_file",
+        '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised("sft.jsonl")',
+    ),
+    model(
+        "warm_start_of_no_steps",
+        '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised(task, steps=0, until=40)',
+    ),
+    Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
+]
+CASES = [*GROUPS, *MODELS]

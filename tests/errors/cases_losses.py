@@ -1,0 +1,96 @@
+"""Losses, advantages, training parameters and microbatches that are wrong, as a check finds them."""
+
+from tests.errors.harness import Case
+
+IMPORT = "from stages import CispoLoss, Dynamic, IcePop, Packed, SequenceMask, TruncatedIS\n\n\n"
+REF = "(RefLogprobs(policy.frozen(), on=learner),)"
+
+
+def trained(name: str, parameters: str, **lines: str) -> Case:
+    """A case of Train, which the error must point at."""
+    given = ", ".join(part for part in ("policy, on=learner", parameters) if part)
+    return Case(name, {"train": f"Train({given})"} | lines, at=("train",), top=IMPORT)
+
+
+def loss(name: str, text: str, **lines: str) -> Case:
+    """A case of the loss of Train."""
+    return trained(name, f"loss={text}, lr=1e-3", **lines)
+
+
+def scored_by(name: str, parameters: str) -> Case:
+    """A case of PrevLogprobs."""
+    return Case(name, {"prev": f"PrevLogprobs(policy, on=learner, {parameters})"}, top=IMPORT)
+
+
+LOSSES = [
+    loss("clip_is_one_number", "ClippedLoss(clip=0.2)"),
+    loss("clip_of_three_numbers", "ClippedLoss(clip=(0.2, 0.28, 10.0))"),
+    loss("clip_down_to_0", "ClippedLoss(clip=(1.0, 0.2))"),
+    loss("dual_clip_below_1", "ClippedLoss(dual_clip=0.9)"),
+    loss("unknown_ratio", "ClippedLoss(ratio='group')"),
+    loss("kl_below_0", "ClippedLoss(kl=-1)"),
+    loss("kl_is_a_text", "ClippedLoss(kl='0.1')"),
+    loss("unknown_kl_estimator", "ClippedLoss(kl_estimator='kl3')"),
+    loss("kl_importance_is_a_number", "ClippedLoss(kl_importance=1)"),
+    loss("unknown_aggregation", "ClippedLoss(aggregation='mean')"),
+    loss("fixed_length_without_max_tokens", "ClippedLoss(aggregation='fixed_length')"),
+    loss("max_tokens_of_0", "ClippedLoss(aggregation='fixed_length', max_tokens=0)"),
+    loss("max_tokens_of_another_rollout", "ClippedLoss(aggregation='fixed_length', max_tokens=512)"),
+    loss("entropy_below_0", "ClippedLoss(entropy=-0.01)"),
+    loss("correction_by_name", "ClippedLoss(correction='tis')"),
+    loss("correction_is_a_class", "ClippedLoss(correction=TruncatedIS)"),
+    loss("cap_of_0", "ClippedLoss(correction=TruncatedIS(cap=0))"),
+    loss("unknown_level", "ClippedLoss(correction=TruncatedIS(level='group'))"),
+    loss("icepop_low_above_1", "ClippedLoss(correction=IcePop(low=2.0))"),
+    loss("sequence_mask_below_1", "ClippedLoss(correction=SequenceMask(low=0.5, high=0.9))"),
+    loss("sequence_mask_without_bounds", "ClippedLoss(correction=SequenceMask())"),
+    loss("cispo_clip_is_one_number", "CispoLoss(clip=0.2)"),
+    loss("cispo_clip_above_1", "CispoLoss(clip=(1.5, 1.0))"),
+    loss("loss_by_name", "'grpo'"),
+    loss("loss_is_a_class", "ClippedLoss"),
+    loss("loss_parameter_of_another_library", "ClippedLoss(epsilon_high=0.28)"),
+    loss("loss_parameter_without_its_name", "ClippedLoss((0.2, 0.28))"),
+    loss("k1_as_a_loss", "ClippedLoss(kl=0.1, kl_estimator='k1')"),
+    loss("k2_with_importance", "CispoLoss(kl=0.1, kl_estimator='k2', kl_importance=True)"),
+    loss("several_in_one_loss", "ClippedLoss(clip=0.2, kl=-1, aggregation='mean')"),
+]
+TRAINING = [
+    trained("no_learning_rate", "loss=ClippedLoss()"),
+    trained("learning_rate_is_a_text", "lr='1e-6'"),
+    trained("unknown_learning_rate_schedule", "lr=1e-3, schedule='cosin'"),
+    trained("warmup_below_0", "lr=1e-3, warmup=-1"),
+    trained("epochs_of_0", "lr=1e-3, epochs=0"),
+    trained("epochs_of_a_half", "lr=1e-3, epochs=1.5"),
+    trained("betas_is_one_number", "lr=1e-3, betas=0.9"),
+    trained("betas_of_1", "lr=1e-3, betas=(0.9, 1.0)"),
+    trained("minibatches_of_0", "lr=1e-3, minibatches=0"),
+    trained("train_numbers", "lr=float('nan'), clip_grad=-1, weight_decay=-0.1, eps=0"),
+    trained("temperature_of_train_is_another", "lr=1e-3, temperature=0.7"),
+    trained("train_runs_on_no_group", "lr=1e-3", train="Train(policy, lr=1e-3)"),
+    trained("microbatch_below_0", "lr=1e-3, microbatch=-1"),
+    trained("microbatch_is_a_text", "lr=1e-3, microbatch='8'"),
+    trained("microbatch_is_true", "lr=1e-3, microbatch=True"),
+    trained("microbatch_is_a_class", "lr=1e-3, microbatch=Packed"),
+    trained("packed_is_below_the_longest", "lr=1e-3, microbatch=Packed(tokens=3)"),
+    trained("packed_without_tokens", "lr=1e-3, microbatch=Packed()"),
+    scored_by("dynamic_of_0", "microbatch=Dynamic(0)"),
+    scored_by("packed_of_a_text", "microbatch=Packed('8')"),
+    scored_by("packed_of_a_fraction", "microbatch=Packed(4096.0)"),
+    scored_by("logprobs_at_temperature_0", "temperature=0"),
+    Case(
+        "rollout_at_another_temperature",
+        {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, temperature=0.7)"},
+        at=("prev", "train"),
+    ),
+    Case("reference_that_is_trained", {"extra": "(RefLogprobs(policy, on=learner),)"}),
+    Case("advantage_kl_below_0", {"advantage": 'Advantage("rloo", kl=-0.01)'}),
+    Case("advantage_kl_without_reference", {"advantage": 'Advantage("rloo", kl=0.01)'}),
+    Case("advantage_is_a_function", {"advantage": "Advantage(exact_match)"}),
+    Case("eps_is_a_text", {"advantage": 'Advantage(eps="1e-6")'}),
+    Case("max_tokens_is_a_text", {"rollout": 'Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens="3")'}),
+    Case("max_tokens_below_1", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=0, top_k=-1)"}),
+    Case("stop_is_a_text", {"rollout": 'Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, stop="</s>")'}),
+    Case("samples_per_prompt_is_a_fraction", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2.5)"}),
+    Case("chat_without_messages", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"}),
+]
+CASES = [*LOSSES, *TRAINING]

@@ -1,0 +1,149 @@
+"""Worker groups of several ranks on Ray and TransferQueue: the same run as in one process, up to rounding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphs.quickstart import TINY_QWEN3
+from ops.rewards import digit_match
+from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup, trace
+from pipeline.engine import Engine
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+from pipeline.sharding import Packed, Sharding
+from stages import (
+    Advantage,
+    ClippedLoss,
+    Generated,
+    PrevLogprobs,
+    Prompts,
+    Refit,
+    RefLogprobs,
+    Reward,
+    Rollout,
+    Train,
+)
+from stages.vocabulary import ADVANTAGE, PROMPT, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+
+torch.set_num_threads(1)
+TASK = Generated("reverse", digits=2, held_out=20)
+POLICY = Model("tiny", config=TINY_QWEN3, alphabet=TASK.alphabet)
+LENGTH = Field("length", dtype="int64", unit="token")
+PIXELS = Field("pixel_values", dtype="float32", dims="N Q 2")
+
+
+def pixels_of(prompt: str) -> list[list[float]]:
+    """An image of its own for each prompt, of its own size."""
+    return [[float(prompt), float(i)] for i in range(1 + int(prompt) % 3)]
+
+
+@dataclass(frozen=True)
+class Lengths(Stage):
+    """Response lengths, by a worker group whose ranks hold something together. Other columns come along."""
+
+    on: WorkerGroup
+    name: str = "lengths"
+    reads = (PROMPT, PIXELS, PROMPT_IDS, RESPONSE_IDS, REF_LOGPROBS)
+    writes = (LENGTH,)
+    per = "batch"
+    sharding = Sharding()
+
+    def setup(self, context):
+        def run(columns, task):
+            own = columns["response_ids"].lengths
+            assert task.shard is not None and len(task.shard.index) == len(own)
+            seen = context.ranks.gather(task.shard.index)  # every data-parallel rank has its share
+            assert sorted(i for index in seen for i in index) == list(range(16))
+            for prompt, pixels in zip(columns["prompt"], columns["pixel_values"].rows()):
+                assert pixels.tolist() == pixels_of(prompt)
+            return {"length": torch.tensor(own)}
+
+        return run
+
+
+@dataclass(frozen=True)
+class Compare(Stage):
+    """Every length belongs to its own sample."""
+
+    name: str = "compare"
+    reads = (LENGTH, RESPONSE_IDS, ADVANTAGE)
+    per = "batch"
+
+    def setup(self, context):
+        def run(columns, task):
+            assert columns["length"].tolist() == list(columns["response_ids"].lengths)
+            return {}
+
+        return run
+
+
+def graph(data: Path, workers: int, *, fully_sharded: bool = False, cpus: float = 0.25) -> Graph:
+    sampler = WorkerGroup("sampler", backend="torch", workers=workers, threads=1, cpus=cpus)
+    learner = WorkerGroup(
+        "learner", backend="torch", workers=workers, threads=1, cpus=cpus, fully_sharded=fully_sharded
+    )
+    counters = WorkerGroup("counters", workers=2 * workers, tensor_parallel=2, cpus=cpus)
+    return Graph(
+        name="ranks",
+        host=WorkerGroup("host", cpus=cpus),
+        source=Prompts(data, batch=4, extra=(PIXELS,)),
+        stages=(
+            Rollout(POLICY, on=sampler, samples_per_prompt=4, max_tokens=5),
+            Reward(digit_match),
+            PrevLogprobs(POLICY, on=learner, microbatch=Packed(24)),
+            RefLogprobs(POLICY.frozen(), on=learner, microbatch=2),
+            Advantage("group_relative"),
+            Train(POLICY, on=learner, loss=ClippedLoss(kl=0.01), lr=1e-3, minibatches=2, microbatch=Packed(24)),
+            Refit(POLICY, source=learner, target=sampler),
+            Lengths(counters),
+            Compare(),
+        ),
+        schedule=Schedule(steps=2, seed=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"prompt": p, "answer": p[::-1], "pixel_values": pixels_of(p)} for p in map(str, range(10, 40))]
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(described: Graph, executor: Any, folder: Path) -> tuple[dict[str, torch.Tensor], Engine]:
+    engine = Engine(described, plan(described)[0], executor, run_dir=RunDir(folder).create(), deadline_s=120.0)
+    engine.execute()
+    (weights,) = folder.rglob("weights.safetensors")
+    return load_file(weights), engine
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, torch.Tensor]:
+    return run(graph(data, 1), LocalExecutor(), tmp_path_factory.mktemp("local"))[0]
+
+
+@pytest.mark.parametrize("fully_sharded", [False, True])
+def test_two_ranks_a_group_give_the_run_of_one_process(tmp_path, ray_session, data, expected, fully_sharded):
+    from pipeline.executors.ray import RayExecutor, user_modules
+
+    executor = RayExecutor(modules=user_modules(sys.modules[__name__]))
+    found, engine = run(graph(data, 2, fully_sharded=fully_sharded), executor, tmp_path)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
+    events = [event for _, event in trace.read(engine.run_dir.events)]
+    gets = [e for e in events if isinstance(e, trace.Got) and e.stage == "lengths"]
+    puts = [e for e in events if isinstance(e, trace.Put) and e.stage == "lengths"]
+    spans = [e for e in events if isinstance(e, trace.Ran) and e.stage == "lengths"]
+    assert (len(gets), len(puts), len(spans)) == (4, 4, 8)  # 2 steps x 2 replicas; two ranks in each
+    trained = {e.worker for e in events if isinstance(e, trace.Ran) and e.stage == "train"}
+    assert trained == {0, 1}
+    assert [e.rows_left for e in events if isinstance(e, trace.Ended)] == [0]

@@ -1,0 +1,215 @@
+"""Checks of `stages.backends.objective`: descriptions of losses against the loops, whole and cut into microbatches.
+
+check_objective(stages.backends.objective)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import loops
+import pytest
+import torch
+from cases import DOUBLE, Ragged, near, policies, refuses
+
+from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, PolicyLoss, SequenceMask, TruncatedIS
+
+SEEDS = (0, 3)
+MAX_TOKENS = 9
+LOSSES: tuple[PolicyLoss, ...] = (
+    ClippedLoss(),
+    ClippedLoss(clip=(0.1, 0.5), dual_clip=1.2, aggregation="sequence"),
+    ClippedLoss(ratio="sequence", clip=(0.05, 0.1), aggregation="sequence_sum", correction=TruncatedIS(cap=1.2)),
+    ClippedLoss(ratio="sequence", dual_clip=1.1, entropy=0.3, aggregation="sequence"),
+    ClippedLoss(aggregation="fixed_length", max_tokens=MAX_TOKENS, kl=0.5, correction=IcePop(low=0.8, high=1.25)),
+    ClippedLoss(kl=0.5, kl_estimator="k1", kl_importance=True, correction=TruncatedIS(cap=1.1, level="sequence")),
+    ClippedLoss(kl=0.5, kl_estimator="k2", entropy=0.2, correction=SequenceMask(low=0.9, high=1.1)),
+    ClippedLoss(kl=0.5, kl_importance=True, correction=IcePop(low=0.8, high=1.3, level="sequence")),
+    ClippedLoss(correction=Decoupled(), max_tokens=MAX_TOKENS),
+    CispoLoss(),
+    CispoLoss(clip=(0.1, 0.2), kl=0.5, correction=TruncatedIS(cap=1.2), aggregation="sequence", entropy=0.1),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the policies say of one minibatch."""
+
+    case: Ragged
+    new: list[list[float]]
+    old: list[list[float]]
+    rollout: list[list[float]]
+    ref: list[list[float]]
+    entropies: list[list[float]]
+    advantage: list[float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.case.lengths)
+
+    def scored(self, ops: ModuleType, loss: PolicyLoss, rows: slice = slice(None)) -> object:
+        """Columns that the loss does not need are left out where that is allowed."""
+        tensor, mask = self.case.tensor, self.case.mask[rows]
+        return ops.Scored(
+            logprobs_NT=tensor(self.new, math.nan)[rows].requires_grad_(),
+            old_logprobs_NT=tensor(self.old, math.inf)[rows],
+            rollout_logprobs_NT=tensor(self.rollout, math.nan)[rows] if loss.correction is not None else None,
+            advantage_N=torch.tensor(self.advantage, dtype=DOUBLE)[rows],
+            mask_NT=mask,
+            ref_logprobs_NT=tensor(self.ref, -math.inf)[rows] if loss.kl > 0 else None,
+            entropy_NT=tensor(self.entropies, math.nan)[rows].requires_grad_(),
+        )
+
+
+def batch(seed: int, spread: float = 0.4) -> Batch:
+    made = policies(seed, spread)
+    rng = made.case.rng
+    rollout, ref = ([[lp + rng.gauss(0, 0.3) for lp in row] for row in made.old] for _ in range(2))
+    entropies = made.case.rows(rng.random)
+    return Batch(made.case, made.new, made.old, rollout, ref, entropies, made.advantage)
+
+
+def weights(loss: PolicyLoss, made: Batch) -> list[loops.Weights]:
+    call: Callable[[list[float], list[float]], loops.Weights]
+    match loss.correction:
+        case None:
+            return [([1.0] * len(row), [False] * len(row)) for row in made.new]
+        case TruncatedIS(cap=cap, level=level):
+            call = lambda prev, rollout: loops.truncated_is(prev, rollout, cap, level)  # noqa: E731
+        case IcePop(low=low, high=high, level=level):
+            call = lambda prev, rollout: loops.icepop(prev, rollout, low, high, level)  # noqa: E731
+        case SequenceMask(low=low, high=high):
+            call = lambda prev, rollout: loops.sequence_mask(prev, rollout, low, high)  # noqa: E731
+        case _:
+            call = loops.decoupled
+    return [call(*rows) for rows in zip(made.old, made.rollout)]
+
+
+def token_losses(loss: PolicyLoss, made: Batch, row: list[float], i: int) -> list[float]:
+    """Of sample i, whose log-probabilities are `row` now; what no gradient flows through is as the batch has it."""
+    old, advantage = made.old[i], made.advantage[i]
+    if isinstance(loss, CispoLoss):
+        fixed = [loops.cispo_slope(*pair, advantage, *loss.clip) for pair in zip(made.new[i], old)]
+        return [slope * lp for slope, lp in zip(fixed, row)]
+    assert isinstance(loss, ClippedLoss)
+    ratios = loops.sequence_ratios if loss.ratio == "sequence" else loops.token_ratios
+    return [loops.clipped(ratio, advantage, *loss.clip, loss.dual_clip) for ratio in ratios(row, old)]
+
+
+def penalties(loss: PolicyLoss, made: Batch, row: list[float], i: int) -> list[float]:
+    estimates = [loops.kl(*pair, loss.kl_estimator) for pair in zip(row, made.ref[i])]
+    factors = [math.exp(lp - fixed) if loss.kl_importance else 1.0 for lp, fixed in zip(row, made.new[i])]
+    return [loss.kl * factor * estimate for factor, estimate in zip(factors, estimates)]
+
+
+def expected(loss: PolicyLoss, made: Batch, new: list[list[float]], entropies: list[list[float]]) -> float:
+    return loops.objective(
+        new,
+        lambda row, i: token_losses(loss, made, row, i),
+        [weight for weight, _ in weights(loss, made)],
+        loss.aggregation,
+        loss.max_tokens,
+        lambda row, i: penalties(loss, made, row, i),
+        entropies,
+        loss.entropy,
+    )
+
+
+def sums(loss: PolicyLoss, made: Batch) -> dict[str, float]:
+    """The metrics, as sums over tokens."""
+    corrected = weights(loss, made)
+    pairs = [list(zip(*rows)) for rows in zip(made.new, made.old)]
+    if isinstance(loss, CispoLoss):
+        flags = [loops.is_bounded(*pair, *loss.clip) for row in pairs for pair in row]
+    else:
+        ratios = loops.sequence_ratios if loss.ratio == "sequence" else loops.token_ratios
+        flags = [
+            loops.is_clipped(ratio, advantage * weight, *loss.clip, loss.dual_clip)
+            for new, old, advantage, (row, _) in zip(made.new, made.old, made.advantage, corrected)
+            for ratio, weight in zip(ratios(new, old), row)
+        ]
+    out = {
+        "clip_fraction": float(sum(flags)),
+        "entropy": sum(map(sum, made.entropies)),
+        "ratio_max": max(math.exp(new - old) for row in pairs for new, old in row),
+        "loss": expected(loss, made, made.new, made.entropies),
+    }
+    if loss.correction is not None:
+        out["is_weight"] = sum(sum(row) for row, _ in corrected)
+        out["is_changed"] = float(sum(sum(row) for _, row in corrected))
+    if loss.kl > 0:
+        out["kl"] = sum(loops.kl(*pair, loss.kl_estimator) for rows in zip(made.new, made.ref) for pair in zip(*rows))
+    return out
+
+
+def check_objective(ops: ModuleType) -> None:
+    for seed in SEEDS:
+        made = batch(seed)
+        for loss in LOSSES:
+            scored = made.scored(ops, loss)
+            value, got = ops.objective(loss, scored, tokens=made.tokens, samples=len(made.new))
+            value.backward()
+            near(value.detach(), expected(loss, made, made.new, made.entropies))
+            slope = loops.numeric_gradient(lambda rows, m=made, s=loss: expected(s, m, rows, m.entropies), made.new)
+            near(scored.logprobs_NT.grad, made.case.list(slope), 1e-7)
+            shares = loops.shares(made.case.lengths, loss.aggregation, loss.max_tokens)
+            if loss.entropy:
+                rows = [[-loss.entropy * share] * n for share, n in zip(shares, made.case.lengths)]
+                near(scored.entropy_NT.grad, made.case.list(rows))
+            else:
+                assert scored.entropy_NT.grad is None
+            want = sums(loss, made)
+            assert got == {name: pytest.approx(want[name], rel=1e-11, abs=1e-12) for name in want}, loss
+
+
+def check_microbatches(ops: ModuleType) -> None:
+    """The values and the sums of the parts add up to those of the whole; the largest ratio is the largest."""
+    made = batch(1)
+    counts = {"tokens": made.tokens, "samples": len(made.new)}
+    for loss in LOSSES:
+        scored = made.scored(ops, loss)
+        value, whole = ops.objective(loss, scored, **counts)
+        value.backward()
+        parts, slopes = [], []
+        for rows in (slice(0, 1), slice(1, 3), slice(3, None)):
+            if rows.start < len(made.new):
+                part = made.scored(ops, loss, rows)
+                number, got = ops.objective(loss, part, **counts)
+                number.backward()
+                parts.append(got)
+                slopes.append(part.logprobs_NT.grad)
+        torch.testing.assert_close(torch.cat(slopes), scored.logprobs_NT.grad, rtol=1e-12, atol=1e-14)
+        assert ops.MAXIMA == ("ratio_max",)
+        for name, total in whole.items():
+            combined = (max if name in ops.MAXIMA else sum)(part[name] for part in parts)
+            assert combined == pytest.approx(total, rel=1e-11, abs=1e-12), (loss, name)
+
+
+def check_objective_input(ops: ModuleType) -> None:
+    made = batch(0)
+    for loss, column in (
+        (ClippedLoss(kl=0.1), "ref_logprobs_NT"),
+        (ClippedLoss(correction=TruncatedIS()), "rollout_logprobs_NT"),
+        (CispoLoss(entropy=0.1), "entropy_NT"),
+    ):
+        scored = replace(made.scored(ops, loss), **{column: None})
+        refuses(f"needs {column}$", lambda s=scored, x=loss: ops.objective(x, s, tokens=1, samples=1))
+    plain = made.scored(ops, ClippedLoss())
+    unknown = replace(plain, rollout_logprobs_NT=plain.old_logprobs_NT)
+    for loss in (PolicyLoss(), ClippedLoss(correction=object())):
+        with pytest.raises(TypeError, match="no formula is known for"):
+            ops.objective(loss, unknown, tokens=1, samples=1)
+    value, got = ops.objective(ClippedLoss(), replace(plain, entropy_NT=None), tokens=1, samples=1)
+    assert "entropy" not in got
+    # A reference that is at hand is measured, and has no part in a loss without a KL term.
+    for reference in (plain.old_logprobs_NT, plain.old_logprobs_NT + 1e4):
+        given = replace(plain, ref_logprobs_NT=reference)
+        measured, got = ops.objective(ClippedLoss(), given, tokens=1, samples=1)
+        assert measured.item() == value.item()
+        assert got["kl"] > 0
+
+
+CHECKS = (check_objective, check_microbatches, check_objective_input)

@@ -1,0 +1,74 @@
+"""`torch.autograd.gradcheck` of every differentiable formula, away from its kinks."""
+
+import pytest
+import torch
+
+from ops import kl, logprobs, loss, masks
+
+torch.set_num_threads(1)
+MASK = masks.length_mask([4, 2, 0], 4)
+ADVANTAGE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def policy():
+    """Logprobs with a gradient, and old ones: ratios of 0.95, 1.1, 0.55 and 2, none of them on a bound."""
+    torch.manual_seed(0)
+    lp = torch.rand(3, 4, dtype=torch.float64) - 2
+    return lp.requires_grad_(), lp.detach() + torch.tensor([0.05, -0.1, 0.6, -0.7], dtype=torch.float64)
+
+
+def agrees(function, leaf):
+    return torch.autograd.gradcheck(function, leaf)
+
+
+def test_of_logits():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 5, (2, 3))
+    assert agrees(lambda x: logprobs.selected_logprobs(x, ids), logits)
+    assert agrees(logprobs.entropy, logits)
+
+
+@pytest.mark.parametrize("level", loss.LEVELS)
+@pytest.mark.parametrize("dual", [None, 1.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_of_the_clipped_loss(level, dual, weighted):
+    lp, old = policy()
+    weight = torch.rand(3, 4, dtype=torch.float64) if weighted else None
+
+    def value(x):
+        return loss.clipped_policy_loss(
+            x, old, ADVANTAGE, MASK, 0.2, 0.3, dual_clip=dual, level=level, weight_NT=weight
+        )[0]
+
+    assert agrees(value, lp)
+
+
+@pytest.mark.parametrize("low", [None, 0.2])
+def test_of_cispo_whose_weight_is_fixed(low):
+    """The weight of a token holds the policy too, without a gradient: the difference is taken in the factor alone."""
+    lp, old = policy()
+    value, _ = loss.cispo_loss(lp, old, ADVANTAGE, MASK, low, 0.3)
+    slope = value.detach() / lp.detach()
+    assert agrees(lambda x: slope * masks.blank(x, MASK), lp)
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), lp)[0], slope)
+
+
+@pytest.mark.parametrize("mode", loss.AGGREGATIONS)
+def test_of_the_aggregation(mode):
+    lp, _ = policy()
+    assert agrees(lambda x: loss.aggregate(x, MASK, mode, 3.0), lp)
+
+
+@pytest.mark.parametrize("kind", kl.ESTIMATORS)
+def test_of_the_kl(kind):
+    lp, ref = policy()
+    assert agrees(lambda x: kl.kl_estimate(x, ref, MASK, kind), lp)
+    # With the factor, the policy of `lp` takes part in the value without a gradient.
+    value = kl.kl_estimate(lp, ref, MASK, kind, importance=True)
+    fixed = lp.detach().clone()
+    slope = torch.autograd.grad(value.sum(), lp)[0]
+    moved = lp.detach().clone().requires_grad_()
+    other = (kl.kl_estimate(moved, ref, MASK, kind) * torch.exp(moved - fixed)).sum()
+    torch.testing.assert_close(slope, torch.autograd.grad(other, moved)[0])
+    assert agrees(lambda x: kl.kl_estimate(x, ref, MASK, kind) * torch.exp(x - fixed), lp)

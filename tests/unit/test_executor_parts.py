@@ -1,0 +1,101 @@
+"""How a task is divided over the ranks of a group, and how what they report becomes one result."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from graphs.quickstart import graph
+from pipeline import trace
+from pipeline.errors import Problem, StageError
+from pipeline.executors import merged, shards
+from pipeline.meta import KVBatchMeta, keys_of
+from pipeline.plan import plan
+from pipeline.ranks import Layout, Ranks
+from pipeline.sharding import Plain, Shard, Sharding
+from pipeline.stage import Task
+from pipeline.worker import SHARD, TaskResult
+
+TASK = Task(stage="prev_logprobs", step=4, groups=(0, 1, 2, 3))
+
+
+def planned(samples: int, equal: bool = False) -> Any:
+    made = plan(graph())[0].stage("prev_logprobs")
+    return msgspec.structs.replace(made, sharding=Sharding.of(Plain(samples), equal=equal))
+
+
+def handle() -> KVBatchMeta:
+    lengths = {"P": (1, 2, 3, 4, 5, 6, 7, 8), "T": (8, 7, 6, 5, 4, 3, 2, 1)}
+    return KVBatchMeta(keys=keys_of((0, 1, 2, 3), 2), partition_id="g", fields=(), lengths=lengths)
+
+
+def test_every_rank_gets_its_samples_and_how_it_cuts_them() -> None:
+    made = shards(planned(2), TASK, handle(), replicas=2)
+    found = [msgspec.convert(part.extra_info[SHARD], Shard) for part in made]
+    assert sorted(key for part in made for key in part.keys) == list(handle().keys)
+    for part, shard in zip(made, found):
+        assert part.keys == tuple(handle().keys[i] for i in shard.index)
+        assert part.lengths["T"] == tuple(handle().lengths["T"][i] for i in shard.index)
+        assert (shard.rank, shard.ranks) == (found.index(shard), 2)
+        assert msgspec.convert(KVBatchMeta.decode(part.encode()).extra_info[SHARD], Shard) == shard
+    assert handle().extra_info == {}
+
+
+def test_a_batch_that_cannot_be_divided_is_an_error_of_the_stage() -> None:
+    with pytest.raises(StageError, match="the batch of stage 'prev_logprobs' at step 5 cannot be divided"):
+        shards(planned(2, equal=True), TASK, handle(), replicas=3)
+
+
+def result(samples: int, **values: Any) -> TaskResult:
+    return TaskResult(task=TASK, samples=samples, **values)
+
+
+def test_metrics_of_ranks_are_weighted_by_samples() -> None:
+    whole = merged(TASK, [result(3, metrics={"a/b": 1.0}), result(1, metrics={"a/b": 5.0})])
+    assert (whole.samples, whole.metrics) == (4, {"a/b": 2.0})
+
+
+def test_handles_and_events_of_all_ranks_are_kept_and_the_first_error() -> None:
+    spans = [
+        trace.Ran(stage="s", step=0, attempt=0, group="g", worker=i, groups=(), start_s=0, end_s=1, metrics={})
+        for i in range(2)
+    ]
+    error = StageError(Problem(where="w", what="w", why="w", fix="f"))
+    parts = [result(1, handles=[handle()], events=[spans[0]]), result(1, events=[spans[1]], error=error)]
+    whole = merged(TASK, parts)
+    assert (whole.handles, whole.events, whole.error) == ([handle()], spans, error)
+
+
+def test_ranks_that_serve_different_weights_are_an_error() -> None:
+    assert merged(TASK, [result(0, weights=(3, "aa")), result(0, weights=(3, "aa"))]).weights == (3, "aa")
+    whole = merged(TASK, [result(0, weights=(3, "aa")), result(0, weights=(3, "bb"))])
+    assert "its workers acknowledge different weights: version 3 aa, version 3 bb" in str(whole.error)
+
+
+def test_ranks_count_tensor_parallel_first_then_context_data_and_pipeline() -> None:
+    layout = Layout(data=2, tensor=2, context=2, pipeline=2)
+    assert layout.size == 16
+    assert layout.siblings(0) == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert layout.siblings(1) == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert layout.peers(9) == (9, 13) == layout.peers(13)
+    assert [Ranks(layout, rank).leads for rank in (0, 1, 4, 8, 12)] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("layout", [Layout(data=3), Layout(data=2, tensor=3, pipeline=2), Layout(tensor=4, context=2)])
+def test_siblings_and_peers_divide_the_ranks(layout: Layout) -> None:
+    ranks = list(range(layout.size))
+    assert sorted(rank for replica in range(layout.data) for rank in layout.siblings(replica)) == ranks
+    assert sorted(rank for first in layout.siblings(0) for rank in layout.peers(first)) == ranks
+    for rank in ranks:
+        assert rank in layout.peers(rank) and rank in layout.siblings(layout.replica(rank))
+        assert [layout.replica(peer) for peer in layout.peers(rank)] == list(range(layout.data))
+
+
+def test_a_group_of_one_talks_to_nobody() -> None:
+    ranks = Ranks()
+    assert not ranks.connected and ranks.leads
+    assert ranks.gather("x") == ["x"]
+    assert ranks.totals({"a": 2.0, "b": 3.0}, largest=("b",)) == {"a": 2.0, "b": 3.0}
+    assert ranks.share(lambda: {"text": ["t"]}) == {"text": ["t"]}
+    ranks.agree("stage", 1)
+    ranks.leave()

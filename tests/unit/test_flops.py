@@ -1,0 +1,126 @@
+"""FLOPs against what torch counts while a model runs, and the table of peaks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ops.flops import Transformer, model_flops, peak_tflops
+
+torch.set_num_threads(1)
+
+CONFIG = Qwen3Config(
+    num_hidden_layers=3,
+    hidden_size=96,
+    intermediate_size=160,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=300,
+    tie_word_embeddings=False,
+    attn_implementation="eager",
+)
+SHAPE = Transformer.of(CONFIG.to_dict())
+
+
+def counted(length, kept, training):
+    """What torch counts for one sequence with logits at its last `kept` positions. It too counts products only."""
+    model = Qwen3ForCausalLM(CONFIG)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+        logits = model(ids, use_cache=False, logits_to_keep=kept).logits
+        if training:
+            logits.sum().backward()
+    assert logits.shape[1] == kept
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("length, kept", [(1, 1), (40, 40), (40, 10), (200, 50)])
+def test_a_forward_pass_is_what_torch_counts(length, kept):
+    ours = model_flops(SHAPE, [length], training=False, logits=[kept], causal=False)
+    assert ours == counted(length, kept, training=False)
+
+
+@pytest.mark.parametrize("length, kept", [(40, 40), (200, 50)])
+def test_a_training_pass_is_what_torch_counts(length, kept):
+    ours = model_flops(SHAPE, [length], training=True, logits=[kept], causal=False)
+    assert ours == counted(length, kept, training=True)
+
+
+def test_the_causal_half_of_attention():
+    pairs = SHAPE.layers * SHAPE.heads * SHAPE.head_dim * 4
+    whole, half = (model_flops(SHAPE, [50, 7], training=False, causal=causal) for causal in (False, True))
+    assert whole - half == pairs * (50 * 49 // 2 + 7 * 6 // 2)
+    assert half == model_flops(SHAPE, [50], training=False) + model_flops(SHAPE, [7], training=False)
+    assert model_flops(SHAPE, [50, 7], training=True) == 3 * half
+    assert model_flops(SHAPE, [], training=True) == 0
+
+
+def test_shape_of_a_published_model():
+    """Qwen3-0.6B: 0.6 B parameters, 0.44 B of them not embeddings (arXiv 2505.09388, and its model card)."""
+    config = {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    shape = Transformer.of(config)
+    assert shape.layer_weights == pytest.approx(0.44e9, rel=0.01)
+    assert shape.layer_weights + shape.logit_weights == pytest.approx(0.6e9, rel=0.01)
+    without = {name: value for name, value in config.items() if name not in ("head_dim", "num_key_value_heads")}
+    derived = Transformer.of(without | {"num_attention_heads": 32})
+    assert (derived.head_dim, derived.kv_heads) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (CONFIG.to_dict() | {"num_experts": 8}, "num_experts=8: a mixture of experts"),
+        (CONFIG.to_dict() | {"num_local_experts": 8}, "num_local_experts=8"),
+        ({"hidden_size": 4}, "no num_hidden_layers, intermediate_size, num_attention_heads, vocab_size"),
+    ],
+)
+def test_what_is_not_a_dense_transformer_is_an_error(config, text):
+    with pytest.raises(ValueError) as caught:
+        Transformer.of(config)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("lengths, logits", [([4], [5]), ([4], [4, 4]), ([-1], None), ([4], [-1])])
+def test_lengths_that_do_not_fit_are_an_error(lengths, logits):
+    with pytest.raises(ValueError, match="do not fit"):
+        model_flops(SHAPE, lengths, training=False, logits=logits)
+
+
+@pytest.mark.parametrize(
+    "device, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_by_device_name(device, tflops):
+    assert peak_tflops(device) == tflops
+
+
+def test_it_loads_no_tensor_library():
+    code = "import sys, ops.flops; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
