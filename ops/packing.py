@@ -5,7 +5,7 @@
     logprobs_NT = rectangle(selected_logprobs(logits_1RV, packed.targets_1R)[0], response_lengths, width)
 
 Positions start again at 0 with each sample, which is how a network tells samples apart (transformers,
-masking_utils.find_packed_sequence_indices). Knows token ids and lengths; which samples share a row is decided elsewhere.
+masking_utils.find_packed_sequence_indices). Which samples share a row is decided elsewhere.
 
 Legend: N samples, S tokens of the row, R response tokens of the row, T longest response, V vocabulary.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
 
-from pipeline.errors import Problem
+from pipeline.errors import Problem, told
 from pipeline.fields import Field
 from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
@@ -17,6 +17,12 @@ from pipeline.structure import is_name
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
     """Every check of a graph whose structure is right. A problem that two checks find is reported once."""
+    own = {
+        stage.name: _own(stage, graph)
+        for stage in graph.all_stages()
+        if not any(problem for group in stage.groups() for problem in _group_values(group))  # which is told below
+    }
+    lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
     found = [
         *_schedule(graph),
         *_source(graph),
@@ -26,11 +32,9 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
         *_shardings(stages),
         *gate_problems(stages, dependence(stages)),
         *_groups(graph, stages, gpus),
-        *_models(stages),
+        *_models([stage for stage in stages if stage.name not in lost]),
     ]
-    for stage in graph.all_stages():
-        found += _own(stage, graph)
-    yield from dict.fromkeys(found)
+    yield from dict.fromkeys([*found, *(problem for problems in own.values() for problem in problems)])
 
 
 def _own(stage: Stage, graph: Graph) -> list[Problem]:
@@ -41,7 +45,7 @@ def _own(stage: Stage, graph: Graph) -> list[Problem]:
         return [
             Problem(
                 where=str(stage.location),
-                what=f"check() of stage {stage.name!r} raised {type(error).__name__}: {error}",
+                what=f"check() of stage {stage.name!r} raised {told(error)}",
                 why="a parameter has a type that the stage does not expect, or its check() is wrong",
                 fix=f"mend the parameters of {type(stage).__name__}(...)",
             )
@@ -121,7 +125,8 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in stage.writes:
             writers.setdefault(field.name, []).append((stage, field))
     for name, pairs in writers.items():
-        if len(pairs) > 1:
+        gates = all(stage.gate == field for stage, field in pairs)  # of which `gate_problems` tells
+        if len(pairs) > 1 and not gates:
             both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
             transfers = all(stage.shape == "transfer" for stage, _ in pairs)
             yield Problem(
@@ -135,15 +140,11 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in (*stage.reads, *stage.reads_back):
             read.add(field.name)
             if field.name not in writers:
-                others = [name for name in writers if name not in {read.name for read in stage.reads}]
-                near = difflib.get_close_matches(field.name, others, n=1)
-                add = f"add a stage that writes {field.name!r}"
-                hint = f"did you mean {near[0]!r}? If not, {add}" if near else add
                 yield Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
                     why="every read has a writer",
-                    fix=hint,
+                    fix=_way_to(field, stage, writers),
                 )
                 continue
             by, written = writers[field.name][0]
@@ -165,6 +166,19 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 fix="remove it, or add its reader",
                 warning=True,
             )
+
+
+def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
+    """What to write where no stage writes a field that `stage` reads."""
+    if field.name in stage.hints:
+        return stage.hints[field.name]
+    others = [name for name in written if name not in {read.name for read in stage.reads}]
+    near = difflib.get_close_matches(field.name, others, n=1)
+    near = near or [name for name in others if field.name.startswith(f"{name}_")]
+    add = f"add a stage that writes {field.name!r}"
+    if field.dtype == "str":
+        add += f", or, where it is a column of the data, Prompts(..., extra=({field.name!r},))"
+    return f"did you mean {near[0]!r}? If not, {add}" if near else add
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:
@@ -336,6 +350,13 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
             why="workers that need the same samples each get them, or one does for all",
             fix="fetch='auto', 'independent' or 'leader'",
         )
+    if not isinstance(group.fully_sharded, bool):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has fully_sharded={group.fully_sharded!r}",
+            why="weights are divided over its workers, or they are not",
+            fix="fully_sharded=True",
+        )
     if not (isinstance(group.cpus, int | float) and 0 <= group.cpus < float("inf")):
         yield Problem(
             where=where,
@@ -378,7 +399,10 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
                     what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, "
                     "where nothing brings it up to date",
                     why=f"{trainer.name!r} updates it on {_names(trainer.groups())}",
-                    fix=f"run it on {_names(trainer.groups())}, or add a Refit to {_names(stage.groups())}",
+                    fix=f"run it on {_names(trainer.groups())}"
+                    + (f", or add a Refit to {_names(stage.groups())}" if stage.groups() else "")
+                    if trainer.groups()
+                    else f"run {trainer.name!r} on {_names(stage.groups())}",
                 )
 
 

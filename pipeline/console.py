@@ -77,7 +77,7 @@ def drawing(plan: Plan) -> list[str]:
 def _box(stage: PlannedStage, writer: dict[str, str]) -> str:
     where = " -> ".join(stage.groups) or "outside"
     by_writer: dict[str, list[str]] = {}
-    for field in stage.reads:
+    for field in (*stage.reads, *stage.awaits):
         by_writer.setdefault(writer[field], []).append(field)
     sources = "  ".join(f"{name}({', '.join(fields)})" for name, fields in by_writer.items())
     return f"[ {stage.name} ] on {where}" + (f"  <-  {sources}" if sources else "")

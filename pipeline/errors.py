@@ -6,9 +6,20 @@ each, and end the command line with an exit code that is not 0.
 
 from __future__ import annotations
 
+import re
+import sysconfig
 import traceback
+from pathlib import Path
 
 import msgspec
+from msgspec import structs
+
+_LINE = re.compile(r"(:\d+|\[\d+\])$")  # of a file, or of a table
+_LIBRARY = ("stdlib", "platstdlib", "purelib", "platlib")
+_NOT_THE_USERS = (
+    *{f"{Path(sysconfig.get_path(name))}/" for name in _LIBRARY},
+    *(f"{Path(__file__).parents[1] / name}/" for name in ("pipeline", "stages", "ops")),
+)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +40,21 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.where}: {kind}{self.what}; {self.why}. Fix: {self.fix}"
 
 
+def shown(value: object, limit: int = 80) -> str:
+    """A value for a message: one line without memory addresses, cut at `limit`; classes and functions by name."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).splitlines())
+    text = re.sub(r"<(?:built-in )?function (\w+)>", r"\1", text)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def told(error: BaseException, limit: int = 300) -> str:
+    """The class and the text of an error for a message: one line, cut at `limit`."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class SluiceError(Exception):
     """Base of all errors that are the user's to mend. `problems` is never empty; `exit_code` is never 0."""
 
@@ -43,21 +69,34 @@ class SluiceError(Exception):
 
 
 def user_error(error: Exception, *, stage: str, where: str, when: str) -> SluiceError:
-    """What user code raised, as the error of the stage that ran it. A SluiceError stays what it is.
+    """What user code raised, as the error of the stage that ran it. A SluiceError stays what it is; the stage's line is
+    put before a place that has none.
 
-    The problem points at the line that raised; `where` is the stage's own, `when` says when it happened.
+    The problem points at the last line of the user's own code, or where there is none at the stage's, which is `where`;
+    `when` says when it happened.
     """
     if isinstance(error, SluiceError):
-        return error
-    last = traceback.extract_tb(error.__traceback__)[-1]
+        if all(_LINE.search(problem.where) for problem in error.problems):
+            return error
+        placed = (
+            problem if _LINE.search(problem.where) else structs.replace(problem, where=f"{where}, {problem.where}")
+            for problem in error.problems
+        )
+        return type(error)(*placed)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
     return StageError(
         Problem(
-            where=f"{last.filename}:{last.lineno}",
-            what=f"stage {stage!r} {when}: {type(error).__name__}: {error}",
-            why=f"the stage of {where} raised",
-            fix="mend the stage, then resume",
+            where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
+            what=f"stage {stage!r} {when}: {told(error)}",
+            why=f"the stage of {where} raised" if own else "code that it calls raised",
+            fix="mend the stage, then resume" if own else "mend what it is given; the traceback is in RUN/logs",
         )
     )
+
+
+def _is_the_users(file: str) -> bool:
+    return not file.startswith("<") and not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
 
 
 class GraphError(SluiceError):

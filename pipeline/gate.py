@@ -53,7 +53,7 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
     gates = [stage for stage in stages if stage.gate]
     if len(gates) > 1:
         yield Problem(
-            where=" and ".join(str(stage.location) for stage in gates),
+            where=" and ".join(dict.fromkeys(str(stage.location) for stage in gates)),
             what=f"{len(gates)} stages drop groups ({', '.join(repr(stage.name) for stage in gates)})",
             why="a batch is filled up with groups that one stage keeps",
             fix="keep one of them, with a rule that decides on everything",

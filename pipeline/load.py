@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.errors import GraphError, Problem, SluiceError, told
 from pipeline.graph import Graph
 
 _TYPES = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}
+_WRONG_CALL = re.compile(
+    r"(?P<name>\w+)(?:\.__init__)?\(\) (?P<wrong>missing|takes|got an unexpected keyword argument '(?P<given>\w+)')"
+)
 _KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them | None"
 
 
@@ -84,9 +87,9 @@ class GraphFile:
             raise GraphError(
                 Problem(
                     where=_deepest(error, self.path),
-                    what=f"graph() raised {type(error).__name__}: {error}",
+                    what=f"graph() raised {told(error)}",
                     why="the descriptions in it must be valid",
-                    fix="mend that line, or the flag behind it",
+                    fix=_call_fix(error, self.module) or "mend that line, or the flag behind it",
                 )
             ) from error
         if not isinstance(graph, Graph):
@@ -99,6 +102,25 @@ class GraphFile:
                 )
             )
         return graph
+
+
+def _call_fix(error: Exception, module: types.ModuleType) -> str | None:
+    """The parameters of what was called with others, where the file has it by its name."""
+    call = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
+    called = vars(module).get(call["name"]) if call else None
+    if call is None or not callable(called):
+        return None
+    names = [name for name in inspect.signature(called).parameters if name != "location"]
+    near = difflib.get_close_matches(call["given"] or "", names, n=1)
+    many = len(names) != 1
+    fix = f"the parameter{'s' * many} of {call['name']} {'are' if many else 'is'} {', '.join(names)}"
+    if near:
+        return f"did you mean {near[0]}? Otherwise, {fix}"
+    if call["wrong"].startswith("takes") and isinstance(called, type):
+        return f"give them by name; {fix}"
+    if call["wrong"].startswith("missing") and not isinstance(called, type):
+        return f"{fix}; where the function itself is meant, leave out the brackets"
+    return fix
 
 
 def load(path: Path) -> GraphFile:

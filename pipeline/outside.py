@@ -36,7 +36,10 @@ class Outside:
     def ask(
         self, plane: DataPlane, scheduler: Scheduler, admitted_s: Mapping[int, float]
     ) -> list[tuple[Landed, trace.Put]]:
-        """What has come since the last time. Raises StageError for a field that is later than its stage allows."""
+        """What has come since the last time; `admitted_s` says when each step was last given groups.
+
+        Raises StageError for a field that is later than its stage allows.
+        """
         self._asked_s = time.monotonic()
         found = []
         for stage in self.stages:

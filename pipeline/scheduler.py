@@ -386,7 +386,7 @@ class Scheduler:
             f"and the batch of {batch} is not full: {told}",
             why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups a step, so that a model which "
             "learns nothing from its prompts does not sample for ever",
-            fix="prompts that the model answers now rightly, now wrongly, more samples a prompt, or a larger max_rounds",
+            fix="prompts that are answered now rightly, now wrongly, more samples a prompt, or a larger max_rounds",
         )
 
     def _generate(self) -> list[Decision]:

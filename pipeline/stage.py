@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import msgspec
 
 from pipeline.columns import Columns
-from pipeline.errors import Problem
+from pipeline.errors import Problem, StageError
 from pipeline.fields import Field
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard, Sharding
@@ -143,6 +143,7 @@ class Stage:
     gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
                 does not depend on see no other groups, and what it drops is sampled anew; None drops nothing
     max_rounds  with a gate: batches of groups that are sampled for one step at most
+    hints       for a field that it reads, what to write where no stage writes it; a general text for those left out
     corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
     """
 
@@ -160,6 +161,7 @@ class Stage:
     gate: Field | None = None
     max_rounds: int = 10
     corrects_off_policy: bool = False
+    hints: Mapping[str, str] = {}
     location: Location
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
@@ -190,7 +192,14 @@ class Stage:
     def setup(self, context: StageContext) -> Callable[..., Any]:
         """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
         of every checkpoint."""
-        raise TypeError(f"stage {self.name!r} ({type(self).__name__}) does not define setup()")
+        raise StageError(
+            Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} ({type(self).__name__}) does not define setup()",
+                why="it returns the runner, which does the work",
+                fix="def setup(self, context): return lambda columns, task: {...}",
+            )
+        )
 
 
 @dataclass(frozen=True)

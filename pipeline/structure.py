@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from pipeline.fields import Field
 from pipeline.graph import Graph, Model, Schedule, WorkerGroup
 from pipeline.stage import Stage
@@ -25,21 +25,21 @@ def structure(graph: Graph) -> Iterator[Problem]:
     if not isinstance(graph.host, WorkerGroup):
         yield Problem(
             where=where,
-            what=f"host is {graph.host!r:.80}",
+            what=f"host is {shown(graph.host)}",
             why="stages that name no worker group run on it",
             fix="host=WorkerGroup('host')",
         )
     if not isinstance(graph.schedule, Schedule):
         yield Problem(
             where=where,
-            what=f"schedule is {graph.schedule!r:.80}",
+            what=f"schedule is {shown(graph.schedule)}",
             why="a graph runs by a Schedule",
             fix="schedule=Schedule(steps=100)",
         )
     if not isinstance(graph.stages, Sequence):
         yield Problem(
             where=where,
-            what="stages is " + ("one stage" if isinstance(graph.stages, Stage) else f"{graph.stages!r:.80}"),
+            what="stages is " + ("one stage" if isinstance(graph.stages, Stage) else shown(graph.stages)),
             why="a graph has a tuple of stages",
             fix="stages=(Rollout(...), ...)",
         )
@@ -50,7 +50,7 @@ def structure(graph: Graph) -> Iterator[Problem]:
             is_class = isinstance(stage, type)
             yield Problem(
                 where=where,
-                what=f"{at} is the class {stage.__name__}" if is_class else f"{at} is {stage!r:.80}",
+                what=f"{at} is {shown(stage)}",
                 why="sources and stages are Stage objects",
                 fix=f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)",
             )
@@ -63,7 +63,7 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
             same = [stage for stage in stages if stage.name == name]
             named = all("name" in inspect.signature(type(stage)).parameters for stage in same[1:])
             yield Problem(
-                where=" and ".join(str(stage.location) for stage in same),
+                where=" and ".join(dict.fromkeys(str(stage.location) for stage in same)),
                 what=f"{count} stages are named {name!r}",
                 why="a name stands for one stage",
                 fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
@@ -86,7 +86,7 @@ def _parts(stage: Stage) -> Iterator[Problem]:
         if not isinstance(group, WorkerGroup):
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} runs on {group!r:.80}",
+                what=f"stage {stage.name!r} runs on {shown(group)}",
                 why="a stage runs on a WorkerGroup",
                 fix=f"pass WorkerGroup({group if isinstance(group, str) else 'name'!r}, backend=...)",
             )
@@ -94,7 +94,7 @@ def _parts(stage: Stage) -> Iterator[Problem]:
     for model in {id(model): model for model in models if not isinstance(model, Model)}.values():
         yield Problem(
             where=where,
-            what=f"stage {stage.name!r} has the model {model!r:.80}",
+            what=f"stage {stage.name!r} has the model {shown(model)}",
             why="a model is a Model, built once and given to every stage that uses it",
             fix=f"policy = Model({model if isinstance(model, str) else 'name'!r})",
         )
@@ -103,11 +103,12 @@ def _parts(stage: Stage) -> Iterator[Problem]:
         if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} has {kind}={fields!r:.80}",
+                what=f"stage {stage.name!r} has {kind}={shown(fields)}",
                 why=f"{kind} is a tuple of Fields",
                 fix=f"{kind}=(REWARD,), of stages.vocabulary, or Field('name', dtype=...)",
             )
 
 
 def is_name(value: object) -> bool:
+    """Whether it can be part of the name of a file."""
     return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()

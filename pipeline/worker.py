@@ -108,6 +108,7 @@ class Worker:
             try:
                 self._runners[stage.name] = stage.setup(context)
             except Exception as error:  # noqa: BLE001 - user code enters here
+                self._log(error)
                 return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
         return None
 
@@ -297,11 +298,15 @@ class Worker:
         if self.settings.run_dir:
             folder = RunDir(self.settings.run_dir).failure(task.step, stage.name)
             replay.save_inputs(folder, task, columns)
-            log = RunDir(self.settings.run_dir).logs / f"{self.group.name}-{self.rank}.log"
-            with log.open("a") as file:
-                traceback.print_exception(error, file=file)
+        self._log(error)
         when = f"failed at step {task.step + 1}"
         return user_error(error, stage=stage.name, where=str(stage.location), when=when)
+
+    def _log(self, error: Exception) -> None:
+        """The traceback, for the run directory."""
+        if self.settings.run_dir:
+            with (RunDir(self.settings.run_dir).logs / f"{self.group.name}-{self.rank}.log").open("a") as file:
+                traceback.print_exception(error, file=file)
 
 
 def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:

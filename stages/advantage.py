@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Output, Stage, StageContext, Task
 from pipeline.columns import Columns
-from pipeline.errors import Problem
-from stages.vocabulary import ADVANTAGE, PREV_LOGPROBS, REF_LOGPROBS, REWARD
+from pipeline.errors import Problem, shown
+from stages.vocabulary import ADVANTAGE, MADE_BY, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +54,10 @@ class Advantage(Stage):
     reads = (REWARD,)
     writes = (ADVANTAGE,)
     per = "group"
+    hints = MADE_BY
 
     def __post_init__(self) -> None:
-        if self.kl:
+        if _finite(self.kl) and self.kl > 0:  # `check` says what is wrong with anything else
             object.__setattr__(self, "reads", (REWARD, PREV_LOGPROBS, REF_LOGPROBS))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
@@ -65,7 +66,7 @@ class Advantage(Stage):
         if self.kind not in KINDS:
             yield Problem(
                 where=where,
-                what=f"unknown kind of advantage {self.kind!r}",
+                what=f"unknown kind of advantage {shown(self.kind)}",
                 why=f"known kinds are {', '.join(KINDS)}",
                 fix=f'write Advantage("{KINDS[0]}")',
             )

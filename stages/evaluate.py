@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
-from pipeline.errors import Problem
-from stages.backends import Sampling, backend_problems, engine, model_problems
+from pipeline.errors import Problem, shown
+from stages.backends import Sampling, backend_problems, engine, is_whole, model_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
+from stages.sources.columns import template_problems
+from stages.sources.dataset import dataset_problems
 from stages.sources.layout import Layout
 from stages.sources.rows import open_rows, source_problems
 from stages.tasks import Generated
-from stages.vocabulary import SERVED_WEIGHTS
+from stages.vocabulary import MADE_BY, SERVED_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Evaluate(Stage):
     name = "evaluate"
     reads = (SERVED_WEIGHTS,)
     per = "batch"
+    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -69,19 +73,18 @@ class Evaluate(Stage):
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, ranges, and that there are held-out prompts."""
         where = str(self.location)
-        yield from backend_problems(self.on)
+        yield from backend_problems(self.on, self)
         yield from model_problems(self.model)
         for name, value, least in (
-            ("every", self.every, 1),
             ("prompts", self.prompts, 1),
             ("max_tokens", self.max_tokens, 1),
             ("decode_batch", self.decode_batch, 0),
         ):
-            if value < least:
+            if not is_whole(value, least):
                 yield Problem(
                     where=where,
-                    what=f"stage {self.name!r} has {name}={value}",
-                    why=f"{name} is {least} or more",
+                    what=f"stage {self.name!r} has {name}={value!r}",
+                    why=f"{name} is a whole number, {least} or more",
                     fix=f"{name}={Evaluate.__dataclass_fields__[name].default}",
                 )
         yield from self._reward_problems(where)
@@ -100,8 +103,41 @@ class Evaluate(Stage):
                     why="a Generated task has texts, not messages",
                     fix="chat=False",
                 )
-        else:
+            return
+        found = list(self._layout_problems(where))
+        yield from found
+        if not found:
             yield from source_problems(self.source, self._layout(), where)
+
+    def _layout_problems(self, where: str) -> Iterator[Problem]:
+        """What is wrong before a row is looked at."""
+        source: Any = self.source
+        if isinstance(source, Dataset):
+            yield from dataset_problems(source, where)
+        elif not isinstance(source, str | Path):
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} has the source {shown(source)}",
+                why="held-out prompts come from a Generated task, or from a data set by its path",
+                fix='write Evaluate(policy, "test.jsonl", ...), one stage a data set',
+            )
+        if self.template is not None:
+            yield from template_problems(self.template, self.prompt, where)
+        for name, value in (("prompt", self.prompt), ("answer", self.answer)):
+            if not isinstance(value, str):
+                yield Problem(
+                    where=where,
+                    what=f"stage {self.name!r} has {name}={shown(value)}",
+                    why="columns are found by name",
+                    fix=f"{name}={name!r}",
+                )
+        if self.system is not None and not self.chat:
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} has system={shown(self.system)} without chat=True",
+                why="it is the text of the first message of a conversation",
+                fix="chat=True, or leave out system=",
+            )
 
     def _reward_problems(self, where: str) -> Iterator[Problem]:
         for function in self._rewards():
@@ -122,7 +158,7 @@ class Evaluate(Stage):
         pairs = self._pairs()
         asked = [row[-1] if self.chat else row[0] for row in pairs]
         rewards = self._rewards()
-        scorer = Scorer(rewards, AsyncCalls())
+        scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
 
         def run(columns: Columns, task: Task) -> Output:

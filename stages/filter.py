@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.columns import Column, Columns, Ragged
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from stages import vocabulary
 from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
-from stages.vocabulary import KEPT, REWARD
+from stages.vocabulary import KEPT, MADE_BY, REWARD
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
@@ -67,10 +67,11 @@ class Filter(Stage):
     writes = (KEPT,)
     gate = KEPT
     per = "group"
+    hints = MADE_BY
 
     def __post_init__(self) -> None:
         names = [self.of] if isinstance(self.rule, str) else fields_of(self.rule)
-        object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name))))
+        object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name)) and not made.per_step))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """The rule is known, or can be called with fields; and groups are such that it can tell them apart."""
@@ -82,7 +83,7 @@ class Filter(Stage):
             if self.of != REWARD.name:
                 yield Problem(
                     where=where,
-                    what=f"Filter has of={self.of!r} and a rule of its own",
+                    what=f"Filter has of={shown(self.of)} and a rule of its own",
                     why="a function says by its parameters what it reads",
                     fix="leave out of=",
                 )
@@ -92,7 +93,7 @@ class Filter(Stage):
             near = get_close_matches(str(self.rule), RULES, n=1, cutoff=0.4)
             yield Problem(
                 where=where,
-                what=f"unknown rule {self.rule!r}",
+                what=f"unknown rule {shown(self.rule)}",
                 why=f"known rules are {', '.join(RULES)}, and any function of one group",
                 fix=f"did you mean {near[0]!r}?" if near else f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
             )
@@ -101,7 +102,7 @@ class Filter(Stage):
         if made is None or made.per_step or made.ragged or made.inner or made.dtype == "str":
             yield Problem(
                 where=where,
-                what=f"Filter has of={self.of!r}",
+                what=f"Filter has of={shown(self.of)}",
                 why="zero_spread compares one number a sample with those of the same group",
                 fix="of='reward', or of='reward_<function>' where Reward has several functions",
             )

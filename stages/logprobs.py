@@ -14,11 +14,11 @@ from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from pipeline.sharding import Dynamic, Packed, Plain, Sharding
-from stages.backends import backend_problems, engine, model_problems, one_shard
+from stages.backends import backend_problems, engine, is_number, is_whole, model_problems, one_shard
 from stages.rollout import Rollout
-from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+from stages.vocabulary import MADE_BY, PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class _Logprobs(Stage):
 
     reads = (PROMPT_IDS, RESPONSE_IDS)
     per = "batch"
+    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -44,7 +45,7 @@ class _Logprobs(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, ranges, and the rollout's temperature."""
-        yield from backend_problems(self.on)
+        yield from backend_problems(self.on, self)
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
 
@@ -109,11 +110,12 @@ def scoring_problems(
 ) -> Iterable[Problem]:
     """Ranges of a stage that recomputes logprobs, and whether its temperature is that of the samples."""
     where = str(stage.location)
-    if not temperature > 0:
+    legal = is_number(temperature) and temperature > 0
+    if not legal:
         yield Problem(
             where=where,
-            what=f"stage {stage.name!r} has temperature={temperature}",
-            why="temperature is above 0",
+            what=f"stage {stage.name!r} has temperature={temperature!r}",
+            why="temperature is a number above 0",
             fix="the rollout's temperature",
         )
     size = microbatch.tokens if isinstance(microbatch, Dynamic | Packed) else microbatch
@@ -121,24 +123,27 @@ def scoring_problems(
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         yield Problem(
             where=where,
-            what=f"stage {stage.name!r} has microbatch={microbatch}",
+            what=f"stage {stage.name!r} has microbatch={shown(microbatch)}",
             why="microbatch is samples in one pass, 0 for all, or Dynamic or Packed with a number of tokens",
             fix="microbatch=0, or microbatch=Packed(tokens=8192)",
         )
     for rollout in graph.stages:
         if not isinstance(rollout, Rollout):
             continue
-        if size is not microbatch and isinstance(size, int) and 1 <= size <= rollout.max_tokens:
+        longest: Any = rollout.max_tokens
+        fits = not is_whole(longest, 1) or size is microbatch or not is_whole(size, 1) or size > longest
+        if not fits:
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} has microbatch={microbatch} and {rollout.name!r} {rollout.max_tokens}",
-                why="the longest response, max_tokens of the rollout, has to fit together with its prompt",
-                fix=f"{type(microbatch).__name__}(tokens={2 * rollout.max_tokens})",
+                what=f"stage {stage.name!r} has microbatch={microbatch} and {rollout.name!r} has max_tokens={longest}",
+                why="the longest response has to fit together with its prompt",
+                fix=f"microbatch={type(microbatch).__name__}(tokens={2 * longest})",
             )
-        if rollout.temperature != temperature:
+        theirs: Any = rollout.temperature
+        if legal and is_number(theirs) and theirs > 0 and theirs != temperature:
             yield Problem(
                 where=where,
-                what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} {rollout.temperature}",
+                what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} has {rollout.temperature}",
                 why="logprobs at another temperature are those of another policy, and every ratio would be wrong",
                 fix=f"temperature={rollout.temperature}",
             )

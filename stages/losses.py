@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -135,7 +135,7 @@ class PolicyLoss:
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range. `where` is the line of the stage that has this loss."""
         if not (_number(self.kl) and self.kl >= 0):
-            yield _problem(where, self, "kl", "the weight of the KL term is 0 (none) or more", 0.0)
+            yield _problem(where, self, "kl", "the weight of the KL term is a number, 0 (none) or more", 0.0)
         yield from _choice(where, self, "kl_estimator", KL_ESTIMATORS, fix="k3")
         if not isinstance(self.kl_importance, bool):
             yield _problem(where, self, "kl_importance", "it is either applied or not", False)
@@ -152,13 +152,13 @@ class PolicyLoss:
         elif self.max_tokens is not None and not (_whole(self.max_tokens) and self.max_tokens >= 1):
             yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
-            yield _problem(where, self, "entropy", "the weight of the entropy bonus is 0 (none) or more", 0.0)
+            yield _problem(where, self, "entropy", "the weight of the entropy bonus is a number, 0 (none) or more", 0.0)
         if isinstance(self.correction, CORRECTIONS):
             yield from self.correction.problems(where)
         elif self.correction is not None:
             yield Problem(
                 where=where,
-                what=f"{type(self).__name__}(correction={_shown(self.correction)})",
+                what=f"{type(self).__name__}(correction={shown(self.correction)})",
                 why="a correction is a description: " + ", ".join(kind.__name__ for kind in CORRECTIONS),
                 fix="correction=TruncatedIS(cap=2.0), or None",
             )
@@ -248,14 +248,14 @@ def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
         return
     yield Problem(
         where=where,
-        what=f"loss={_shown(loss)}",
+        what=f"loss={shown(loss)}",
         why="a loss is a description: ClippedLoss or CispoLoss",
         fix="loss=ClippedLoss()",
     )
 
 
 def _problem(where: str, owner: object, name: str, why: str, fix: object) -> Problem:
-    what = f"{type(owner).__name__}({name}={_shown(getattr(owner, name))})"
+    what = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
     return Problem(where=where, what=what, why=why, fix=f"{name}={fix!r}")
 
 
@@ -268,7 +268,7 @@ def _bounds(where: str, owner: IcePop | SequenceMask, low: float, high: float) -
     if not (_pair((owner.low, owner.high)) and 0 <= owner.low <= 1 <= owner.high):
         yield Problem(
             where=where,
-            what=f"{type(owner).__name__}(low={_shown(owner.low)}, high={_shown(owner.high)})",
+            what=f"{type(owner).__name__}(low={shown(owner.low)}, high={shown(owner.high)})",
             why="the bounds of the weight are numbers of which 0 <= low <= 1 <= high",
             fix=f"low={low}, high={high}",
         )
@@ -284,7 +284,3 @@ def _number(value: object) -> bool:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)

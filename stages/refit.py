@@ -15,7 +15,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task
 from pipeline.errors import Problem
 from pipeline.stage import Rendezvous
 from stages.backends import backend_problems, engine, model_problems
-from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
+from stages.vocabulary import MADE_BY, SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Refit(Stage):
     reads = (TRAINED_WEIGHTS,)
     writes = (SERVED_WEIGHTS,)
     per = "batch"
+    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -48,9 +49,9 @@ class Refit(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Both backends; the model; weights that are the same type at both ends."""
-        yield from backend_problems(self.source)
+        yield from backend_problems(self.source, self)
         if self.target != self.source:
-            yield from backend_problems(self.target)
+            yield from backend_problems(self.target, self)
         yield from model_problems(self.model)
         if (self.source.gpus > 0) != (self.target.gpus > 0):
             yield Problem(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from stages.scoring import (
     short,
     where_of,
 )
-from stages.vocabulary import REWARD
+from stages.vocabulary import MADE_BY, REWARD
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
@@ -86,6 +86,7 @@ class Reward(Stage):
     writes: Sequence[Field]
 
     per = "group"
+    hints = MADE_BY
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class Reward(Stage):
         reads = dict.fromkeys(_field(parameter) for function in functions for parameter in fields_of(function))
         values = {
             "functions": functions,
-            "weights": (weights,) if isinstance(weights, int | float) else weights and tuple(weights),
+            "weights": _weights(weights),
             "on": on,
             "name": name,
             "calls": AsyncCalls(concurrency, timeout_s, retries),
-            "reads": tuple(made for made in reads if made),
+            "reads": tuple(made for made in reads if made and not made.per_step),
             "writes": (REWARD, *dict.fromkeys(made for made in parts if made)),
         }
         for attribute, value in values.items():
@@ -129,16 +130,21 @@ class Reward(Stage):
                 "each function has its own field and metric",
                 "rename one of them, or leave it out",
             )
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            yield _problem(
-                where,
-                f"{len(self.weights)} weights for {len(self.functions)} functions",
-                "each function has one weight, in the same order",
-                f"write weights={(1.0,) * len(self.functions)}",
-            )
-        for weight in self.weights or ():
+        yield from self._weight_problems(where)
+
+    def _weight_problems(self, where: str) -> Iterator[Problem]:
+        given, ones = self.weights, f"write weights={(1.0,) * len(self.functions)}"
+        if given is None:
+            return
+        if not isinstance(given, tuple):
+            yield _problem(where, f"weights={short(given)}", "weights are numbers, in the order of the functions", ones)
+            return
+        if len(given) != len(self.functions):
+            counts = f"{_count(len(given), 'weight')} for {_count(len(self.functions), 'function')}"
+            yield _problem(where, counts, "each function has one weight, in the same order", ones)
+        for weight in given:
             if not (isinstance(weight, int | float) and math.isfinite(weight)):
-                yield _problem(where, f"weight {weight!r}", "a weight is a finite number", "write 1.0")
+                yield _problem(where, f"weight {short(weight)}", "a weight is a finite number", "write 1.0")
 
     def _call_problems(self, where: str) -> Iterator[Problem]:
         for name, least in (("concurrency", 1), ("timeout_s", None), ("retries", 0)):
@@ -160,7 +166,7 @@ class Reward(Stage):
         import torch
 
         weights = self.weights or (1.0,) * len(self.functions)
-        scorer = Scorer(self.functions, self.calls)
+        scorer = Scorer(self.functions, self.calls, str(self.location))
 
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: _plain(columns[made.name]) for made in self.reads}
@@ -207,7 +213,12 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
     """What is wrong with one function; `where` is the place that names it."""
     name = name_of(function)
     if not callable(function):
-        yield _problem(where, f"{short(function)} is not a function", "a reward is called once a sample", _EXAMPLE)
+        fix = _EXAMPLE
+        if isinstance(function, list | tuple):
+            fix = f"write Reward({', '.join(str(name_of(one)) for one in function)})"
+        elif isinstance(function, str) and function.isidentifier():
+            fix = f"import it, and write Reward({function})"
+        yield _problem(where, f"{short(function)} is not a function", "a reward is called once a sample", fix)
         return
     if isinstance(function, type):
         yield _problem(
@@ -232,7 +243,10 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
         )
     if is_async(function) and is_batched(function):
         yield _problem(
-            where, f"reward {name} is async and batched", "it is called once a sample, or once", "leave one of them out"
+            where,
+            f"reward {name} is async and batched",
+            "it is called once a sample, or once for all",
+            "leave one of them out",
         )
     if name in _TAKEN or _part(function) is None:
         yield _problem(
@@ -280,6 +294,17 @@ def _field(name: str) -> Field | None:
 
 def _part(function: object) -> Field | None:
     return _made(f"reward_{name_of(function)}", REWARD.dtype)
+
+
+def _weights(given: Any) -> Any:
+    """One number alone and any sequence as a tuple; `check` says what is wrong with anything else."""
+    if isinstance(given, int | float):
+        return (given,)
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else given
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _made(name: str, dtype: str) -> Field | None:

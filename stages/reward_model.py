@@ -20,7 +20,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.columns import Columns
 from pipeline.errors import Problem
 from stages.backends import backend_problems, engine, model_problems
-from stages.vocabulary import MODEL_REWARD, PROMPT, RESPONSE
+from stages.vocabulary import MADE_BY, MODEL_REWARD, PROMPT, RESPONSE
 
 _BACKEND = "torch"
 
@@ -49,16 +49,17 @@ class RewardModel(Stage):
     reads = (PROMPT, RESPONSE)
     writes = (MODEL_REWARD,)
     per = "group"
+    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:
         """The reward model, which never changes."""
-        return (self.model.frozen(),)
+        return (self.model.frozen() if isinstance(self.model, Model) else self.model,)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, group, model and ranges."""
         where = str(self.location)
-        found = list(backend_problems(self.on))
+        found = list(backend_problems(self.on, self))
         yield from found
         yield from model_problems(self.model)
         group = self.on

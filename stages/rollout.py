@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
-from pipeline.errors import Problem
-from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, model_problems
+from pipeline.errors import Problem, shown
+from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, is_number, is_whole, model_problems
 from stages.vocabulary import (
+    MADE_BY,
     MESSAGES,
     PROMPT,
     PROMPT_IDS,
@@ -63,6 +64,7 @@ class Rollout(Stage):
     writes = (PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED)
     reads_back = (SERVED_WEIGHTS,)
     per = "group"
+    hints = MADE_BY
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
@@ -75,21 +77,27 @@ class Rollout(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model and the ranges of the sampling parameters."""
-        yield from backend_problems(self.on)
+        yield from backend_problems(self.on, self)
         yield from model_problems(self.model)
+        stop: Any = self.stop
+        texts = isinstance(stop, tuple | list) and all(isinstance(text, str) and text for text in stop)
         for name, value, legal, rule in (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
-            ("temperature", self.temperature, self.temperature > 0, "above 0"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
-            ("decode_batch", self.decode_batch, self.decode_batch >= 0, "0 (all of the task) or more"),
+            ("max_tokens", self.max_tokens, is_whole(self.max_tokens, 1), "a whole number, 1 or more"),
+            ("temperature", self.temperature, is_number(self.temperature) and self.temperature > 0, "a number above 0"),
+            ("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("top_k", self.top_k, is_whole(self.top_k, 0), "a whole number, 0 (off) or more"),
+            ("decode_batch", self.decode_batch, is_whole(self.decode_batch, 0), "a whole number, 0 is all of the task"),
+            ("stop", stop, texts, "a tuple of texts"),
+            ("chat", self.chat, isinstance(self.chat, bool), "True or False"),
         ):
             if not legal:
                 yield Problem(
                     where=str(self.location),
-                    what=f"stage {self.name!r} has {name}={value}",
+                    what=f"stage {self.name!r} has {name}={shown(value)}",
                     why=f"{name} is {rule}",
-                    fix=f"{name}={Rollout.__dataclass_fields__[name].default}",
+                    fix=f"stop=({stop!r},)"
+                    if name == "stop" and isinstance(stop, str)
+                    else f"{name}={Rollout.__dataclass_fields__[name].default}",
                 )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncIterator[Output]]:

@@ -39,10 +39,13 @@ class AsyncCalls:
 
 
 class Scorer:
-    """Reward functions, opened. `scores` may be called again and again, from one thread at a time."""
+    """Reward functions, opened. `scores` may be called again and again, from one thread at a time.
 
-    def __init__(self, functions: Sequence[RewardFunction], calls: AsyncCalls) -> None:
-        self._functions, self._calls = functions, calls
+    `where` is the line that names the functions: what an error of a shipped one points at.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], calls: AsyncCalls, where: str = "") -> None:
+        self._functions, self._calls, self._where = functions, calls, where
         self._targets = [opened(function) for function in functions]
         self._names = [fields_of(function) for function in functions]
         self._retried: dict[str, float] = {}
@@ -58,10 +61,10 @@ class Scorer:
         for at, (function, target, names) in enumerate(zip(self._functions, self._targets, self._names)):
             columns = {name: plain[name] for name in names}
             if is_batched(function):
-                made[at] = _batch(function, target, columns, size, sample)
+                made[at] = _batch(function, target, columns, size, sample, self._where)
                 continue
             rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-            calls = [_Call(function, target, inputs, i, sample) for i, inputs in enumerate(rows)]
+            calls = [_Call(function, target, inputs, i, sample, self._where) for i, inputs in enumerate(rows)]
             if is_async(function):
                 waiting[at] = calls
             else:
@@ -100,6 +103,7 @@ class _Call:
     inputs: dict[str, Any]
     index: int
     sample: Callable[[int], str]
+    where: str = ""
     retried: int = 0
     running: asyncio.Task[Any] | None = None
 
@@ -136,7 +140,7 @@ class _Call:
         raise StageError(self.failure(f"returned {short(value)}"))
 
     def failure(self, what: str) -> Problem:
-        return _failure(self.function, what, self.inputs, self.sample(self.index))
+        return _failure(self.function, what, self.inputs, self.sample(self.index), self.where)
 
 
 async def _coroutine(target: Callable[..., Awaitable[Any]], inputs: dict[str, Any]) -> Any:
@@ -165,6 +169,7 @@ def _batch(
     columns: dict[str, Sequence[Any]],
     size: int,
     sample: Callable[[int], str],
+    where: str,
 ) -> list[float]:
     try:
         values = target(**{name: list(column) for name, column in columns.items()})
@@ -172,21 +177,26 @@ def _batch(
         index = getattr(error, "index", None)
         if isinstance(index, int) and 0 <= index < size:
             inputs = {name: column[index] for name, column in columns.items()}
-            raise StageError(_failure(function, f"raised {_one_line(error)}", inputs, sample(index))) from error
-        raise StageError(_failure(function, f"raised {_one_line(error)}", columns, f"{size} samples")) from error
+            raise StageError(_failure(function, f"raised {_one_line(error)}", inputs, sample(index), where)) from error
+        raise StageError(_failure(function, f"raised {_one_line(error)}", columns, f"{size} samples", where)) from error
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
-        raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples"))
-    calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample) for i in range(size))
+        raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples", where))
+    calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample, where) for i in range(size))
     return [call.checked(value) for call, value in zip(calls, values)]
 
 
-def _failure(function: RewardFunction, what: str, inputs: Mapping[str, Any], sample: str) -> Problem:
+def _failure(function: RewardFunction, what: str, inputs: Mapping[str, Any], sample: str, where: str) -> Problem:
+    shipped = bool(where) and str(getattr(function, "__module__", "")).startswith("ops.rewards")
     called_with = ", ".join(f"{name}={short(value)}" for name, value in inputs.items())
     return Problem(
-        where=where_of(function) or short(function),
+        where=where if shipped else where_of(function) or where or short(function),
         what=f"reward {name_of(function)} {what} for {sample}, called with {called_with}",
         why="every sample needs a finite number, and an error is not taken for a reward of 0",
-        fix="handle this input in the function and return a float"
+        fix="mend or leave out this row of the data, or take another reward"
+        if shipped
+        else "handle this input in the function and return a float, or raise timeout_s or retries"
+        if is_async(function)
+        else "handle this input in the function and return a float"
         if not is_batched(function)
         else "handle this input in the function and return a list with one float a sample",
     )
@@ -240,10 +250,10 @@ def fields_of(function: object) -> list[str]:
 
 
 def short(value: object) -> str:
-    """The value for a message."""
+    """The value for a message, without memory addresses."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 100
-    return shortener.repr(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", shortener.repr(value))
 
 
 def _own_call(function: object) -> Callable[..., Any] | None:

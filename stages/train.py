@@ -13,14 +13,25 @@ from typing import Any, Literal
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from pipeline.sharding import Dynamic, Packed, Sharding
-from stages.backends import Batch, Engine, Optimization, backend_problems, engine, model_problems, one_shard
+from stages.backends import (
+    Batch,
+    Engine,
+    Optimization,
+    backend_problems,
+    engine,
+    is_number,
+    is_whole,
+    model_problems,
+    one_shard,
+)
 from stages.logprobs import scoring_problems, sharding
 from stages.losses import ClippedLoss, PolicyLoss, loss_problems
 from stages.rollout import Rollout
 from stages.vocabulary import (
     ADVANTAGE,
+    MADE_BY,
     PREV_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -85,6 +96,7 @@ class Train(Stage):
     name = "train"
     writes = (TRAINED_WEIGHTS,)
     per = "batch"
+    hints = MADE_BY
 
     def __post_init__(self) -> None:
         reads: tuple[Field, ...] = (
@@ -118,21 +130,22 @@ class Train(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, and every range."""
-        yield from backend_problems(self.on)
+        yield from backend_problems(self.on, self)
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         yield from loss_problems(self.loss, str(self.location))
         for what, legal, why, fix in self._ranges(max(graph.batch, 1)):
             if not legal:
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
-        yield from self._share_problems(graph)
+        if is_whole(self.minibatches, 1):
+            yield from self._share_problems(graph)
         for rollout in graph.stages:
             longest = self.loss.max_tokens if isinstance(self.loss, PolicyLoss) else None
-            if isinstance(rollout, Rollout) and longest is not None and longest != rollout.max_tokens:
+            if isinstance(rollout, Rollout) and is_whole(longest, 1) and longest != rollout.max_tokens:
                 yield Problem(
                     where=str(self.location),
                     what=f"the loss of {self.name!r} has max_tokens={longest} and {rollout.name!r} "
-                    f"{rollout.max_tokens}",
+                    f"has {rollout.max_tokens}",
                     why="the loss divides by the longest response that is allowed",
                     fix=f"max_tokens={rollout.max_tokens}",
                 )
@@ -140,34 +153,44 @@ class Train(Stage):
     def _share_problems(self, graph: Graph) -> Iterable[Problem]:
         """Whether every worker gets its part of every minibatch."""
         replicas = self.on.data_parallel if self.on else 1
-        samples = graph.batch * graph.group_size // max(self.minibatches, 1)
+        if graph.batch % replicas:
+            return  # which is told of the worker group
+        samples = graph.batch * graph.group_size // self.minibatches
         whole = isinstance(self.microbatch, int) and samples % replicas
         if samples < replicas or whole:
             yield Problem(
                 where=str(self.location),
                 what=f"stage {self.name!r} has minibatches of {samples} samples for {replicas} workers",
                 why="every worker has samples of every minibatch, and with microbatches of samples equally many",
-                fix=f"a number of samples that {replicas} divides, or microbatch=Packed(tokens=...)",
+                fix="fewer minibatches, or fewer workers"
+                if samples < replicas
+                else f"a number of samples that {replicas} divides, or microbatch=Packed(tokens=...)",
             )
 
     def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
         """(what, whether it is legal, why, fix) of every parameter."""
-        yield f"lr={self.lr}", self.lr >= 0, "the learning rate is 0 or more", "lr=1e-6"
+        legal = is_number(self.lr) and self.lr >= 0
+        yield f"lr={self.lr!r}", legal, "the learning rate is a number, 0 or more", "lr=1e-6"
         known, fix = "known are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
-        yield f"schedule={self.schedule!r}", self.schedule in SCHEDULES, known, fix
-        yield f"epochs={self.epochs}", self.epochs >= 1, "each batch is used once or more", "epochs=1"
+        yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
+        why = "each batch is used a whole number of times, 1 or more"
+        yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
+        why = "warmup is a whole number of updates, 0 is none"
+        yield f"warmup={self.warmup!r}", is_whole(self.warmup, 0), why, "warmup=0"
         for name, number, fix in (
-            ("warmup", self.warmup, "warmup=0"),
             ("clip_grad", self.clip_grad, "clip_grad=1.0"),
             ("weight_decay", self.weight_decay, "weight_decay=0.0"),
         ):
-            yield f"{name}={number}", number >= 0, f"{name} is 0 (none) or more", fix
-        legal = all(0 <= beta < 1 for beta in self.betas)
-        yield f"betas={self.betas}", legal, "betas are at least 0 and below 1", "betas=(0.9, 0.999)"
-        yield f"eps={self.eps}", self.eps > 0, "eps is above 0", "eps=1e-8"
-        what = f"minibatches={self.minibatches} for {batch} groups a batch"
-        legal = self.minibatches >= 1 and batch % self.minibatches == 0
-        fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=self.minibatches))
+            yield f"{name}={number!r}", is_number(number) and number >= 0, f"{name} is a number, 0 (none) or more", fix
+        betas: Any = self.betas
+        legal = isinstance(betas, tuple | list) and len(betas) == 2
+        legal = legal and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+        yield f"betas={betas!r}", legal, "betas are two numbers, at least 0 and below 1", "betas=(0.9, 0.999)"
+        yield f"eps={self.eps!r}", is_number(self.eps) and self.eps > 0, "eps is a number above 0", "eps=1e-8"
+        what = f"minibatches={self.minibatches!r} for {batch} groups a batch"
+        legal = is_whole(self.minibatches, 1) and batch % self.minibatches == 0
+        near = int(self.minibatches) if is_number(self.minibatches) else 1
+        fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches are equal runs of whole groups", fix
 
     def setup(self, context: StageContext) -> TrainRunner:

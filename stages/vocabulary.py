@@ -1,5 +1,7 @@
 """The standard fields of RL post-training. `N` samples, `P` prompt tokens, `T` response tokens."""
 
+from collections.abc import Mapping
+
 from pipeline import Field
 
 PROMPT = Field("prompt", dtype="str")
@@ -20,3 +22,30 @@ REF_LOGPROBS = Field("ref_logprobs", dtype="float32", dims="N T", unit="nat", hi
 ADVANTAGE = Field("advantage", dtype="float32")
 TRAINED_WEIGHTS = Field("trained_weights", dtype="weights", dims="", unit="version")
 SERVED_WEIGHTS = Field("served_weights", dtype="weights", dims="", unit="version")
+
+# What writes them: the hints of every stage that reads some.
+MADE_BY: Mapping[str, str] = {
+    PROMPT.name: 'write source=Prompts("train.jsonl")',
+    ANSWER.name: 'write Prompts(..., answer="answer")',
+    MESSAGES.name: "write Prompts(..., chat=True)",
+    DATASET.name: "write Prompts(Mixture(...)), or Prompts(Dataset(..., name=...))",
+    **dict.fromkeys(
+        (
+            PROMPT_IDS.name,
+            RESPONSE.name,
+            RESPONSE_IDS.name,
+            TOKEN_VERSIONS.name,
+            ROLLOUT_LOGPROBS.name,
+            TRUNCATED.name,
+        ),
+        "add Rollout(policy, on=sampler)",
+    ),
+    MODEL_REWARD.name: 'add RewardModel(Model("the reward model"), on=judge)',
+    REWARD.name: "add Reward(exact_match)",
+    KEPT.name: "add Filter()",
+    PREV_LOGPROBS.name: "add PrevLogprobs(policy, on=learner)",
+    REF_LOGPROBS.name: "add RefLogprobs(policy.frozen(), on=learner)",
+    ADVANTAGE.name: 'add Advantage("group_relative")',
+    TRAINED_WEIGHTS.name: "add Train(policy, on=learner, lr=1e-6)",
+    SERVED_WEIGHTS.name: "add Refit(policy, source=learner, target=sampler)",
+}

@@ -7,10 +7,12 @@ Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, st
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import shown
 from stages.tasks import Generated
 
 if TYPE_CHECKING:
@@ -37,6 +39,22 @@ class Supervised:
     until: float | None = None
     batch: int = 64
     lr: float = 3e-3
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """What is wrong with the description: what, why, fix."""
+        if not isinstance(self.source, Generated):
+            what = f"Supervised has the source {shown(self.source)}"
+            yield what, "a warm start trains on the answers of a Generated task", "Supervised(Generated('reverse'))"
+        for name, least, default in (("steps", 0, 60), ("batch", 1, 64)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                why = f"{name} is a whole number, {least} or more"
+                yield f"Supervised has {name}={value!r}", why, f"{name}={default}"
+        if self.until is not None and not (isinstance(self.until, int | float) and 0 <= self.until <= 1):
+            what = f"Supervised has until={self.until!r}"
+            yield what, "it is a fraction of the answers, 0 to 1, or None", "until=0.25"
+        if not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
+            yield f"Supervised has lr={self.lr!r}", "the learning rate is 0 or more", "lr=3e-3"
 
     def run(self, model: Any, tokenizer: Any, seed: int) -> None:
         """Trains `model`, of transformers, in place. A function of the seed, which orders the examples."""

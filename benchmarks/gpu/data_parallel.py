@@ -4,8 +4,8 @@ python -m benchmarks.gpu.data_parallel [--ranks 1 2 4] [--out FILE]
 
 The same frozen batch, with a heavy tail of lengths, is cut in every way and over every number of ranks (a GPU and a
 process each, gradients over NCCL). Time is the median of the updates after the first. `gradient` is the relative
-distance of the accumulated gradient from that of one rank with plain microbatches: what rounding in bfloat16 leaves, and
-with `--float32` that nothing else does. `--cpu` tries the script with gloo and a tiny model in float32.
+distance of the accumulated gradient from that of one rank with plain microbatches: what rounding in bfloat16 leaves,
+and with `--float32` that nothing else does. `--cpu` tries the script with gloo and a tiny model in float32.
 """
 
 from __future__ import annotations

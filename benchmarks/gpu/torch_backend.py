@@ -1,9 +1,11 @@
-"""The torch backend on one GPU: a GRPO step of a model of Qwen3-0.6B's shape, in bfloat16.
+"""The torch backend on GPUs: a GRPO step of a model of Qwen3-0.6B's shape, in bfloat16.
 
 python -m benchmarks.gpu.torch_backend [--steps 4] [--out FILE]
+python -m benchmarks.gpu.torch_backend --ray --workers 2 [--fully-sharded]     # 2 GPUs sample, 2 train
 
-Sampler and learner share the GPU, in one process. The weights are random, so nothing is learned: the run shows that the
-path works on a GPU, how far the sampler's logprobs are from the trainer's in bfloat16, and where the time goes.
+In one process sampler and learner share a GPU; on Ray each worker has its own. The weights are random, so nothing is
+learned: the run shows that the path works on GPUs, how far the sampler's logprobs are from the trainer's in bfloat16,
+and where the time goes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import report
 from ops.rewards import digit_match
@@ -47,12 +50,12 @@ QWEN3_06B = {  # huggingface.co/Qwen/Qwen3-0.6B, config.json, with the vocabular
 }
 
 
-def graph(steps: int, gpus: int, config: dict, max_tokens: int) -> Graph:
-    """GRPO with a frozen reference model, sampler and learner on one GPU each (or the same, in one process)."""
+def graph(steps: int, gpus: int, config: dict, max_tokens: int, workers: int = 1, fully_sharded: bool = False) -> Graph:
+    """GRPO with a frozen reference model, sampler and learner on a GPU a worker (or the same, in one process)."""
     source = Generated("reverse", digits=4)
     policy = Model("qwen3-0.6b-shape", config=config, alphabet=source.alphabet)
-    sampler = WorkerGroup("sampler", backend="torch", gpus=gpus)
-    learner = WorkerGroup("learner", backend="torch", gpus=gpus)
+    sampler = WorkerGroup("sampler", backend="torch", workers=workers, gpus=gpus)
+    learner = WorkerGroup("learner", backend="torch", workers=workers, gpus=gpus, fully_sharded=fully_sharded)
     return Graph(
         name="gpu",
         source=Prompts(source, batch=16),
@@ -69,28 +72,44 @@ def graph(steps: int, gpus: int, config: dict, max_tokens: int) -> Graph:
     )
 
 
+def executor(on_ray: bool) -> Any:
+    """Who runs it."""
+    if not on_ray:
+        return LocalExecutor()
+    from pipeline.executors.ray import RayExecutor
+
+    return RayExecutor()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--ray", action="store_true", help="actors and TransferQueue instead of one process")
+    parser.add_argument("--workers", type=int, default=1, help="of the sampler, and of the learner")
+    parser.add_argument("--fully-sharded", action="store_true", help="divide the learner's weights over its workers")
     parser.add_argument("--cpu", action="store_true", help="a two-layer model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
     config = QWEN3_06B | ({"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64} if options.cpu else {})
-    described = graph(options.steps, 0 if options.cpu else 1, config, options.max_tokens)
+    gpus = 0 if options.cpu else options.workers
+    described = graph(options.steps, gpus, config, options.max_tokens, options.workers, options.fully_sharded)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder)).create()
-        Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
+        Engine(described, plan(described)[0], executor(options.ray), run_dir=run_dir).execute()
         lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     names = ["step", "time/step_s", "time/rollout_s", "time/prev_logprobs_s", "time/ref_logprobs_s", "time/train_s"]
     names += ["time/refit_s", "rollout/length_mean", "train/mismatch_kl", "train/kl", "train/grad_norm"]
+    names += ["train/tflops_per_s"] + ([] if options.cpu else ["train/utilization"])
     rows = [{name: line[name] for name in names} for line in lines if line["step"] > 0]
     memory = ""
-    if not options.cpu:
+    if not (options.cpu or options.ray):
         import torch
 
         memory = f" Peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB."
-    notes = f"16 prompts x 8 samples, {options.max_tokens} tokens at most, bfloat16.{memory}"
+    where = "in one process" if not options.ray else f"on Ray, {options.workers} workers a group"
+    where += ", fully sharded" if options.fully_sharded else ""
+    notes = f"16 prompts x 8 samples, {options.max_tokens} tokens at most, bfloat16, {where}.{memory}"
     report("gpu.torch_backend", rows, names, notes, options.out)
 
 

@@ -78,11 +78,11 @@ class _FoundAnswer:
         compiled = re.compile(self.pattern)
         known = [*range(compiled.groups + 1), *compiled.groupindex]
         if isinstance(self.group, bool) or self.group not in known:
+            has = f"the group{'s' * (len(known) > 2)} {', '.join(map(repr, known[1:]))}" if known[1:] else "no group"
             yield (
-                f"regex_match has group={self.group!r} and the pattern {self.pattern!r} the groups "
-                + ", ".join(map(repr, known)),
+                f"regex_match has group={self.group!r}, and the pattern {self.pattern!r} has {has}",
                 "the group is what is compared with the answer",
-                "group=" + repr(known[min(1, len(known) - 1)]),
+                f"group={known[1]!r}" if known[1:] else "put the answer in parentheses, or write group=0 for all of it",
             )
 
 

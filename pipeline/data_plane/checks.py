@@ -195,8 +195,9 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
 
 def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> None:
     if count != len(keys):
+        rows = "1 row" if count == 1 else f"{count} rows"
         raise broken(
-            where, f"field {field.name!r} has {count} rows for {len(keys)} keys ({keys[0]} to {keys[-1]})",
+            where, f"field {field.name!r} has {rows} for {len(keys)} keys ({keys[0]} to {keys[-1]})",
             "a column has one row a key", "return one row for every sample of the task",
         )  # fmt: skip
 
@@ -210,9 +211,9 @@ def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) 
     if not values.numel() or values.dtype == torch.bool or (not floating and field.low is None and field.high is None):
         return
     smallest, largest = (bound.item() for bound in torch.aminmax(values))
-    low, high = field.low, field.high
+    low, high, fix = field.low, field.high, "mend the stage, or widen the field's bounds"
     if floating and (smallest - smallest != 0 or largest - largest != 0):
-        bad, why = ~torch.isfinite(values), "NaN and infinity never pass"
+        bad, why, fix = ~torch.isfinite(values), "NaN and infinity never pass", "mend the stage"
     elif low is not None and smallest < low:
         bad, why = values < low, f"it is at least {low:g}"
     elif high is not None and largest > high:
@@ -223,9 +224,7 @@ def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) 
     value = values.flatten()[at].item()
     entry = at // max(1, values[0].numel())
     key = _key_of(column, entry, keys)
-    raise broken(
-        where, f"field {field.name!r}, key {key}: value {value:g}", why, "mend the stage, or widen the field's bounds"
-    )
+    raise broken(where, f"field {field.name!r}, key {key}: value {value:g}", why, fix)
 
 
 def _key_of(column: Column, entry: int, keys: Sequence[str]) -> str:

@@ -97,6 +97,7 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
     for result in results:
         whole.handles += result.handles
         whole.events += result.events
+        whole.dropped |= result.dropped
         whole.error = whole.error or result.error
         share = result.samples / samples if samples else 1 / len(results)
         for name, value in result.metrics.items():

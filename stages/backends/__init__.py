@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import Model, StageContext, StageError, WorkerGroup
-from pipeline.errors import Problem
+from pipeline import Model, Stage, StageContext, StageError, WorkerGroup
+from pipeline.errors import Problem, shown
 from stages.backends.interface import (
     STREAM_ROLLOUT,
     Batch,
@@ -43,6 +44,8 @@ __all__ = [
     "backend_problems",
     "cut",
     "engine",
+    "is_number",
+    "is_whole",
     "model_problems",
     "one_shard",
     "part",
@@ -77,13 +80,16 @@ def engine(context: StageContext) -> Engine:
     return context.shared["engine"]
 
 
-def backend_problems(group: WorkerGroup | None) -> Iterator[Problem]:
-    """What keeps a worker group from running a model. Looks packages up without importing them."""
+def backend_problems(group: WorkerGroup | None, stage: Stage | None = None) -> Iterator[Problem]:
+    """What keeps a worker group from running a model. Looks packages up without importing them.
+
+    `stage` is the one that runs there, which is wrong itself where it names no group.
+    """
     models = [name for name, backend in BACKENDS.items() if backend.opener]
     if group is None:
         yield Problem(
-            where="graph",
-            what="a stage that computes with a model names no worker group",
+            where=str(stage.location) if stage else "graph",
+            what=f"{f'stage {stage.name!r}' if stage else 'a stage'} computes with a model and names no worker group",
             why="the host group runs plain functions only",
             fix=f"on=WorkerGroup(..., backend={models[0]!r})",
         )
@@ -133,9 +139,37 @@ def backend_problems(group: WorkerGroup | None) -> Iterator[Problem]:
             )
 
 
+def is_whole(value: object, least: int) -> bool:
+    """Whether it is a whole number of at least this."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def model_problems(model: Model) -> Iterator[Problem]:
     """What can be said about a model without loading it."""
     where = str(model.location)
+    for name, legal, why, fix in (
+        ("source", isinstance(model.source, str) and model.source, "a model has the name of a folder or of the hub",
+         'Model("Qwen/Qwen3-0.6B")'),
+        ("config", isinstance(model.config, Mapping | None), "a config is a dict of Hugging Face",
+         "config={'model_type': 'qwen3', ...}"),
+        ("alphabet", isinstance(model.alphabet, str | None), "an alphabet is a text of characters, or 'bytes'",
+         "alphabet='0123456789 ...'"),
+        ("warm_start", model.warm_start is None or callable(getattr(model.warm_start, "run", None)),
+         "a warm start is a description with a method run(model, tokenizer, seed)",
+         "warm_start=Supervised(task, steps=60)"),
+    ):  # fmt: skip
+        if not legal:
+            what = f"{name}={shown(getattr(model, name))} of a Model"
+            yield Problem(where=where, what=what, why=why, fix=fix)
+            return
+    if callable(getattr(model.warm_start, "problems", None)):
+        for what, why, fix in model.warm_start.problems():
+            yield Problem(where=where, what=what, why=why, fix=fix)
     if model.config is None:
         path = Path(model.source)
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1

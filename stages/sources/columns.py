@@ -48,7 +48,7 @@ def template_columns(template: str) -> tuple[str, ...]:
         if column is None:
             continue
         if not column:
-            raise ValueError("it has {}, which names no column; a brace of the text itself is written twice: {{}}")
+            raise ValueError("it has {}, which names no column")
         if spec or conversion:
             raise ValueError(f"{{{column}}} has a format; a column is put in as it is")
         columns.append(column)
@@ -66,7 +66,7 @@ def template_problems(template: object, prompt: str, where: str) -> Iterator[Pro
             where=where,
             what=f"template={template!r:.60}",
             why=str(error),
-            fix='write template="Question: {question}\\nAnswer:"',
+            fix='write template="Question: {question}\\nAnswer:", and a brace of the text itself twice, as {{ or }}',
         )
         return
     if prompt != "prompt":

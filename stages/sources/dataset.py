@@ -209,11 +209,14 @@ def missing_file(path: Path, where: str) -> Problem:
     beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     close = [str(folder / name) for name in get_close_matches(path.name, beside, n=1)]
     kind = "Parquet" if path.suffix == ".parquet" else "JSONL"
+    fix = f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object a line"
+    if str(path).startswith("~"):
+        fix = "write the home folder out, such as Path('~/train.jsonl').expanduser()"
     return Problem(
         where=where,
         what=f"{str(path)!r} is not there",
-        why=f"Prompts reads a {kind} file, by its path from the working directory",
-        fix=f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object a line",
+        why=f"rows are read from a {kind} file, by its path from the working directory",
+        fix=fix,
     )
 
 

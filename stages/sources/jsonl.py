@@ -68,13 +68,19 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        compressed = line.startswith(b"\x1f\x8b")
+        reason, fix = str(error), EXAMPLE
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        if line.startswith(b"\x1f\x8b"):
+            reason, fix = "it is compressed", "decompress the file"
+        elif where.endswith(":1") and line.lstrip().startswith(b"["):
+            fix = "write the objects of a JSON list one a line: jq -c '.[]' list.json > train.jsonl"
         raise StageError(
             Problem(
                 where=where,
-                what=f"this line is not JSON ({error})",
+                what=f"this line is not JSON ({reason})",
                 why="every line of a JSONL file is one JSON object in UTF-8",
-                fix="decompress the file" if compressed else EXAMPLE,
+                fix=fix,
             )
         ) from error
     if not isinstance(row, dict):

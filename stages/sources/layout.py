@@ -176,7 +176,7 @@ def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:
         where=where,
         what=f"column {column!r} is missing",
         why=f"{has} {', '.join(map(repr, names)) or 'no column at all'}",
-        fix=f"did you mean {close[0]!r}?" if close else "name the columns in Prompts(..., prompt=, answer=, extra=)",
+        fix=f"did you mean {close[0]!r}?" if close else "name the columns with prompt=, answer= or extra=",
     )
 
 

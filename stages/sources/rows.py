@@ -126,7 +126,14 @@ def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Ite
         return
     try:
         if isinstance(source, Generated):
-            layout.read(_pair("0", "0"), where)
+            for column in layout.columns:
+                if column not in _pair("", ""):
+                    yield Problem(
+                        where=where,
+                        what=f"a Generated task has no column {column!r}",
+                        why="its columns are 'prompt' and 'answer', and each data set may name its own",
+                        fix='write Dataset("train.jsonl", prompt="question") where other names belong',
+                    )
             return
         dataset = source if isinstance(source, Dataset) else Dataset(source)
         if layout.answer is None and dataset.answer is not None:
@@ -172,9 +179,15 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
     good: list[tuple] = []
     problems: list[Problem] = []
     for path in paths:
-        for where, row in islice(_first_rows(path, layout, limit), limit):
+        for number, (where, row) in enumerate(islice(_first_rows(path, layout, limit), limit)):
             try:
                 found = jsonl.parse(row, where) if isinstance(row, bytes) else row
+            except StageError as error:
+                problems += error.problems
+                if number == 0:  # the file is of another kind, and no line of it is better
+                    break
+                continue
+            try:
                 good.append(layout.read(found, where, folder=path.parent))
             except StageError as error:
                 problems += error.problems

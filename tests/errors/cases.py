@@ -70,7 +70,6 @@ GRAPHS = [
     ),
     Case("gpus_not_divisible", {"scorers": SCORERS.format("workers=2, gpus=3")}),
     Case("workers_do_not_divide_the_batch", {"scorers": SCORERS.format("workers=3")}),
-    Case("model_on_two_workers", {"sampler": 'WorkerGroup("sampler", backend="torch", workers=2)'}, at=("rollout",)),
     Case("worker_group_numbers", {"scorers": SCORERS.format("workers=0, gpus=-1, cpus=None, threads='2'")}),
     Case("worker_group_name", {"scorers": 'WorkerGroup("my/scorers")'}),
     Case(
@@ -200,7 +199,6 @@ REWARDS = [
     scored("reward_takes_anything", "def score(*fields, **more):  # here\n    return 1.0\n"),
     scored("reward_reads_nothing", "def score():  # here\n    return 1.0\n"),
     scored("reward_reads_a_field_of_no_stage", "def score(respnse: str):\n    return 1.0\n", at=("reward",)),
-    scored("reward_is_async", "async def score(response: str):  # here\n    return 1.0\n"),
     scored("reward_reads_weights", "def score(response: str, trained_weights: int):  # here\n    return 1.0\n"),
     scored("rewards_of_one_name", "", "Reward(exact_match, exact_match)", at=("reward",)),
     scored("reward_weights", "", "Reward(exact_match, weights=(1.0, float('nan')))", at=("reward",)),

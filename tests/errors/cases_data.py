@@ -12,83 +12,89 @@ CHAT = '{{"prompt": [{{"role": "user", "content": "1+1="}}{}], "answer": "2"}}\n
 IMAGE = "Field('image', dtype='uint8', dims='N B')"
 
 
-def drawn(name: str, parameters: str, at: tuple[str, ...] | None = ("source",), **files: str | bytes) -> Case:
+def drawn(
+    name: str, parameters: str, files: dict[str, str | bytes], at: tuple[str, ...] = ("source",), code: int = 2
+) -> Case:
     """A case of Prompts, which the error must point at; where it points at a file, `at` is empty."""
-    named = {key.replace("__", "/").replace("_jsonl", ".jsonl"): content for key, content in files.items()}
-    return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=named)
-
-
-def folder(name: str, parameters: str, files: dict[str, str | bytes], at: tuple[str, ...] | None = ("source",)) -> Case:
-    """A case of Prompts with several files."""
-    return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=files)
+    return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=files, code=code)
 
 
 def row(name: str, content: str | bytes, parameters: str = "", file: str = "train.jsonl") -> Case:
     """A case of what a data file holds."""
     given = ", ".join(part for part in (repr(file), parameters) if part)
-    return folder(name, given, {file: content}, at=())
+    return drawn(name, given, {file: content}, at=())
 
 
-def evaluated(name: str, source: str, parameters: str = "", files: dict[str, str | bytes] | None = None, **more) -> Case:
+def evaluated(
+    name: str, source: str, parameters: str = "", files: dict[str, str | bytes] | None = None, **more
+) -> Case:
     """A case of Evaluate."""
-    given = ", ".join(part for part in ("policy", source, "on=sampler", parameters) if part)
+    given = ", ".join(
+        part for part in ("policy", source, "" if "on=" in parameters else "on=sampler", parameters) if part
+    )
     top = more.pop("top", "") + IMPORT.replace("import ", "import Evaluate, ")
     return Case(name, {"extra": f"(Evaluate({given}),)"}, top=top, files=files or {}, **more)
 
 
 WHERE = [
-    folder("folder_of_two_splits", '"gsm8k"', TWO),
-    folder("split_misspelled", 'Dataset("gsm8k", split="tran")', TWO),
-    folder("split_that_no_file_has", 'Dataset("data.jsonl", split="train")', {"data.jsonl": ROW}),
-    folder("folder_of_other_files", '"data"', {"data/readme.md": "Rows\n"}),
-    folder("folder_above_the_files", '"data"', {"data/gsm8k/train.jsonl": ROW}),
-    folder("pattern_matches_nothing", '"*.json"', {"train.jsonl": ROW}),
-    folder("file_misspelled_in_a_folder", '"gsm8k/tran.jsonl"', TWO),
-    folder("file_in_the_home_folder", '"~/train.jsonl"', {}),
-    folder("files_as_a_list", '["a.jsonl", "b.jsonl"]', {"a.jsonl": ROW, "b.jsonl": ROW}),
-    folder("one_of_several_files_is_missing", 'Dataset(("a.jsonl", "b.jsonl"))', {"a.jsonl": ROW}),
-    folder("config_of_a_file", 'Dataset("good.jsonl", config="main")', {"good.jsonl": ROW}),
-    folder("revision_of_a_folder", 'Dataset("gsm8k", revision="main", split="train")', TWO),
-    folder("two_kinds_of_files", '"data"', {"data/a.jsonl": ROW, "data/a.parquet": b"PAR1"}),
-    folder("data_set_is_a_number", "Dataset(7)", {}),
-    folder("split_is_a_number", 'Dataset("gsm8k", split=0)', TWO),
-    folder("data_set_parameter_of_another_library", 'Dataset("gsm8k", streaming=True)', TWO),
+    drawn("folder_of_two_splits", '"gsm8k"', TWO),
+    drawn("split_misspelled", 'Dataset("gsm8k", split="tran")', TWO),
+    drawn("split_that_no_file_has", 'Dataset("data.jsonl", split="train")', {"data.jsonl": ROW}),
+    drawn("folder_of_other_files", '"data"', {"data/readme.md": "Rows\n"}),
+    drawn("folder_above_the_files", '"data"', {"data/gsm8k/train.jsonl": ROW}),
+    drawn("pattern_matches_nothing", '"*.json"', {"train.jsonl": ROW}),
+    drawn("file_misspelled_in_a_folder", '"gsm8k/tran.jsonl"', TWO),
+    drawn("file_in_the_home_folder", '"~/train.jsonl"', {}),
+    drawn("files_as_a_list", '["a.jsonl", "b.jsonl"]', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    drawn("one_of_several_files_is_missing", 'Dataset(("a.jsonl", "b.jsonl"))', {"a.jsonl": ROW}),
+    drawn("config_of_a_file", 'Dataset("good.jsonl", config="main")', {"good.jsonl": ROW}),
+    drawn("revision_of_a_folder", 'Dataset("gsm8k", revision="main", split="train")', TWO),
+    drawn("two_kinds_of_files", '"data"', {"data/a.jsonl": ROW, "data/a.parquet": b"PAR1"}),
+    drawn("data_set_is_a_number", "Dataset(7)", {}),
+    drawn("split_is_a_number", 'Dataset("gsm8k", split=0)', TWO),
+    drawn("data_set_parameter_of_another_library", 'Dataset("gsm8k", streaming=True)', TWO),
 ]
 COLUMNS = [
-    folder("nested_column_misspelled", '"t.jsonl", answer="reward_model.truth"', {"t.jsonl": NESTED}, at=()),
-    folder("column_inside_of_a_text", '"t.jsonl", answer="data_source.name"', {"t.jsonl": NESTED}, at=()),
-    folder("answer_is_an_object", '"t.jsonl", answer="reward_model"', {"t.jsonl": NESTED}, at=()),
-    folder("template_without_a_name", '"t.jsonl", template="Q: {}"', {"t.jsonl": ROW}),
-    folder("template_column_misspelled", '"t.jsonl", template="{promt}="', {"t.jsonl": ROW}, at=()),
-    folder("template_and_prompt", '"t.jsonl", template="{q}=", prompt="q"', {"t.jsonl": ROW}),
-    folder("template_names_no_column", '"t.jsonl", template="Question:"', {"t.jsonl": ROW}),
-    folder("template_with_a_format", '"t.jsonl", template="{prompt:>10}"', {"t.jsonl": ROW}),
-    folder("template_with_an_open_brace", r'"t.jsonl", template="\\boxed{ {prompt}"', {"t.jsonl": ROW}),
-    folder("prompt_is_a_list", '"t.jsonl", prompt=["question"]', {"t.jsonl": ROW}),
-    folder("extra_column_is_missing", '"t.jsonl", extra="level"', {"t.jsonl": ROW}, at=()),
-    folder("extra_column_in_capitals", '"t.jsonl", extra=("Level",)', {"t.jsonl": ROW}),
-    folder("extra_column_is_a_number", '"t.jsonl", extra=(3,)', {"t.jsonl": ROW}),
-    folder("extra_column_is_the_answer", '"t.jsonl", extra=("answer",)', {"t.jsonl": ROW}),
-    folder("extra_field_is_taken", '"t.jsonl", extra=("info.answer",)', {"t.jsonl": ROW}),
-    folder("as_text_misspelled", '"t.jsonl", as_text=("answr",)', {"t.jsonl": ROW}),
-    folder("system_without_chat", '"t.jsonl", system="You are terse."', {"t.jsonl": ROW}),
-    folder("chat_is_a_text", '"t.jsonl", chat="yes"', {"t.jsonl": ROW}),
-    folder("prompt_seed_below_0", '"t.jsonl", seed=-1', {"t.jsonl": ROW}),
-    folder("columns_of_a_generated_task", 'task, prompt="question"', {}),
-    folder("generated_task_without_shuffle", "task, shuffle=False", {}),
-    folder("prompts_parameter_of_another_library", '"t.jsonl", batch_size=4', {"t.jsonl": ROW}),
+    drawn("nested_column_misspelled", '"t.jsonl", answer="reward_model.truth"', {"t.jsonl": NESTED}, at=()),
+    drawn("column_inside_of_a_text", '"t.jsonl", answer="data_source.name"', {"t.jsonl": NESTED}, at=()),
+    drawn("answer_is_an_object", '"t.jsonl", answer="reward_model"', {"t.jsonl": NESTED}, at=()),
+    drawn("template_without_a_name", '"t.jsonl", template="Q: {}"', {"t.jsonl": ROW}),
+    drawn("template_column_misspelled", '"t.jsonl", template="{promt}="', {"t.jsonl": ROW}, at=()),
+    drawn("template_and_prompt", '"t.jsonl", template="{q}=", prompt="q"', {"t.jsonl": ROW}),
+    drawn("template_names_no_column", '"t.jsonl", template="Question:"', {"t.jsonl": ROW}),
+    drawn("template_with_a_format", '"t.jsonl", template="{prompt:>10}"', {"t.jsonl": ROW}),
+    drawn("template_with_an_open_brace", r'"t.jsonl", template="\\boxed{ {prompt}"', {"t.jsonl": ROW}),
+    drawn("prompt_is_a_list", '"t.jsonl", prompt=["question"]', {"t.jsonl": ROW}),
+    drawn("extra_column_is_missing", '"t.jsonl", extra="level"', {"t.jsonl": ROW}, at=()),
+    drawn("extra_column_in_capitals", '"t.jsonl", extra=("Level",)', {"t.jsonl": ROW}),
+    drawn("extra_column_is_a_number", '"t.jsonl", extra=(3,)', {"t.jsonl": ROW}),
+    drawn("extra_column_is_the_answer", '"t.jsonl", extra=("answer",)', {"t.jsonl": ROW}),
+    drawn("extra_field_is_taken", '"t.jsonl", extra=("info.answer",)', {"t.jsonl": ROW}),
+    drawn("as_text_misspelled", '"t.jsonl", as_text=("answr",)', {"t.jsonl": ROW}),
+    drawn("system_without_chat", '"t.jsonl", system="You are terse."', {"t.jsonl": ROW}),
+    drawn("chat_is_a_text", '"t.jsonl", chat="yes"', {"t.jsonl": ROW}),
+    drawn("prompt_seed_below_0", '"t.jsonl", seed=-1', {"t.jsonl": ROW}),
+    drawn("columns_of_a_generated_task", 'task, prompt="question"', {}),
+    drawn("generated_task_without_shuffle", "task, shuffle=False", {}),
+    drawn("prompts_parameter_of_another_library", '"t.jsonl", batch_size=4', {"t.jsonl": ROW}),
 ]
 VALUES = [
     row("messages_without_chat", CHAT.format("")),
     row("chat_ends_with_the_assistant", CHAT.format(', {"role": "assistant", "content": "2"}'), "chat=True"),
-    row("chat_message_without_a_role", '{"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}\n', "chat=True"),
+    row(
+        "chat_message_without_a_role", '{"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}\n', "chat=True"
+    ),
     row("chat_without_messages_in_the_row", '{"prompt": [], "answer": "2"}\n', "chat=True"),
     row("answer_is_null", '{"prompt": "1+1=", "answer": null}\n'),
     row("number_as_a_text", ROW.replace("}", ', "level": "3"}'), "extra=Field('level', 'int64')"),
     row("fraction_for_a_whole_number", ROW.replace("}", ', "level": 2.5}'), "extra=Field('level', 'int64')"),
     row("number_out_of_range", ROW.replace("}", ', "level": 300}'), "extra=Field('level', 'uint8')"),
     row("row_of_another_shape", ROW.replace("}", ', "box": [[0, 1]]}'), "extra=Field('box', 'int64', 'N Q 3')"),
-    row("rows_that_differ_in_length", ROW.replace("}", ', "box": [[0, 1], [2]]}'), "extra=Field('box', 'int64', 'N Q 2')"),
+    row(
+        "rows_that_differ_in_length",
+        ROW.replace("}", ', "box": [[0, 1], [2]]}'),
+        "extra=Field('box', 'int64', 'N Q 2')",
+    ),
     row("image_is_not_there", ROW.replace("}", ', "image": "cat.png"}'), f"extra={IMAGE}"),
     row("several_images_in_a_row", ROW.replace("}", ', "image": ["a.png", "b.png"]}'), f"extra={IMAGE}"),
     row("json_list_instead_of_lines", '[\n  {"prompt": "1+1=", "answer": "2"}\n]\n', file="train.json"),
@@ -98,24 +104,28 @@ VALUES = [
     row("jsonl_named_parquet", ROW, file="train.parquet"),
 ]
 MIXTURES = [
-    folder("weight_of_0", 'Mixture(("a.jsonl", 1), ("b.jsonl", 0))', {"a.jsonl": ROW, "b.jsonl": ROW}),
-    folder("weight_is_a_text", 'Mixture(("a.jsonl", "2"))', {"a.jsonl": ROW}),
-    folder("mixture_without_weights", 'Mixture("a.jsonl", "b.jsonl")', {"a.jsonl": ROW, "b.jsonl": ROW}),
-    folder("mixture_of_nothing", "Mixture()", {}),
-    folder("mixture_of_a_dict", 'Mixture({"a.jsonl": 1})', {"a.jsonl": ROW}),
-    folder("mixture_of_mixtures", 'Mixture((Mixture(("a.jsonl", 1)), 1))', {"a.jsonl": ROW}),
-    folder("source_twice_in_a_mixture", 'Mixture(("a.jsonl", 1), ("a.jsonl", 2))', {"a.jsonl": ROW}),
-    folder("weight_that_is_never_drawn", 'Mixture(("a.jsonl", 1), ("b.jsonl", 1e-9))', {"a.jsonl": ROW, "b.jsonl": ROW}),
-    folder("source_of_a_mixture_is_missing", 'Mixture(("a.jsonl", 1), ("c.jsonl", 1))', {"a.jsonl": ROW}),
-    folder(
+    drawn("weight_of_0", 'Mixture(("a.jsonl", 1), ("b.jsonl", 0))', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    drawn("mixture_weight_is_a_text", 'Mixture(("a.jsonl", "2"))', {"a.jsonl": ROW}),
+    drawn("mixture_without_weights", 'Mixture("a.jsonl", "b.jsonl")', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    drawn("mixture_of_nothing", "Mixture()", {}),
+    drawn("mixture_of_a_dict", 'Mixture({"a.jsonl": 1})', {"a.jsonl": ROW}),
+    drawn("mixture_of_mixtures", 'Mixture((Mixture(("a.jsonl", 1)), 1))', {"a.jsonl": ROW}),
+    drawn("source_twice_in_a_mixture", 'Mixture(("a.jsonl", 1), ("a.jsonl", 2))', {"a.jsonl": ROW}),
+    drawn("weight_that_is_never_drawn", 'Mixture(("a.jsonl", 1), ("b.jsonl", 1e-9))', {"a.jsonl": ROW, "b.jsonl": ROW}),
+    drawn("source_of_a_mixture_is_missing", 'Mixture(("a.jsonl", 1), ("c.jsonl", 1))', {"a.jsonl": ROW}),
+    drawn(
         "column_of_one_source_is_missing",
         'Mixture(("a.jsonl", 1), ("b.jsonl", 1)), answer="solution"',
         {"a.jsonl": '{"prompt": "1+1=", "solution": "2"}\n', "b.jsonl": ROW},
         at=(),
     ),
-    folder("mixture_with_a_task_and_other_columns", 'Mixture((task, 1), ("q.jsonl", 1)), prompt="question"',
-           {"q.jsonl": '{"question": "1+1=", "answer": "2"}\n'}),
-]  # fmt: skip
+    drawn("rows_that_repeat", '"a.jsonl"', {"a.jsonl": ROW * 3}, at=(), code=0),
+    drawn(
+        "mixture_with_a_task_and_other_columns",
+        'Mixture((task, 1), ("q.jsonl", 1)), prompt="question"',
+        {"q.jsonl": '{"question": "1+1=", "answer": "2"}\n'},
+    ),
+]
 TASKS = [
     Case("task_of_many_digits", {"task": 'Generated("reverse", digits=9)'}),
     Case("task_of_odd_digits", {"task": 'Generated("add", digits=3)'}),
@@ -123,15 +133,18 @@ TASKS = [
 ]
 HELD_OUT = [
     evaluated("evaluate_file_is_missing", '"test.jsonl"'),
-    evaluated("evaluate_column_is_missing", '"test.jsonl"', files={"test.jsonl": '{"question": "1", "answer": "1"}\n'}, at=()),
+    evaluated(
+        "evaluate_column_is_missing", '"test.jsonl"', files={"test.jsonl": '{"question": "1", "answer": "1"}\n'}, at=()
+    ),
     evaluated("evaluate_a_task_by_chat", "task", "chat=True"),
     evaluated("evaluate_nothing_held_out", 'Generated("sort", held_out=0)'),
     evaluated("evaluate_every_0", "task", "every=0, prompts=-1"),
     evaluated("evaluate_a_mixture", 'Mixture(("test.jsonl", 1))', files={"test.jsonl": ROW}),
     evaluated("evaluate_none", "None"),
-    evaluated("evaluate_a_folder_of_splits", '"gsm8k"', files=TWO),
     evaluated("evaluate_template_without_a_name", '"test.jsonl"', 'template="{}"', files={"test.jsonl": ROW}),
-    evaluated("evaluate_on_the_host", "task", at=("extra",), files={}),
+    evaluated("evaluate_on_the_host", "task", "on=None"),
+    evaluated("evaluate_system_without_chat", '"test.jsonl"', 'system="Be terse."', files={"test.jsonl": ROW}),
+    evaluated("evaluate_prompts_is_a_text", "task", 'prompts="all"'),
     evaluated("evaluate_with_a_lambda", "task", "reward=lambda response: 1.0"),
     evaluated(
         "evaluate_with_an_extra_column",

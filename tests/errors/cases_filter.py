@@ -1,8 +1,9 @@
 """Filters and gates that are wrong, as a check finds them."""
 
-from tests.errors.harness import Case
+from tests.errors.harness import SCORE, Case, live_text
 
 IMPORT = "from ops.rewards import boxed\nfrom stages import Filter\n\n\n"
+LEARNABLE = "def learnable(reward: list[float]) -> bool:\n    return True\n\n\n"
 
 
 def filtered(name: str, text: str, *, at: tuple[str, ...] = ("extra",), top: str = "", **lines: str) -> Case:
@@ -11,8 +12,8 @@ def filtered(name: str, text: str, *, at: tuple[str, ...] = ("extra",), top: str
 
 
 def rule(name: str, text: str, at: tuple[str, ...] = ()) -> Case:
-    """A case of a rule; the text has `# here` where the error must point."""
-    return filtered(name, "rule", at=at, top=text + "\n\n")
+    """A case of a rule `learnable`; the text has `# here` where the error must point."""
+    return filtered(name, "learnable", at=at, top=text + "\n\n")
 
 
 CASES = [
@@ -20,15 +21,14 @@ CASES = [
     filtered("rule_of_another_library", "'accuracy'"),
     filtered("rule_is_a_number", "0.5"),
     filtered("rule_is_a_lambda", "lambda reward: max(reward) > 0"),
-    rule("rule_is_async", "async def rule(reward: list[float]):  # here\n    return True\n"),
-    rule("rule_is_a_generator", "def rule(reward: list[float]):  # here\n    yield True\n"),
-    rule("rule_reads_nothing", "def rule():  # here\n    return True\n"),
-    rule("rule_takes_anything", "def rule(reward: list[float], **more):  # here\n    return True\n"),
-    rule("rule_reads_a_field_of_no_stage", "def rule(rewards: list[float]):\n    return True\n", at=("extra",)),
-    rule("rule_reads_logprobs", "def rule(prev_logprobs: list):\n    return True\n", at=("prev",)),
-    rule("rule_reads_weights", "def rule(reward: list[float], served_weights: int):  # here\n    return True\n"),
-    filtered("rule_and_of", "rule, of='reward_boxed'",
-             top="def rule(reward: list[float]):\n    return True\n\n\n", reward="Reward(exact_match, boxed)"),
+    rule("rule_is_async", "async def learnable(reward: list[float]):  # here\n    return True\n"),
+    rule("rule_is_a_generator", "def learnable(reward: list[float]):  # here\n    yield True\n"),
+    rule("rule_reads_nothing", "def learnable():  # here\n    return True\n"),
+    rule("rule_takes_anything", "def learnable(reward: list[float], **more):  # here\n    return True\n"),
+    rule("rule_reads_a_field_of_no_stage", "def learnable(rewards: list[float]):\n    return True\n", at=("extra",)),
+    rule("rule_reads_logprobs", "def learnable(prev_logprobs: list):\n    return True\n", at=("prev",)),
+    rule("rule_reads_weights", "def learnable(reward: list[float], served_weights: int):  # here\n    return True\n"),
+    filtered("rule_and_of", "learnable, of='reward_boxed'", top=LEARNABLE, reward="Reward(exact_match, boxed)"),
     filtered("filter_of_a_text", "of='response'"),
     filtered("filter_of_one_reward", "of='reward_exact_match'"),
     filtered("filter_of_a_misspelled_part", "of='reward_exact'", reward="Reward(exact_match, boxed)"),
@@ -40,14 +40,18 @@ CASES = [
         "",
         rollout="Rollout(policy, on=sampler, samples_per_prompt=1, max_tokens=3)",
     ),
-    Case("two_filters", {"extra": "(Filter(), Filter(of='reward'))"}, top=IMPORT),
-    Case("two_gates", {"extra": "(Filter(), Second())"}, top=IMPORT + "class Second(Filter):\n    name = 'second'\n\n\n"),
-    Case("gate_per_batch", {"extra": "(Late(),)"}, top=IMPORT + "class Late(Filter):\n    per = 'batch'\n\n\n"),
+    filtered("two_filters", "", at=("extra", "versions"), versions="Filter(of='reward')"),
     filtered(
-        "nothing_behind_the_filter",
+        "two_gates",
         "",
-        stages="(rollout, reward, versions, *extra)",
-        rollout="Rollout(policy.frozen(), on=sampler, samples_per_prompt=2, max_tokens=3)",
-        at=("extra",),
+        at=("extra", "versions"),
+        versions="Second()",
+        top="class Second(Filter):\n    name = 'second'\n\n\n",
     ),
-]  # fmt: skip
+    Case("gate_per_batch", {"extra": "(Late(),)"}, top=IMPORT + "class Late(Filter):\n    per = 'batch'\n\n\n"),
+    Case(
+        "nothing_behind_the_filter",
+        text=live_text(IMPORT + LEARNABLE + SCORE, count="Filter(learnable)"),
+        at=("count",),
+    ),
+]

@@ -36,7 +36,11 @@ GROUPS = [
     learner("unknown_fetch", "workers=2, fetch='all'"),
     learner("fully_sharded_on_one_worker", "fully_sharded=True"),
     learner("fully_sharded_is_a_text", "workers=2, fully_sharded='fsdp'"),
-    learner("more_gpus_than_workers", "gpus=4, workers=2"),
+    learner(
+        "more_gpus_than_workers",
+        "gpus=4, workers=2",
+        sampler='WorkerGroup("sampler", backend="torch", gpus=1)',
+    ),
     learner("learners_do_not_divide_the_batch", "workers=3"),
     learner("group_parameter_of_another_library", "tp=2"),
     Case("group_without_a_name", {"learner": 'WorkerGroup(backend="torch")'}),
@@ -58,13 +62,17 @@ GROUPS = [
     Case("sharding_without_lengths", {"extra": "(Lengths(reads=reward.writes, per='batch'),)"}, top=SHARDED),
     Case("logprobs_run_on_no_group", {"prev": "PrevLogprobs(policy)"}),
     Case("rollout_on_the_host", {"rollout": "Rollout(policy, samples_per_prompt=2, max_tokens=3)"}),
-    Case("two_stages_train_one_model", {"extra": "(Second(policy, on=learner, lr=1e-3),)"},
-         top="class Second(Train):\n    name = 'second'\n    writes = ()\n\n\n"),
-]  # fmt: skip
+    Case(
+        "two_stages_train_one_model",
+        {"extra": "(Second(policy, on=learner, lr=1e-3),)"},
+        top="class Second(Train):\n    name = 'second'\n    writes = ()\n\n\n",
+    ),
+]
 MODELS = [
     model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
     model("model_of_no_alphabet", '"tiny", config={"model_type": "qwen3"}'),
     model("alphabet_names_a_character_twice", '"tiny", config={"model_type": "qwen3"}, alphabet="01234567891r>"'),
+    model("unknown_parameter_of_a_model", '"Qwen/Qwen3-0.6B", dtype="bfloat16"'),
     model("alphabet_is_a_list", '"tiny", config={"model_type": "qwen3"}, alphabet=["0", "1"]'),
     model("config_is_a_text", '"tiny", config="qwen3", alphabet=task.alphabet'),
     model("model_is_a_number", "7"),
@@ -74,8 +82,8 @@ MODELS = [
         '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised("sft.jsonl")',
     ),
     model(
-        "warm_start_of_no_steps",
-        '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised(task, steps=0, until=40)',
+        "warm_start_until_40",
+        '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised(task, until=40)',
     ),
     Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
 ]

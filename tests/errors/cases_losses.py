@@ -6,15 +6,15 @@ IMPORT = "from stages import CispoLoss, Dynamic, IcePop, Packed, SequenceMask, T
 REF = "(RefLogprobs(policy.frozen(), on=learner),)"
 
 
-def trained(name: str, parameters: str, **lines: str) -> Case:
+def trained(name: str, parameters: str, code: int = 2, **lines: str) -> Case:
     """A case of Train, which the error must point at."""
-    given = ", ".join(part for part in ("policy, on=learner", parameters) if part)
-    return Case(name, {"train": f"Train({given})"} | lines, at=("train",), top=IMPORT)
+    made = {"train": f"Train(policy, on=learner, {parameters})"}
+    return Case(name, made | lines, at=("train",), top=IMPORT, code=code)
 
 
-def loss(name: str, text: str, **lines: str) -> Case:
+def loss(name: str, text: str, code: int = 2, **lines: str) -> Case:
     """A case of the loss of Train."""
-    return trained(name, f"loss={text}, lr=1e-3", **lines)
+    return trained(name, f"loss={text}, lr=1e-3", code, **lines)
 
 
 def scored_by(name: str, parameters: str) -> Case:
@@ -50,8 +50,8 @@ LOSSES = [
     loss("loss_is_a_class", "ClippedLoss"),
     loss("loss_parameter_of_another_library", "ClippedLoss(epsilon_high=0.28)"),
     loss("loss_parameter_without_its_name", "ClippedLoss((0.2, 0.28))"),
-    loss("k1_as_a_loss", "ClippedLoss(kl=0.1, kl_estimator='k1')"),
-    loss("k2_with_importance", "CispoLoss(kl=0.1, kl_estimator='k2', kl_importance=True)"),
+    loss("k1_as_a_loss", "ClippedLoss(kl=0.1, kl_estimator='k1')", code=0, extra=REF),
+    loss("k2_with_importance", "CispoLoss(kl=0.1, kl_estimator='k2', kl_importance=True)", code=0, extra=REF),
     loss("several_in_one_loss", "ClippedLoss(clip=0.2, kl=-1, aggregation='mean')"),
 ]
 TRAINING = [
@@ -85,12 +85,23 @@ TRAINING = [
     Case("reference_that_is_trained", {"extra": "(RefLogprobs(policy, on=learner),)"}),
     Case("advantage_kl_below_0", {"advantage": 'Advantage("rloo", kl=-0.01)'}),
     Case("advantage_kl_without_reference", {"advantage": 'Advantage("rloo", kl=0.01)'}),
+    Case(
+        "groups_of_one_sample",
+        {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=1, max_tokens=3)"},
+        at=("advantage",),
+        code=0,
+    ),
     Case("advantage_is_a_function", {"advantage": "Advantage(exact_match)"}),
     Case("eps_is_a_text", {"advantage": 'Advantage(eps="1e-6")'}),
     Case("max_tokens_is_a_text", {"rollout": 'Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens="3")'}),
-    Case("max_tokens_below_1", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=0, top_k=-1)"}),
+    Case(
+        "max_tokens_below_1", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=0, top_k=-1)"}
+    ),
     Case("stop_is_a_text", {"rollout": 'Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, stop="</s>")'}),
     Case("samples_per_prompt_is_a_fraction", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2.5)"}),
-    Case("chat_without_messages", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"}),
+    Case(
+        "chat_without_messages",
+        {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"},
+    ),
 ]
 CASES = [*LOSSES, *TRAINING]

@@ -23,7 +23,9 @@ def function(name: str, text: str, at: tuple[str, ...] = (), given: str = "score
     return reward(name, given, at=at, top=text + "\n\n")
 
 
-def judged(name: str, parameters: str, group: str = 'backend="torch"', at: tuple[str, ...] = ("extra",), **lines) -> Case:
+def judged(
+    name: str, parameters: str, group: str = 'backend="torch"', at: tuple[str, ...] = ("extra",), **lines
+) -> Case:
     """A case of a reward model."""
     made = {"scorers": JUDGES.format(group), "extra": f"(RewardModel({parameters}),)"}
     return Case(name, made | {"reward": "Reward(exact_match, model_reward)"} | lines, at=at, top=IMPORT)
@@ -48,8 +50,12 @@ FUNCTIONS = [
         "def score(prompts, completions):\n    return [1.0] * len(prompts)\n",
         at=("reward",),
     ),
-    function("reward_is_a_class", "class Score:\n    def __call__(self, response: str):\n        return 1.0\n",
-             at=("reward",), given="Score"),
+    function(
+        "reward_is_a_class",
+        "class Score:\n    def __call__(self, response: str):\n        return 1.0\n",
+        at=("reward",),
+        given="Score",
+    ),
     reward("reward_is_called", "exact_match()"),
     reward("rewards_as_a_list", "[exact_match, boxed]"),
     reward("reward_by_name", '"exact_match"'),
@@ -62,13 +68,13 @@ FUNCTIONS = [
     reward("timeout_of_0", "judge, timeout_s=0", top=JUDGE),
     reward("retries_is_a_fraction", "judge, retries=1.5", top=JUDGE),
     reward("retries_of_no_async_function", "exact_match, retries=2"),
-]  # fmt: skip
+]
 SHIPPED = [
     reward("overlong_cache_is_too_large", "exact_match, Overlong(max_tokens=3, cache=4)"),
     reward("overlong_without_a_cache", "exact_match, Overlong(max_tokens=3)"),
     reward("overlong_formula_as_a_reward", "exact_match, overlong_penalty"),
-    reward("pattern_is_broken", "regex_match(r'answer is (\\\\d+')"),
-    reward("pattern_without_the_group", "regex_match(r'answer is \\\\d+', group=1)"),
+    reward("pattern_is_broken", r"regex_match(r'answer is (\d+')"),
+    reward("pattern_without_the_group", r"regex_match(r'answer is \d+', group=1)"),
     reward("pattern_is_not_given", "regex_match"),
     reward("tagged_without_tags", "tagged()"),
     reward("tags_with_brackets", "tagged('<think>', '<answer>')"),
@@ -84,12 +90,16 @@ SHIPPED = [
 MODELS = [
     judged("reward_model_on_the_host", JUDGE_MODEL),
     judged("reward_model_on_python", f"{JUDGE_MODEL}, on=scorers", group="workers=2", at=("scorers",)),
-    judged("reward_model_fully_sharded", f"{JUDGE_MODEL}, on=scorers", 'backend="torch", workers=2, fully_sharded=True',
-           at=("scorers",)),
+    judged(
+        "reward_model_fully_sharded",
+        f"{JUDGE_MODEL}, on=scorers",
+        'backend="torch", workers=2, fully_sharded=True',
+        at=("scorers",),
+    ),
     judged("reward_model_is_the_policy", "policy, on=scorers"),
     judged("reward_model_is_missing", 'Model("./judge"), on=scorers'),
     judged("reward_model_microbatch_below_0", f"{JUDGE_MODEL}, on=scorers, microbatch=-1"),
     judged("reward_model_chat_is_a_text", f"{JUDGE_MODEL}, on=scorers, chat='yes'"),
     judged("reward_model_by_name", '"judge", on=scorers'),
-]  # fmt: skip
+]
 CASES = [*FUNCTIONS, *SHIPPED, *MODELS]

@@ -123,6 +123,7 @@ class Case:
     text    the whole graph file instead; None has no file
     args    of the command, after the graph file; `graph` names another file
     files   further files, by their path below the case's folder
+    code    of the exit; 0 where only warnings come
     """
 
     name: str

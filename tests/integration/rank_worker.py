@@ -160,9 +160,14 @@ def pack_together(rank: int, size: int, port: int, out: str) -> None:
 
 
 def ask_first(rank: int, size: int, port: int, out: str) -> None:
-    """The preflight of ranks that packed alone."""
+    """Ranks that packed alone: they may score, where they do not meet, and the preflight keeps them from training."""
     _, mine, ranks = _divided(rank, size, port, deadline_s=60.0)
     shard = one_shard(mine.prompt_ids, mine.response_ids, Sharding.of(Packed(40)))
+    network = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
+    packed = score(network, mine.prompt_ids, mine.response_ids, shard, temperature=1.0, pad=0)
+    plain = one_shard(mine.prompt_ids, mine.response_ids)
+    padded = score(network, mine.prompt_ids, mine.response_ids, plain, temperature=1.0, pad=0)
+    torch.testing.assert_close(packed.values, padded.values, atol=1e-5, rtol=0)
     try:
         ranks.agree("stage 'train', step 1", f"{len(shard.updates[0].microbatches)} microbatches")
     except StageError as error:
@@ -187,3 +192,30 @@ def _divided(rank: int, size: int, port: int, deadline_s: float) -> tuple[TorchL
     divide(network, ranks, torch.float32)
     learner = TorchLearner(network, Optimization(lr=1e-2), pad=0, ranks=ranks)
     return learner, _long_and_short().at(range(rank * 4, rank * 4 + 4)), ranks
+
+
+def share_columns(rank: int, size: int, port: int, out: str) -> None:
+    """Two siblings of one replica: the leader fetches, and fails the second time."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = reach_store("127.0.0.1", port, size, deadline_s=60.0)
+    ranks = Ranks.join(Layout(tensor=size), rank, store, device="cpu", deadline_s=60.0)
+    calls = []
+
+    def fetch() -> Any:
+        calls.append(rank)
+        if len(calls) > 1:
+            raise KeyError("no such row")
+        ragged = Ragged(torch.arange(6, dtype=torch.bfloat16).view(3, 2), (1, 2))
+        return {"text": ["a", "b"], "pixels": ragged, "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False])}
+
+    columns = ranks.share(fetch)
+    assert columns["text"] == ["a", "b"] and columns["empty"].shape == (0, 3)
+    assert columns["flags"].tolist() == [True, False]
+    assert columns["pixels"].lengths == (1, 2) and columns["pixels"].values.dtype == torch.bfloat16
+    assert columns["pixels"].values.tolist() == [[0, 1], [2, 3], [4, 5]]
+    try:
+        ranks.share(fetch)
+    except (KeyError, StageError) as error:
+        (Path(out) / f"shared-{rank}.txt").write_text(f"{len(calls)} {type(error).__name__}: {error}")
+    ranks.leave()

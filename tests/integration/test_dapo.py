@@ -1,4 +1,4 @@
-"""The DAPO recipe: groups without spread are replaced, ratios are clipped, and neither a resume nor Ray changes a bit."""
+"""The DAPO recipe: groups without spread are replaced, ratios are clipped, a resume and Ray change no bit."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
+from stages import Dynamic, Packed, PrevLogprobs, Train
 from tests.integration import handwritten
 from tests.integration.same_settings import reverse_settings
 
@@ -56,8 +57,15 @@ def by_hand():
     )
 
 
-def execute(executor, run_dir: RunDir, start: int = 0) -> Engine:
+def cut(microbatch, steps: int):
+    """The same graph with other microbatches, for some steps."""
     graph = described()
+    stages = [replace(s, microbatch=microbatch) if isinstance(s, Train | PrevLogprobs) else s for s in graph.stages]
+    return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, steps=steps, checkpoint_every=0))
+
+
+def execute(executor, run_dir: RunDir, start: int = 0, graph=None) -> Engine:
+    graph = graph or described()
     engine = Engine(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start)
     engine.execute()
     return engine
@@ -68,8 +76,8 @@ def losses(run_dir: RunDir) -> list[float]:
     return [line["train/loss"] for line in lines if line["step"] > 0]
 
 
-def weights(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    return load_file(run_dir.checkpoint(STEPS) / "train" / "weights.safetensors")
+def weights(run_dir: RunDir, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run_dir.checkpoint(steps) / "train" / "weights.safetensors")
 
 
 def assert_same(run_dir: RunDir, expected) -> None:
@@ -121,3 +129,15 @@ def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, tmp_path, ray_se
     again = resumed(whole, tmp_path / "resumed")
     execute(RayExecutor(), again, start=STEPS // 2)
     assert_same(again, by_hand)
+
+
+@pytest.mark.parametrize("microbatch", [Dynamic(tokens=128), Packed(tokens=96)])
+def test_every_way_of_cutting_a_batch_is_the_same_in_memory_and_in_transfer_queue(tmp_path, ray_session, microbatch):
+    from pipeline.executors.ray import RayExecutor
+
+    runs = [RunDir(tmp_path / name) for name in ("local", "ray")]
+    for run_dir, executor in zip(runs, (LocalExecutor(), RayExecutor())):
+        execute(executor, run_dir, graph=cut(microbatch, steps=3))
+    assert losses(runs[0]) == losses(runs[1])
+    local, ray = (weights(run_dir, steps=3) for run_dir in runs)
+    assert all(torch.equal(local[name], ray[name]) for name in local)

@@ -88,3 +88,11 @@ def test_unequal_counts_are_an_error_before_any_exchange(tmp_path: Path) -> None
             "Fix: shard the batch with pipeline.sharding.shard_batch(..., equal=True)"
         )
     )
+
+
+def test_one_sibling_fetches_for_all_and_tells_them_where_it_fails(tmp_path: Path) -> None:
+    assert spawned(rank_worker.share_columns, tmp_path) == [
+        "2 KeyError: 'no such row'",
+        "0 StageError: rank 1: rank 0, which fetches for it, failed: KeyError: 'no such row'; one rank of a replica "
+        "fetches for all. Fix: mend what the error of that rank says",
+    ]

@@ -55,6 +55,8 @@ def test_equal_rewards_are_dropped():
     assert all_lost.columns["kept"].tolist() == []
     nearly = torch.tensor([0.3, 0.3 + 1e-6, 0.0, -0.0])
     assert run(Filter(), {"reward": nearly}).dropped == {1: "every reward is 0"}
+    last = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    assert run(Filter(), {"reward": last}, group_size=3).dropped == {1: "every reward is 1"}
 
 
 def test_another_field_may_count():
@@ -119,6 +121,8 @@ def test_a_function_that_raises_is_an_error_that_names_the_group():
 def test_bad_descriptions_are_refused():
     assert whats(Filter("zero_spread")) == whats(Filter(learnable, max_rounds=2)) == []
     assert whats(Filter("zero-spread")) == ["unknown rule 'zero-spread'"]
+    (problem,) = Filter("zero-spread").check(SimpleNamespace(group_size=2))
+    assert problem.fix == "did you mean 'zero_spread'?"
     assert whats(Filter(3)) == ["3 is neither a rule nor a function"]
     assert whats(Filter(lambda reward: True)) == ["the rule is a lambda, which has no name of its own"]
     assert whats(Filter(), group_size=1) == ["every group has one sample, so zero_spread drops every group"]
@@ -238,15 +242,17 @@ def test_what_comes_from_outside_is_waited_for_before_a_group_is_dropped(tmp_pat
     run_dir = RunDir(tmp_path / "run").create()
     engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
     engine._outside.due = lambda: True  # asked at once, not every second
-    ask = engine._outside.ask
+    wait = executor.wait
 
-    def write_and_ask(plane, scheduler, admitted_s):
-        for step in scheduler.steps_in_flight():
-            for group in scheduler.absent(step, "mark"):
-                plane.write_outside("gated", f"{group:08d}.0", {"mark": torch.ones(2)})
-        return ask(plane, scheduler, admitted_s)
+    def wait_and_write(timeout_s):
+        results = wait(timeout_s)
+        if not results:  # nothing in the graph goes on without the process outside
+            for step in engine.scheduler.steps_in_flight():
+                for group in engine.scheduler.absent(step, "mark"):
+                    executor.plane.write_outside("gated", f"{group:08d}.0", {"mark": torch.ones(2)})
+        return results
 
-    engine._outside.ask = write_and_ask
+    executor.wait = wait_and_write
     engine.execute()
     assert seen == [[1, 2, 4, 5], [7, 8, 10, 11]]
     events = [event for _, event in record.read(run_dir.events)]

@@ -39,6 +39,10 @@ CORE = (
     "staleness",
     "rundir",
     "columns",
+    "sharding",
+    "partition",
+    "ranks",
+    "gate",
 )
 PUBLIC_TO_STAGES = {"columns", "errors", "fields", "ranks", "sharding", "stage"}  # beside the names of `pipeline`
 ONLY_IN = {

@@ -332,7 +332,7 @@ def test_bad_arguments_are_named(call, message):
             "dual_clip=0.9); it bounds a ratio that is above 1, or is None. Fix: dual_clip=3.0",
         ),
         (ClippedLoss(ratio="group"), "ratio='group'); known are token, sequence. Fix: ratio='token'"),
-        (ClippedLoss(kl=-1), "kl=-1); the weight of the KL term is 0 (none) or more. Fix: kl=0.0"),
+        (ClippedLoss(kl=-1), "kl=-1); the weight of the KL term is a number, 0 (none) or more. Fix: kl=0.0"),
         (ClippedLoss(kl="0.1"), "kl='0.1')"),
         (ClippedLoss(kl_estimator="k4"), "kl_estimator='k4'); known are k1, k2, k3. Fix: kl_estimator='k3'"),
         (ClippedLoss(kl_importance=1), "kl_importance=1); it is either applied or not"),
@@ -342,7 +342,7 @@ def test_bad_arguments_are_named(call, message):
         ),
         (ClippedLoss(aggregation="fixed_length"), "aggregation='fixed_length') without max_tokens; it divides by"),
         (ClippedLoss(max_tokens=0), "max_tokens=0); the longest response that is allowed has 1 token or more"),
-        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the weight of the entropy bonus is 0 (none) or more"),
+        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the weight of the entropy bonus is a number, 0 (none) or more"),
         (
             ClippedLoss(correction="tis"),
             "correction='tis'); a correction is a description: TruncatedIS, IcePop, Sequence",

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pipeline import Field, Graph, GraphError, Model, Schedule, WorkerGroup
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from pipeline.load import load
 from pipeline.plan import Plan, plan
 from pipeline.sharding import Sharding
@@ -250,7 +250,7 @@ STRUCTURE = {
     "stage 'logprobs' has the model 3": lambda: toy.graph(logprobs={"trains": 3}),
     "stage 'reward' has reads='prompt'": lambda: toy.graph(reward={"reads": "prompt"}),
     "stage 'reward' has writes=('reward',)": lambda: toy.graph(reward={"writes": ("reward",)}),
-    f"stage 'rollout' has reads_back={SERVED!r:.80}": lambda: toy.graph(rollout={"reads_back": SERVED}),
+    f"stage 'rollout' has reads_back={shown(SERVED)}": lambda: toy.graph(rollout={"reads_back": SERVED}),
 }
 CHECKS = {
     **{f"Schedule(steps={bad!r})": lambda bad=bad: scheduled(steps=bad) for bad in (0, -1, 2.0, "3", True, None)},
@@ -295,7 +295,9 @@ CHECKS = {
     "stage 'again' updates a model on 2 workers and has no sharding": lambda: grown(
         Toy("again", trains=Model("other"), on=WorkerGroup("many", backend="torch", workers=2))
     ),
-    "stage 'again' has sharding; it is a map stage per sample and reads nothing": lambda: grown(Sharded("again", on=LEARNER)),
+    "stage 'again' has sharding; it is a map stage per sample and reads nothing": lambda: grown(
+        Sharded("again", on=LEARNER)
+    ),
     "worker group 'scorers' has 3 workers, and 2 tensor x 1 context x 1 pipeline parallel": lambda: on(
         workers=3, tensor_parallel=2
     ),

@@ -100,8 +100,8 @@ def test_a_missing_file_names_the_near_one(tmp_path):
     write(tmp_path / "train.jsonl", ROWS)
     stage = Prompts(str(tmp_path / "trian.jsonl"))
     assert str(problem(stage)) == (
-        f"{stage.location}: '{tmp_path}/trian.jsonl' is not there; Prompts reads a JSONL file, by its path from the "
-        f"working directory. Fix: did you mean '{tmp_path}/train.jsonl'?"
+        f"{stage.location}: '{tmp_path}/trian.jsonl' is not there; rows are read from a JSONL file, by its path from "
+        f"the working directory. Fix: did you mean '{tmp_path}/train.jsonl'?"
     )
     assert "one JSON object a line" in problem(Prompts(tmp_path / "no" / "such.jsonl")).fix
 

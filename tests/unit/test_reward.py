@@ -220,10 +220,10 @@ def test_problems_of_functions():
 
 def test_problems_of_the_whole():
     assert whats(Reward(exact_match, exact_match)) == ["2 reward functions are named exact_match"]
-    assert whats(Reward(exact_match, digit_match, weights=(1,))) == ["1 weights for 2 functions"]
+    assert whats(Reward(exact_match, digit_match, weights=(1,))) == ["1 weight for 2 functions"]
     assert whats(Reward(exact_match, weights=(math.nan,))) == ["weight nan"]
     stage = Reward(exact_match, weights=(1, 2))
     assert str(problems(stage)[0]) == (
-        f"{stage.location}: 2 weights for 1 functions; each function has one weight, in the same order. "
+        f"{stage.location}: 2 weights for 1 function; each function has one weight, in the same order. "
         "Fix: write weights=(1.0,)"
     )

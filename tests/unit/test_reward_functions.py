@@ -135,7 +135,7 @@ def test_what_has_parameters_is_frozen_and_travels(instance):
         (Overlong(max_tokens=4.0, cache=1), "Overlong has max_tokens=4.0 and cache=1"),
         (regex_match("("), "regex_match cannot read the pattern '(': missing ), unterminated subpattern at position 0"),
         (regex_match("(", 1), "regex_match cannot read the pattern '('"),
-        (regex_match("(a)", 2), "regex_match has group=2 and the pattern '(a)' the groups 0, 1"),
+        (regex_match("(a)", 2), "regex_match has group=2, and the pattern '(a)' has the group 1"),
         (regex_match("(a)", "n"), "regex_match has group='n'"),
         (tagged(), "tagged() names no tag"),
         (tagged("<a>"), "tagged has the tag '<a>'"),

@@ -228,7 +228,7 @@ def ids_of_byte(tokenizer, byte):
 @pytest.mark.parametrize(
     ("stage", "text"),
     [
-        (RewardModel(JUDGE), "a stage that computes with a model names no worker group"),
+        (RewardModel(JUDGE), "stage 'reward_model' computes with a model and names no worker group"),
         (
             RewardModel(JUDGE, on=WorkerGroup("judge", backend="python")),
             "worker group 'judge' has the backend 'python' and a stage that needs a model",

@@ -518,7 +518,7 @@ def test_a_problem_of_any_part_of_a_mixture(tmp_path):
     assert problem(Prompts(Mixture((str(good), 1), (str(path), 1)))).where == f"{path}:1"
     assert problem(Prompts(Mixture((Dataset(good, template="{}"), 1)))).what == "template='{}'"
     found = problem(Prompts(Mixture((Generated(), 1)), extra=("level",)))
-    assert found.what == "column 'level' is missing"
+    assert found.what == "a Generated task has no column 'level'"
 
 
 def test_the_columns_of_a_data_set_go_before_those_of_the_stage(tmp_path):

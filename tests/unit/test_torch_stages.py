@@ -318,20 +318,23 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
     [
         (
             replace(ROLLOUT, temperature=0.0),
-            "stage 'rollout' has temperature=0.0; temperature is above 0. Fix: temperature=1.0",
+            "stage 'rollout' has temperature=0.0; temperature is a number above 0. Fix: temperature=1.0",
         ),
         (
             replace(ROLLOUT, top_p=1.5),
-            "stage 'rollout' has top_p=1.5; top_p is above 0 and at most 1. Fix: top_p=1.0",
+            "stage 'rollout' has top_p=1.5; top_p is a number above 0 and at most 1. Fix: top_p=1.0",
         ),
         (
             replace(ROLLOUT, max_tokens=0),
-            "stage 'rollout' has max_tokens=0; max_tokens is 1 or more. Fix: max_tokens=512",
+            "stage 'rollout' has max_tokens=0; max_tokens is a whole number, 1 or more. Fix: max_tokens=512",
         ),
-        (replace(ROLLOUT, top_k=-1), "stage 'rollout' has top_k=-1; top_k is 0 (off) or more. Fix: top_k=0"),
+        (
+            replace(ROLLOUT, top_k=-1),
+            "stage 'rollout' has top_k=-1; top_k is a whole number, 0 (off) or more. Fix: top_k=0",
+        ),
         (
             Train(POLICY, on=LEARNER, lr=-1.0),
-            "stage 'train' has lr=-1.0; the learning rate is 0 or more. Fix: lr=1e-6",
+            "stage 'train' has lr=-1.0; the learning rate is a number, 0 or more. Fix: lr=1e-6",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
@@ -358,8 +361,8 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
             "Packed with a number of tokens. Fix: microbatch=0, or microbatch=Packed(tokens=8192)",
         ),
         (
-            Evaluate(POLICY, TASK, on=SAMPLER, every=0),
-            "stage 'evaluate' has every=0; every is 1 or more. Fix: every=10",
+            Evaluate(POLICY, TASK, on=SAMPLER, prompts=0),
+            "stage 'evaluate' has prompts=0; prompts is a whole number, 1 or more. Fix: prompts=1000",
         ),
         (
             Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER),
@@ -383,19 +386,20 @@ def test_problems(stage: Stage, text: str) -> None:
 )
 def test_another_temperature_than_the_rollouts_is_a_problem(stage: Stage) -> None:
     assert texts(stage, replace(ROLLOUT, temperature=0.7)) == [
-        f"{stage.name!r} has temperature=1.0 and 'rollout' 0.7; logprobs at another temperature are those of another "
-        "policy, and every ratio would be wrong. Fix: temperature=0.7"
+        f"{stage.name!r} has temperature=1.0 and 'rollout' has 0.7; logprobs at another temperature are those of "
+        "another policy, and every ratio would be wrong. Fix: temperature=0.7"
     ]
     assert texts(replace(stage, temperature=0.7), replace(ROLLOUT, temperature=0.7)) == []
 
 
 def test_every_worker_of_a_trainer_needs_its_part_of_every_minibatch() -> None:
-    many = WorkerGroup("learner", backend="torch", workers=3)
-    stages = (ROLLOUT, Train(POLICY, on=many, lr=1e-3, minibatches=2))
+    many = WorkerGroup("learner", backend="torch", workers=8)
+    rollout = replace(ROLLOUT, samples_per_prompt=3)
+    stages = (rollout, Train(POLICY, on=many, lr=1e-3, minibatches=2))
     (problem,) = stages[1].check(described(*stages))
-    assert problem.what == "stage 'train' has minibatches of 16 samples for 3 workers"
+    assert problem.what == "stage 'train' has minibatches of 12 samples for 8 workers"
     packed = Train(POLICY, on=many, lr=1e-3, minibatches=2, microbatch=Packed(tokens=64))
-    assert not list(packed.check(described(ROLLOUT, packed)))
+    assert not list(packed.check(described(rollout, packed)))
 
 
 def test_the_recipes_have_no_problem_and_load_no_tensor_library() -> None:

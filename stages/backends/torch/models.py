@@ -12,16 +12,18 @@ result of `save` is a folder that AutoModelForCausalLM and AutoTokenizer load.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
-from pipeline.errors import Problem
+from pipeline.errors import Problem, told
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
@@ -110,10 +112,21 @@ def not_loaded(model: Model, error: Exception, kind: str = "causal language mode
     """The problem of a source that is no Hugging Face model of this kind."""
     return Problem(
         where=str(model.location),
-        what=f"model {model.source!r} cannot be loaded: {' '.join(str(error).split())[:300]}",
+        what=f"model {model.source!r} cannot be loaded: {told(error)}",
         why=f"it must be a folder or a hub name of a Hugging Face {kind}",
         fix="a folder that save_pretrained wrote, or a name that this machine can download",
     )
+
+
+def _not_built(model: Model, error: Exception) -> Problem:
+    kind = (model.config or {}).get("model_type")
+    what, fix = f"model {model.source!r} cannot be built: {told(error)}", "mend the values of its config"
+    if kind not in CONFIG_MAPPING_NAMES:
+        near = get_close_matches(str(kind), CONFIG_MAPPING_NAMES, n=1)
+        what = f"the config of model {model.source!r} has model_type={kind!r}, which transformers does not know"
+        fix = f"did you mean {near[0]!r}?" if near else "model_type='qwen3'"
+    why = "the config is that of a Hugging Face causal language model"
+    return Problem(where=str(model.location), what=what, why=why, fix=fix)
 
 
 def build(
@@ -136,9 +149,11 @@ def build(
     config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        network = auto.from_config(
-            AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="sdpa", dtype=torch.float32
-        )
+        try:  # the config is the user's
+            made = AutoConfig.for_model(config.pop("model_type"), **config)
+            network = auto.from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+        except Exception as error:
+            raise StageError(_not_built(model, error)) from error
         if embedding_std is not None:
             torch.nn.init.normal_(network.get_input_embeddings().weight, std=embedding_std)
     return network
