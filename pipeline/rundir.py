@@ -73,8 +73,8 @@ class RunDir:
         """The checkpoint after `done` steps."""
         return self.checkpoints / f"step_{done:06d}"
 
-    def failure(self, step: int, stage: str) -> Path:
-        return self.failures / f"step_{step + 1:06d}_{stage}"
+    def failure(self, step: int, stage: str, rank: int = 0) -> Path:
+        return self.failures / (f"step_{step + 1:06d}_{stage}" + (f".rank{rank}" if rank else ""))
 
     def checkpoint_steps(self) -> list[int]:
         """The steps of the finished checkpoints, ascending."""

@@ -296,7 +296,7 @@ class Worker:
 
     def _failed(self, stage: Stage, task: Task, columns: Columns, error: Exception) -> SluiceError:
         if self.settings.run_dir:
-            folder = RunDir(self.settings.run_dir).failure(task.step, stage.name)
+            folder = RunDir(self.settings.run_dir).failure(task.step, stage.name, self.rank)
             replay.save_inputs(folder, task, columns)
         self._log(error)
         when = f"failed at step {task.step + 1}"

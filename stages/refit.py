@@ -68,7 +68,11 @@ class Refit(Stage):
         def run(rendezvous: Rendezvous, task: Task) -> Output:
             version = task.step + 1
             if rendezvous.side == "source":
+                if context.ranks.rank > 0 and not self.source.fully_sharded:
+                    return Output()  # rank 0 has the whole model, and sends it
                 weights = backend.trained_weights(self.model)
+                if context.ranks.rank > 0:
+                    return Output()  # it gave its share
                 rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})
                 return Output()
             payload = rendezvous.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 from graphs.quickstart import TINY_QWEN3
 from ops.rewards import digit_match
-from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup, trace
+from pipeline import Field, Graph, Model, Schedule, Stage, StageError, WorkerGroup, trace
+from pipeline.columns import Ragged
 from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan import plan
@@ -86,6 +88,44 @@ class Compare(Stage):
         return run
 
 
+@dataclass(frozen=True)
+class Speak(Stage):
+    """Prompts and responses without a model."""
+
+    name: str = "speak"
+    reads = (PROMPT,)
+    writes = (PROMPT_IDS, RESPONSE_IDS)
+    per = "group"
+    group_size = 1
+
+    def setup(self, context):
+        def run(columns, task):
+            ids = Ragged.of([torch.tensor([int(text)]) for text in columns["prompt"]])
+            return {"prompt_ids": ids, "response_ids": ids}
+
+        return run
+
+
+@dataclass(frozen=True)
+class Meet(Stage):
+    """Its ranks wait for each other; rank 1 fails before it gets there."""
+
+    on: WorkerGroup
+    name: str = "meet"
+    reads = (PROMPT_IDS, RESPONSE_IDS)
+    per = "batch"
+    sharding = Sharding()
+
+    def setup(self, context):
+        def run(columns, task):
+            if context.rank == 1:
+                raise ValueError(f"rank 1 has {len(columns['prompt_ids'])} samples and had enough")
+            context.ranks.gather(task.step)
+            return {}
+
+        return run
+
+
 def graph(data: Path, workers: int, *, fully_sharded: bool = False, cpus: float = 0.25) -> Graph:
     sampler = WorkerGroup("sampler", backend="torch", workers=workers, threads=1, cpus=cpus)
     learner = WorkerGroup(
@@ -147,3 +187,23 @@ def test_two_ranks_a_group_give_the_run_of_one_process(tmp_path, ray_session, da
     trained = {e.worker for e in events if isinstance(e, trace.Ran) and e.stage == "train"}
     assert trained == {0, 1}
     assert [e.rows_left for e in events if isinstance(e, trace.Ended)] == [0]
+
+
+def test_a_rank_that_fails_ends_the_run_while_the_others_wait_for_it(tmp_path, ray_session, data):
+    from pipeline.executors.ray import EXCHANGE_DEADLINE_S, RayExecutor, user_modules
+
+    described = Graph(
+        name="meeting",
+        host=WorkerGroup("host", cpus=0.25),
+        source=Prompts(data, batch=4),
+        stages=(Speak(), Meet(WorkerGroup("pair", workers=2, cpus=0.25))),
+        schedule=Schedule(steps=2),
+    )
+    executor = RayExecutor(modules=user_modules(sys.modules[__name__]))
+    engine = Engine(described, plan(described)[0], executor, run_dir=RunDir(tmp_path).create(), deadline_s=600.0)
+    begun_s = time.monotonic()
+    with pytest.raises(StageError, match="rank 1 has 2 samples and had enough"):
+        engine.execute()
+    assert time.monotonic() - begun_s < EXCHANGE_DEADLINE_S / 4
+    (folder,) = (tmp_path / "failures").iterdir()
+    assert folder.name == "step_000001_meet.rank1"
