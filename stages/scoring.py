@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any
 
 from pipeline import StageError
-from pipeline.errors import Problem
+from pipeline.errors import Problem, told
 
 RewardFunction = Callable[..., Any]
 LARGEST = (2 - 2**-23) * 2.0**127  # float32
@@ -111,7 +111,7 @@ class _Call:
         try:
             value = self.target(**self.inputs)
         except Exception as error:
-            raise StageError(self.failure(f"raised {_one_line(error)}")) from error
+            raise StageError(self.failure(f"raised {told(error)}")) from error
         return self.checked(value)
 
     async def awaited(self, calls: AsyncCalls, gate: asyncio.Semaphore) -> float:
@@ -126,7 +126,7 @@ class _Call:
             if not running.done() or running.cancelled():
                 what = f"gave no answer in {calls.timeout_s:g} s"
             elif cause := running.exception():
-                what = f"raised {_one_line(cause)}"
+                what = f"raised {told(cause)}"
             else:
                 return self.checked(running.result())
             if attempt < calls.retries:
@@ -177,8 +177,8 @@ def _batch(
         index = getattr(error, "index", None)
         if isinstance(index, int) and 0 <= index < size:
             inputs = {name: column[index] for name, column in columns.items()}
-            raise StageError(_failure(function, f"raised {_one_line(error)}", inputs, sample(index), where)) from error
-        raise StageError(_failure(function, f"raised {_one_line(error)}", columns, f"{size} samples", where)) from error
+            raise StageError(_failure(function, f"raised {told(error)}", inputs, sample(index), where)) from error
+        raise StageError(_failure(function, f"raised {told(error)}", columns, f"{size} samples", where)) from error
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
         raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples", where))
     calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample, where) for i in range(size))
@@ -260,7 +260,3 @@ def _own_call(function: object) -> Callable[..., Any] | None:
     """`__call__` of an instance whose class writes it in Python."""
     call = getattr(type(function), "__call__", None)  # noqa: B004 - the function is wanted, not whether there is one
     return call if isinstance(call, types.FunctionType) else None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -67,7 +67,7 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
         ) from error
     handles = []
     for shard in made:
-        part = meta.reorder(shard.index)
+        part = meta if shard.index == tuple(range(len(meta))) else meta.reorder(shard.index)
         handles.append(msgspec.structs.replace(part, extra_info=part.extra_info | {SHARD: msgspec.to_builtins(shard)}))
     return handles
 
