@@ -36,7 +36,7 @@ def report(
     console.print(notes, markup=False)
     result = {
         "name": name,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
         "notes": notes,
         "hardware": hardware(),
         "versions": versions(),
@@ -48,6 +48,12 @@ def report(
         Path(out).write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"wrote {out}", markup=False)
     return result
+
+
+def _repeatable(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --out and its file, which is a path of one machine."""
+    pairs = zip(["", *arguments], arguments)
+    return [given for before, given in pairs if before != "--out" and given.partition("=")[0] != "--out"]
 
 
 def hardware() -> dict[str, Any]:

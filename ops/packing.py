@@ -1,8 +1,8 @@
 """Samples one after the other in one row, without padding, and what is known of each token back to a rectangle.
 
-    packed = pack(prompt_ids, response_ids)
-    logits_1RV = network(packed.ids_1S, position_ids=packed.positions_1S, logits_to_keep=packed.keep_R).logits
-    logprobs_NT = rectangle(selected_logprobs(logits_1RV, packed.targets_1R)[0], response_lengths, width)
+    row = pack(prompt_ids, response_ids)
+    logits_1RV = network(row.ids_1S, position_ids=row.positions_1S, logits_to_keep=row.keep_R).logits
+    logprobs_NT = rectangle(selected_logprobs(logits_1RV, row.targets_1R)[0], response_lengths, width)
 
 Positions start again at 0 with each sample, which is how a network tells samples apart (transformers,
 masking_utils.find_packed_sequence_indices). Which samples share a row is decided elsewhere.
@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Row:
     """One row. The last token of a response is a target only: nothing is predicted from it, and it is left out.
 
     ids_1S, positions_1S   input ids, and positions inside each sample
@@ -33,7 +33,7 @@ class Packed:
     targets_1R: torch.Tensor
 
 
-def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> Packed:
+def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> Row:
     """From one prompt [P] and one response [T] a sample, ids of one integer dtype.
 
     Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample.
@@ -48,7 +48,7 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> 
         positions.append(torch.arange(size, device=prompt.device))
         keep.append(torch.arange(start + len(prompt) - 1, start + size, device=prompt.device))
         start += size
-    return Packed(torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None])
+    return Row(torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None])
 
 
 def rectangle(values_R: torch.Tensor, lengths_N: Sequence[int], width: int) -> torch.Tensor:

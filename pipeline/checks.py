@@ -11,6 +11,7 @@ from pipeline.errors import Problem, told
 from pipeline.fields import Field
 from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
+from pipeline.parameters import is_whole
 from pipeline.stage import Stage
 from pipeline.structure import is_name
 
@@ -57,7 +58,7 @@ def _schedule(graph: Graph) -> Iterator[Problem]:
     whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
     if schedule.capacity is not None:
         whole["capacity"] = 1
-    wrong = {name: low for name, low in whole.items() if not _is_whole(getattr(schedule, name), low)}
+    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
     for name, low in wrong.items():
         yield Problem(
             where=where,
@@ -94,7 +95,7 @@ def _source(graph: Graph) -> Iterator[Problem]:
             fix="put it among the stages and use Prompts(...) as source",
         )
     batch = getattr(source, "batch", 1)
-    if not _is_whole(batch, 1):
+    if not is_whole(batch, 1):
         yield Problem(
             where=str(source.location),
             what=f"batch={batch!r}",
@@ -110,7 +111,7 @@ def _source(graph: Graph) -> Iterator[Problem]:
             fix="keep one rollout",
         )
     for maker in makers:
-        if not (_is_whole(maker.group_size, 1) and int(maker.group_size or 0) <= 999):
+        if not (is_whole(maker.group_size, 1) and int(maker.group_size or 0) <= 999):
             yield Problem(
                 where=str(maker.location),
                 what=f"stage {maker.name!r} makes {maker.group_size!r} samples of each prompt",
@@ -225,7 +226,7 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="a unit is a sample, a group or a batch",
                 fix="per='sample', 'group' or 'batch'",
             )
-        if not _is_whole(stage.every, 1):
+        if not is_whole(stage.every, 1):
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has every={stage.every!r}",
@@ -245,7 +246,7 @@ def _shardings(stages: Sequence[Stage]) -> Iterator[Problem]:
     for stage in stages:
         if stage.sharding is None:
             for group in stage.groups() if stage.updates else ():
-                if _is_whole(group.workers, 2):
+                if is_whole(group.workers, 2):
                     yield Problem(
                         where=str(stage.location),
                         what=f"stage {stage.name!r} updates a model on {group.workers} workers and has no sharding",
@@ -336,7 +337,7 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
     parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1))
     for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
         value = getattr(group, name)
-        if not _is_whole(value, low):
+        if not is_whole(value, low):
             yield Problem(
                 where=where,
                 what=f"worker group {group.name!r} has {name}={value!r}",
@@ -409,10 +410,6 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
 def model_name(model: Model) -> str:
     """How a plan writes a model."""
     return model.source if model.trainable else f"{model.source} (frozen)"
-
-
-def _is_whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 def _names(items: Iterable) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,13 @@ def size_bytes(column: Column) -> int:
         return sum(len(text.encode()) for text in column)
     values = column.values if isinstance(column, Ragged) else column
     return values.numel() * values.element_size()
+
+
+def plain_values(column: Column) -> list[Any]:
+    """One plain Python value a sample: a text, a number, or a list of what the sample has."""
+    if isinstance(column, Ragged):
+        return [row.tolist() for row in column.rows()]
+    return column if isinstance(column, list) else column.tolist()
 
 
 def take(column: Column, index: Sequence[int]) -> Column:

@@ -15,6 +15,7 @@ import networkx as nx
 
 from pipeline.errors import Problem
 from pipeline.fields import Field
+from pipeline.parameters import is_whole
 from pipeline.stage import Stage
 
 ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no reason to have one
@@ -70,7 +71,7 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
                 fix="a map stage with per='group' and the gate among its writes",
             )
         rounds = gate.max_rounds
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 2:
+        if not is_whole(rounds, 2):
             yield Problem(
                 where=where,
                 what=f"stage {gate.name!r} has max_rounds={rounds!r}",

@@ -91,7 +91,6 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     cpus: float
     threads: int
-    data_parallel: int
     model_parallel: int
     stages: tuple[str, ...]
 
@@ -242,7 +241,6 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
                 gpus=group.gpus,
                 cpus=group.cpus,
                 threads=group.threads,
-                data_parallel=group.data_parallel,
                 model_parallel=group.model_parallel,
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.columns import Columns
+from pipeline.columns import Columns, plain_values
 from pipeline.fields import Field
 from pipeline.meta import sample_key
 from pipeline.rundir import RunDir
@@ -49,7 +49,7 @@ class KeepSamples(Stage):
 
 
 def _rows(columns: Columns, task: Task, group_size: int) -> list[dict[str, Any]]:
-    values = {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}  # type: ignore[union-attr]
+    values = {name: plain_values(column) for name, column in columns.items()}
     count = min(map(len, values.values()))
     return [
         {"step": task.step, "key": sample_key(task.groups[n // group_size], n % group_size), "version": task.version}

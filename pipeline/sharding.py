@@ -188,21 +188,6 @@ def check_equal(shards: Sequence[Shard]) -> None:
                     )
 
 
-def restored_order(shards: Sequence[Shard]) -> tuple[int, ...]:
-    """The permutation that puts the results of all ranks, concatenated in rank order, into canonical order.
-
-    `[results[i] for i in restored_order(shards)]`. Raises ValueError where the shards are not those of one batch.
-    """
-    index = [position for shard in sorted(shards, key=lambda shard: shard.rank) for position in shard.index]
-    ranks = sorted(shard.rank for shard in shards)
-    if ranks != list(range(len(shards))) or sorted(index) != list(range(len(index))):
-        raise ValueError(f"shards of ranks {ranks} with {len(index)} samples are not one whole batch")
-    order = [0] * len(index)
-    for i, position in enumerate(index):
-        order[position] = i
-    return tuple(order)
-
-
 def waste(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int]) -> float:
     """How much of what is computed on is padding, as a fraction, over all ranks; 0 where rows are packed."""
     if any(shard.packed for shard in shards):

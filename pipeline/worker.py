@@ -181,7 +181,7 @@ class Worker:
 
     def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
         """The task with its shard. Ranks that meet in it are asked first whether they have the same to do."""
-        if stage.sharding and stage.sharding.equal:
+        if self.ranks.connected and stage.sharding and stage.sharding.equal:
             pads = [[(part.prompt, part.response) for part in update.microbatches] for update in shard.updates]
             counts = [f"{len(pad)} microbatches {pad}" for pad in pads]
             self.ranks.agree(f"stage {stage.name!r}, step {task.step + 1}", f"update {', '.join(counts)}")

@@ -5,7 +5,6 @@ Advantage("rloo"), Advantage("dr_grpo", kl=0.01)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Output, Stage, StageContext, Task
 from pipeline.columns import Columns
 from pipeline.errors import Problem, shown
+from pipeline.parameters import is_number
 from stages.vocabulary import ADVANTAGE, MADE_BY, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Advantage(Stage):
     hints = MADE_BY
 
     def __post_init__(self) -> None:
-        if _finite(self.kl) and self.kl > 0:  # `check` says what is wrong with anything else
+        if is_number(self.kl) and self.kl > 0:  # `check` says what is wrong with anything else
             object.__setattr__(self, "reads", (REWARD, PREV_LOGPROBS, REF_LOGPROBS))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
@@ -70,14 +70,14 @@ class Advantage(Stage):
                 why=f"known kinds are {', '.join(KINDS)}",
                 fix=f'write Advantage("{KINDS[0]}")',
             )
-        if not (_finite(self.eps) and self.eps > 0):
+        if not (is_number(self.eps) and self.eps > 0):
             yield Problem(
                 where=where,
                 what=f"eps={self.eps!r}",
                 why="the standard deviation of a group is divided by, and eps > 0 keeps that from being 0",
                 fix="write eps=1e-6",
             )
-        if not (_finite(self.kl) and self.kl >= 0):
+        if not (is_number(self.kl) and self.kl >= 0):
             yield Problem(
                 where=where,
                 what=f"kl={self.kl!r}",
@@ -130,7 +130,3 @@ def _divergence(columns: Columns) -> torch.Tensor:
     prev: Any = columns[PREV_LOGPROBS.name]
     ref: Any = columns[REF_LOGPROBS.name]
     return torch.stack([(now - then).sum() for now, then in zip(prev.rows(), ref.rows())])
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -16,7 +16,8 @@ from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem, shown
-from stages.backends import Sampling, backend_problems, engine, is_whole, model_problems
+from pipeline.parameters import is_whole
+from stages.backends import Sampling, backend_problems, engine, model_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset

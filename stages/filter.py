@@ -22,11 +22,10 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
-from pipeline.columns import Column, Columns, Ragged
-from pipeline.errors import Problem, shown
-from stages import vocabulary
+from pipeline.columns import Columns, plain_values
+from pipeline.errors import Problem, shown, told
 from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
-from stages.vocabulary import KEPT, MADE_BY, REWARD
+from stages.vocabulary import KEPT, MADE_BY, REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 RULES = ("zero_spread",)
 Rule = Callable[..., bool]
 
-_KNOWN = {value.name: value for value in vars(vocabulary).values() if isinstance(value, Field)}
 _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) < len(reward)"
 
 
@@ -122,7 +120,7 @@ class Filter(Stage):
         decide = self._zero_spread if isinstance(self.rule, str) else self._by_function()
 
         def run(columns: Columns, task: Task) -> Output:
-            plain = {made.name: _plain(columns[made.name]) for made in self.reads}
+            plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
             dropped = {}
             for position, group in enumerate(task.groups):
                 inputs = {name: values[position * size : (position + 1) * size] for name, values in plain.items()}
@@ -147,8 +145,7 @@ class Filter(Stage):
             try:
                 keep = rule(**inputs)
             except Exception as error:
-                text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise StageError(_failure(rule, f"raised {text}", inputs, group)) from error
+                raise StageError(_failure(rule, f"raised {told(error)}", inputs, group)) from error
             if not isinstance(keep, bool | numpy.bool_):
                 raise StageError(_failure(rule, f"returned {short(keep)}", inputs, group))
             return None if keep else f"{name_of(rule)}() is False"
@@ -215,15 +212,4 @@ def _field(name: object) -> Field | None:
     """The field that a name stands for: of the vocabulary, a part of the reward, or an extra column of the prompts."""
     if not isinstance(name, str):
         return None
-    if name in _KNOWN:
-        return _KNOWN[name]
-    try:
-        return Field(name, dtype=REWARD.dtype if name.startswith(f"{REWARD.name}_") else "str")
-    except ValueError:  # check() says so
-        return None
-
-
-def _plain(column: Column) -> list[Any]:
-    if isinstance(column, Ragged):
-        return [row.tolist() for row in column.rows()]
-    return column if isinstance(column, list) else column.tolist()
+    return field_named(name, REWARD.dtype if name.startswith(f"{REWARD.name}_") else "str")

@@ -15,8 +15,9 @@ from typing import Any
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem, shown
+from pipeline.parameters import is_number, is_whole
 from pipeline.sharding import Dynamic, Packed, Plain, Sharding
-from stages.backends import backend_problems, engine, is_number, is_whole, model_problems, one_shard
+from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import MADE_BY, PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
@@ -120,7 +121,7 @@ def scoring_problems(
         )
     size = microbatch.tokens if isinstance(microbatch, Dynamic | Packed) else microbatch
     least = 0 if size is microbatch else 1
-    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+    if not is_whole(size, least):
         yield Problem(
             where=where,
             what=f"stage {stage.name!r} has microbatch={shown(microbatch)}",

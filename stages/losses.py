@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.errors import Problem, shown
+from pipeline.parameters import is_whole
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -149,7 +150,7 @@ class PolicyLoss:
                 why="it divides by the longest response that is allowed, which the rollout knows",
                 fix="max_tokens=512, the rollout's",
             )
-        elif self.max_tokens is not None and not (_whole(self.max_tokens) and self.max_tokens >= 1):
+        elif self.max_tokens is not None and not is_whole(self.max_tokens, 1):
             yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
             yield _problem(where, self, "entropy", "the weight of the entropy bonus is a number, 0 (none) or more", 0.0)
@@ -280,7 +281,3 @@ def _pair(value: object) -> bool:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

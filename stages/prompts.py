@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from pipeline import Field, Output, Stage, StageContext, Task
 from pipeline.columns import Columns
 from pipeline.errors import Problem
+from pipeline.parameters import is_whole
 from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.sources.layout import Layout
@@ -96,7 +97,7 @@ class Prompts(Stage):
         yield from source_problems(self.source, self._layout(), where)
 
     def _parameter_problems(self, where: str) -> Iterator[Problem]:
-        if not isinstance(self.batch, int) or isinstance(self.batch, bool) or self.batch < 1:
+        if not is_whole(self.batch, 1):
             yield Problem(
                 where=where,
                 what=f"batch={self.batch!r}",

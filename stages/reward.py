@@ -32,9 +32,9 @@ from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
-from pipeline.columns import Column, Columns, Ragged
+from pipeline.columns import Columns, plain_values
 from pipeline.errors import Problem
-from stages import vocabulary
+from pipeline.parameters import is_number, is_whole
 from stages.scoring import (
     LARGEST,
     AsyncCalls,
@@ -48,12 +48,11 @@ from stages.scoring import (
     short,
     where_of,
 )
-from stages.vocabulary import MADE_BY, REWARD
+from stages.vocabulary import MADE_BY, REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
-_KNOWN = {value.name: value for value in vars(vocabulary).values() if isinstance(value, Field)}
 _CALLS = AsyncCalls()
 _TAKEN = ("mean", "std")  # names of the stage's own metrics
 _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response))"
@@ -99,7 +98,7 @@ class Reward(Stage):
         retries: int = _CALLS.retries,
     ) -> None:
         parts = [_part(function) for function in functions] if len(functions) > 1 else []
-        reads = dict.fromkeys(_field(parameter) for function in functions for parameter in fields_of(function))
+        reads = dict.fromkeys(field_named(parameter) for function in functions for parameter in fields_of(function))
         values = {
             "functions": functions,
             "weights": _weights(weights),
@@ -149,8 +148,8 @@ class Reward(Stage):
     def _call_problems(self, where: str) -> Iterator[Problem]:
         for name, least in (("concurrency", 1), ("timeout_s", None), ("retries", 0)):
             value, default = getattr(self.calls, name), getattr(_CALLS, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or (value <= 0 if least is None else (not isinstance(value, int) or value < least)):
+            legal = is_number(value) and value > 0 if least is None else is_whole(value, least)
+            if not legal:
                 rule = "seconds, above 0" if least is None else f"a whole number, {least} or more"
                 yield _problem(where, f"Reward has {name}={value!r}", f"it is {rule}", f"{name}={default}")
         if self.calls != _CALLS and not any(is_async(function) for function in self.functions):
@@ -169,7 +168,7 @@ class Reward(Stage):
         scorer = Scorer(self.functions, self.calls, str(self.location))
 
         def run(columns: Columns, task: Task) -> Output:
-            plain = {made.name: _plain(columns[made.name]) for made in self.reads}
+            plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
             samples = _Samples(task.step, task.groups, context.group_size)
             scores = scorer.scores(plain, len(next(iter(plain.values()))), samples.name)
             total = [sum(map(mul, weights, row)) for row in zip(*scores)]
@@ -278,7 +277,7 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
             "name each field as an ordinary parameter",
         )
     elif parameter.default is parameter.empty:
-        made = _field(parameter.name)
+        made = field_named(parameter.name)
         if made is None or made.per_step:
             yield _problem(
                 where,
@@ -288,12 +287,8 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
             )
 
 
-def _field(name: str) -> Field | None:
-    return _KNOWN.get(name) or _made(name, "str")
-
-
 def _part(function: object) -> Field | None:
-    return _made(f"reward_{name_of(function)}", REWARD.dtype)
+    return field_named(f"reward_{name_of(function)}", REWARD.dtype)
 
 
 def _weights(given: Any) -> Any:
@@ -305,19 +300,6 @@ def _weights(given: Any) -> Any:
 
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
-
-
-def _made(name: str, dtype: str) -> Field | None:
-    try:
-        return Field(name, dtype=dtype)
-    except ValueError:  # check() says so
-        return None
-
-
-def _plain(column: Column) -> list[Any]:
-    if isinstance(column, Ragged):
-        return [row.tolist() for row in column.rows()]
-    return column if isinstance(column, list) else column.tolist()
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem
+from pipeline.parameters import is_whole
 from stages.backends import backend_problems, engine, model_problems
 from stages.vocabulary import MADE_BY, MODEL_REWARD, PROMPT, RESPONSE
 
@@ -91,7 +92,7 @@ class RewardModel(Stage):
                 why="a reward model is a sequence classification model, not a language model",
                 fix="RewardModel(Model('the reward model'), ...)",
             )
-        if not isinstance(self.microbatch, int) or isinstance(self.microbatch, bool) or self.microbatch < 0:
+        if not is_whole(self.microbatch, 0):
             yield Problem(
                 where=where,
                 what=f"stage {self.name!r} has microbatch={self.microbatch!r}",

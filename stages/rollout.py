@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
 from pipeline.errors import Problem, shown
-from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, is_number, is_whole, model_problems
+from pipeline.parameters import is_number, is_whole
+from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, model_problems
 from stages.vocabulary import (
     MADE_BY,
     MESSAGES,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.parameters import is_whole
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -41,16 +43,16 @@ class Generated:
     def __post_init__(self) -> None:
         if self.task not in LETTERS:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(LETTERS)}")
-        if not (_whole(self.digits) and 1 <= self.digits <= MAX_DIGITS):
+        if not (is_whole(self.digits, 1) and self.digits <= MAX_DIGITS):
             raise ValueError(f"digits={self.digits!r} is not a whole number from 1 to {MAX_DIGITS}")
         if self.task == "add" and self.digits % 2:
             raise ValueError(f"digits={self.digits} is odd; 'add' has two numbers of equal length: 2, 4 or 6 digits")
-        if not (_whole(self.held_out) and 0 <= self.held_out < self.size):
+        if not (is_whole(self.held_out, 0) and self.held_out < self.size):
             raise ValueError(
                 f"held_out={self.held_out!r} is not a whole number from 0 to {self.size - 1}: "
                 f"{self.digits} digits make {self.size} prompts, and one at least is for training"
             )
-        if not (_whole(self.seed) and 0 <= self.seed < 2**64):
+        if not (is_whole(self.seed, 0) and self.seed < 2**64):
             raise ValueError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1")
 
     @property
@@ -104,7 +106,3 @@ def _permutation(seed: int, size: int) -> np.ndarray:
     from ops.random import permutation
 
     return permutation(seed, _SPLIT_STREAM, size)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
 from pipeline.errors import Problem, shown
+from pipeline.parameters import is_number, is_whole
 from pipeline.sharding import Dynamic, Packed, Sharding
 from stages.backends import (
     Batch,
@@ -21,8 +22,6 @@ from stages.backends import (
     Optimization,
     backend_problems,
     engine,
-    is_number,
-    is_whole,
     model_problems,
     one_shard,
 )

@@ -49,3 +49,15 @@ MADE_BY: Mapping[str, str] = {
     TRAINED_WEIGHTS.name: "add Train(policy, on=learner, lr=1e-6)",
     SERVED_WEIGHTS.name: "add Refit(policy, source=learner, target=sampler)",
 }
+
+_STANDARD = {value.name: value for value in list(globals().values()) if isinstance(value, Field)}
+
+
+def field_named(name: str, dtype: str = "str") -> Field | None:
+    """The standard field of this name, or one of `dtype` with a value a sample; None where no field can have it."""
+    if name in _STANDARD:
+        return _STANDARD[name]
+    try:
+        return Field(name, dtype=dtype)
+    except ValueError:  # who asks says so
+        return None

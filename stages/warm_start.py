@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import shown
+from pipeline.parameters import is_whole
 from stages.tasks import Generated
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Supervised:
             yield what, "a warm start trains on the answers of a Generated task", "Supervised(Generated('reverse'))"
         for name, least, default in (("steps", 0, 60), ("batch", 1, 64)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_whole(value, least):
                 why = f"{name} is a whole number, {least} or more"
                 yield f"Supervised has {name}={value!r}", why, f"{name}={default}"
         if self.until is not None and not (isinstance(self.until, int | float) and 0 <= self.until <= 1):

@@ -2,7 +2,7 @@
 
 A worker opens its engine once and all stages on it share it:
 
-    engine(context).score(model, prompt_ids, response_ids, temperature=1.0, microbatch=64)
+    engine(context).score(model, prompt_ids, response_ids, one_shard(prompt_ids, response_ids), temperature=1.0)
 
 This module knows names. It loads no backend: that happens when a worker calls `engine`.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +43,6 @@ __all__ = [
     "backend_problems",
     "cut",
     "engine",
-    "is_number",
-    "is_whole",
     "model_problems",
     "one_shard",
     "part",
@@ -137,16 +134,6 @@ def backend_problems(group: WorkerGroup | None, stage: Stage | None = None) -> I
                 why="it is not installed",
                 fix=backend.install,
             )
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Whether it is a whole number of at least this."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def model_problems(model: Model) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.errors import Problem
+from pipeline.parameters import is_number
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.tasks import Generated
 
@@ -60,7 +61,7 @@ class Mixture:
                 )
             elif isinstance(source, Dataset):
                 yield from dataset_problems(source, where)
-            if not (_is_number(weight) and math.isfinite(weight) and weight > 0):
+            if not (is_number(weight) and weight > 0):
                 yield _problem(
                     where,
                     f"the weight of {label(source)!r} is {weight!r}",
@@ -136,10 +137,6 @@ def label(source: Source) -> str:
     if isinstance(source, Dataset):
         return source.label
     return source.task if isinstance(source, Generated) else str(source)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _problem(where: str, what: str, why: str, fix: str) -> Problem:

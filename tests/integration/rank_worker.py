@@ -25,20 +25,9 @@ from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
 from stages.backends.torch.sharded import divide, whole
 from stages.backends.torch.weights import weights
+from tests.unit.tiny import QWEN3
 
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-POLICY = Model("tiny", config=CONFIG, alphabet="0123456789")
+POLICY = Model("tiny", config=QWEN3, alphabet="0123456789")
 SAMPLES, MINIBATCHES = 24, 2
 LOSS = ClippedLoss(kl=0.1, aggregation="sequence")
 DEADLINE_S = 120.0

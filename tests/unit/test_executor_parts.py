@@ -4,15 +4,22 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphs.quickstart import graph
 from pipeline import trace
+from pipeline.columns import Ragged
+from pipeline.data_plane.memory import MemoryPlane
 from pipeline.errors import Problem, StageError
 from pipeline.executors import merged, shards
+from pipeline.fields import Field
+from pipeline.handles import HandleTable
 from pipeline.meta import KVBatchMeta, keys_of
 from pipeline.plan import plan
 from pipeline.ranks import Layout, Ranks
-from pipeline.sharding import Plain, Shard, Sharding
+from pipeline.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.stage import Task
 from pipeline.worker import SHARD, TaskResult
 
@@ -99,3 +106,38 @@ def test_a_group_of_one_talks_to_nobody() -> None:
     assert ranks.share(lambda: {"text": ["t"]}) == {"text": ["t"]}
     ranks.agree("stage", 1)
     ranks.leave()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=12, max_size=12),
+    st.sampled_from([1, 2, 3, 4, 6]),
+    st.sampled_from([Plain(), Plain(2), Dynamic(40), Packed(30)]),
+    st.booleans(),
+    st.randoms(),
+)
+def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ranks, microbatching, equal, order):
+    """Whatever the lengths, the number of ranks and who is ready first: every value belongs to its own key."""
+    token = Field("token", dtype="int64", dims="N T")
+    keys = keys_of((0, 1, 2, 3), 3)
+    prompts, responses = zip(*lengths)
+    given_lengths = {"P": prompts, "T": responses}
+    whole = KVBatchMeta(keys=keys, partition_id="g", fields=(), lengths=given_lengths)
+    stage = planned(0)
+    stage = msgspec.structs.replace(stage, sharding=Sharding.of(microbatching, equal=equal))
+    plane, table = MemoryPlane(), HandleTable(3)
+    plane.register("g", [token], ["reader"])
+    parts = shards(stage, TASK, whole, replicas=ranks)
+    order.shuffle(parts)
+    landed = []
+    for part in parts:
+        numbers = [keys.index(key) for key in part.keys]
+        rows = [torch.full((responses[i],), i) for i in numbers]
+        put = plane.put(part.keys, {"token": Ragged.of(rows)}, partition="g", stage="s", attempt=0, unit="batch")
+        landed += table.add(4, put).groups
+    assert sorted(landed) == [0, 1, 2, 3]
+    found = table.handle(4, (0, 1, 2, 3), ["token"])
+    assert found is not None and found.keys == keys
+    column = plane.get(found, ["token"], reader="reader")["token"]
+    assert column.lengths == responses
+    assert column.values.tolist() == [i for i in range(12) for _ in range(responses[i])]

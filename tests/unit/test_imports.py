@@ -43,8 +43,9 @@ CORE = (
     "partition",
     "ranks",
     "gate",
+    "parameters",
 )
-PUBLIC_TO_STAGES = {"columns", "errors", "fields", "ranks", "sharding", "stage"}  # beside the names of `pipeline`
+PUBLIC_TO_STAGES = {"columns", "errors", "fields", "parameters", "ranks", "sharding", "stage"}  # beside `pipeline`
 ONLY_IN = {
     "ray": "pipeline/executors/ray.py",
     "transfer_queue": "pipeline/data_plane/transfer_queue.py",

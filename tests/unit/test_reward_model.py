@@ -19,20 +19,11 @@ from stages.reward import Reward
 from stages.reward_model import RewardModel
 from stages.tasks import Generated
 from stages.train import Train
+from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+CONFIG = QWEN3 | {"initializer_range": 0.1}
 JUDGE = Model("judge", config=CONFIG, alphabet="bytes")
 ENCODER_CONFIG = {key: CONFIG[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
 ENCODER_CONFIG |= {

@@ -1,4 +1,4 @@
-"""Sharding a batch over ranks: nothing lost, equal shapes, budgets kept, order restored; for random lengths."""
+"""Sharding a batch over ranks: nothing lost, equal shapes, budgets kept; for random lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pipeline.sharding import (
     Update,
     balance,
     check_equal,
-    restored_order,
     shard_batch,
     waste,
 )
@@ -160,23 +159,6 @@ def test_which_samples_an_update_sees_does_not_depend_on_the_ranks(arguments):
             ]
         )
     assert by_ranks[0] == by_ranks[-1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(batches(), st.randoms())
-def test_restored_order_inverts_whatever_the_ranks_have(arguments, rng):
-    shards = shard_batch(**arguments)
-    results = [f"sample {i}" for shard in shards for i in shard.index]
-    canonical = [f"sample {i}" for i in range(len(results))]
-    rng.shuffle(shards)
-    assert [results[i] for i in restored_order(shards)] == canonical
-
-
-@given(st.permutations(range(12)), st.sampled_from([1, 2, 3, 4, 6, 12]))
-def test_restored_order_of_any_permutation(index, ranks):
-    part = 12 // ranks
-    shards = [Shard(r, ranks, tuple(index[r * part : (r + 1) * part]), (), False) for r in range(ranks)]
-    assert [index[i] for i in restored_order(shards)] == list(range(12))
 
 
 @settings(max_examples=60, deadline=None)
@@ -399,19 +381,6 @@ def test_ranks_that_pack_alone_are_caught_by_the_preflight():
     check_equal(shard_batch(prompts, responses, ranks=2, microbatching=Packed(100)))
     with pytest.raises(ValueError, match="ranks 0 and 1"):
         check_equal(shards)
-
-
-@pytest.mark.parametrize(
-    "shards",
-    [
-        [Shard(0, 2, (0, 1), (), False)] * 2,
-        [Shard(0, 2, (0,), (), False), Shard(1, 2, (2,), (), False)],
-        [Shard(1, 2, (0, 1), (), False)],
-    ],
-)
-def test_parts_of_a_batch_have_no_order_to_restore(shards):
-    with pytest.raises(ValueError, match="not one whole batch"):
-        restored_order(shards)
 
 
 @pytest.mark.parametrize("mode", [Plain(3), Dynamic(900), Packed(900)])

@@ -8,25 +8,15 @@ import torch
 
 from pipeline import Model, StageError, WorkerGroup
 from pipeline.columns import Ragged
-from pipeline.sharding import Sharding
+from pipeline.sharding import Plain, Sharding
 from pipeline.stage import StageContext
 from stages.backends import Sampling, engine, one_shard
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.generate import choose, generate
+from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
+CONFIG = QWEN3
 POLICY = Model("tiny", config=CONFIG, alphabet="0123456789abc")
 CLOSING = [1, 4, 9]  # so many that most responses end early
 
@@ -58,7 +48,7 @@ def test_rollout_logprobs_are_those_of_scoring(
         POLICY,
         prompts,
         made.response_ids,
-        one_shard(prompts, made.response_ids, Sharding(size=microbatch)),
+        one_shard(prompts, made.response_ids, Sharding.of(Plain(microbatch))),
         temperature=temperature,
     )
     assert again.lengths == made.logprobs.lengths == made.response_ids.lengths
@@ -202,6 +192,10 @@ def test_other_architectures_give_the_same_logprobs_both_ways(backend: TorchEngi
     prompts = backend.encode(policy, RAGGED)
     made = backend.generate(policy, prompts, Sampling(6), uniforms(len(RAGGED), 6))
     again = backend.score(
-        policy, prompts, made.response_ids, one_shard(prompts, made.response_ids, Sharding(size=2)), temperature=1.0
+        policy,
+        prompts,
+        made.response_ids,
+        one_shard(prompts, made.response_ids, Sharding.of(Plain(2))),
+        temperature=1.0,
     )
     torch.testing.assert_close(again.values, made.logprobs.values, atol=1e-5, rtol=0)

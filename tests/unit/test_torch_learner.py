@@ -12,28 +12,17 @@ import torch
 from pipeline import Model
 from pipeline.columns import Ragged
 from pipeline.errors import CheckpointError
-from pipeline.sharding import Sharding
+from pipeline.sharding import Plain, Sharding
 from stages import ClippedLoss
 from stages.backends import Batch, Optimization, one_shard
 from stages.backends.torch.models import load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner, learning_rate
 from stages.backends.torch.score import score as score_shard
 from stages.backends.torch.weights import weight_hash, weights
+from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-POLICY = Model("tiny", config=CONFIG, alphabet="0123456789")
+POLICY = Model("tiny", config=QWEN3, alphabet="0123456789")
 CPU = torch.device("cpu")
 
 
@@ -46,23 +35,23 @@ def learner(pristine: Any, **settings: Any) -> TorchLearner:
     return TorchLearner(copy.deepcopy(pristine), Optimization(**{"lr": 1e-2, **settings}), pad=0)
 
 
-def score(network: Any, prompts: Ragged, responses: Ragged, *, temperature: float = 1.0, **sharding: Any) -> Ragged:
-    shard = one_shard(prompts, responses, Sharding(**sharding))
+def score(network: Any, prompts: Ragged, responses: Ragged, *, temperature: float = 1.0) -> Ragged:
+    shard = one_shard(prompts, responses)
     return score_shard(network, prompts, responses, shard, temperature=temperature, pad=0)
 
 
-def updated(one: TorchLearner, given: Batch, loss: Any, *, temperature: float = 1.0, **sharding: Any) -> dict:
-    """One update of the whole batch, cut as `sharding` says."""
-    shard = one_shard(given.prompt_ids, given.response_ids, Sharding(**sharding))
+def updated(one: TorchLearner, given: Batch, loss: Any, *, temperature: float = 1.0, size: int = 0) -> dict:
+    """One update of the whole batch, in microbatches of `size` samples."""
+    shard = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(size)))
     return one.update(given, loss, temperature=temperature, update=shard.updates[0], packed=shard.packed)
 
 
-def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None, **sharding: Any) -> None:
+def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None, *, size: int = 0) -> None:
     """Gradients of all microbatches, or of one, without a step."""
-    (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding(**sharding)).updates
+    (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(size))).updates
     for i, microbatch in enumerate(update.microbatches):
         if only in (None, i):
-            one._backward(given.at(microbatch.samples), loss, 1.0, update, microbatch, sharding.get("mode") == "packed")
+            one._backward(given.at(microbatch.samples), loss, 1.0, update, microbatch)
 
 
 def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Batch:

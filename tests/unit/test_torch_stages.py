@@ -29,20 +29,10 @@ from stages import (
     Train,
 )
 from stages.backends import engine
+from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
+CONFIG = QWEN3 | {"num_hidden_layers": 1}
 TASK = Generated("reverse", digits=2, held_out=20)
 POLICY = Model("tiny", config=CONFIG, alphabet=TASK.alphabet)
 SAMPLER = WorkerGroup("sampler", backend="torch", threads=1)
