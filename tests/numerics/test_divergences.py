@@ -34,7 +34,7 @@ from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMas
 
 torch.set_num_threads(1)
 REWARDS = [1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0, 0.0]
-MADE = batch(2, spread=0.7)
+MADE = batch(98, spread=0.7)
 
 
 def agrees(loss, theirs, made=MADE):
@@ -205,6 +205,20 @@ def test_a_group_of_one():
 
 
 # Policy losses
+
+
+def test_the_batch_reaches_every_bound_that_is_compared():
+    """Formulas that differ only where a bound acts agree on a batch that reaches none."""
+    ratios = [
+        (ratio, advantage)
+        for *rows, advantage in zip(MADE.new, MADE.old, MADE.advantage)
+        for ratio in loops.token_ratios(*rows)
+    ]
+    gains = [ratio for ratio, advantage in ratios if advantage > 0]
+    losses = [ratio for ratio, advantage in ratios if advantage < 0]
+    assert any(ratio > 1.28 for ratio in gains) and any(1.2 < ratio < 1.28 for ratio in gains)
+    assert any(ratio > 3.0 for ratio in losses) and any(1.5 < ratio < 3.0 for ratio in losses)
+    assert any(ratio < 0.8 for ratio in losses) and any(ratio < 0.8 for ratio in gains)
 
 
 def verl_vanilla(lp, old, advantage, low, high, c=3.0):
