@@ -1,11 +1,23 @@
-"""GRPO for any Hugging Face causal language model and a JSONL file with the columns `prompt` and `answer`.
+"""GRPO for any Hugging Face causal language model and a JSONL file with the columns `prompt` and `answer`. Synchronous;
+`graphs/grpo_async.py` is the same with one number changed.
 
 python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl
 """
 
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Schedule, WorkerGroup
-from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, RefLogprobs, Reward, Rollout, Train
+from stages import (
+    Advantage,
+    ClippedLoss,
+    PrevLogprobs,
+    Prompts,
+    Refit,
+    RefLogprobs,
+    Reward,
+    Rollout,
+    Train,
+    TruncatedIS,
+)
 
 
 def graph(
@@ -16,6 +28,7 @@ def graph(
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     steps: int = 100,
+    max_staleness: int = 0,
     seed: int = 0,
     prompts_per_step: int = 32,
     samples_per_prompt: int = 8,
@@ -32,6 +45,7 @@ def graph(
     generator, trainer  backends that sample and that train
     sampler_gpus, learner_gpus  0 computes on the CPU, 1 on a GPU; the same for both
     steps               batches to train on
+    max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
     seed                of every random number
     prompts_per_step    groups of a batch
     samples_per_prompt  responses to each prompt
@@ -44,6 +58,7 @@ def graph(
     policy = Model(model)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
+    loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 where nothing is stale
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),
@@ -53,8 +68,8 @@ def graph(
             PrevLogprobs(policy, on=learner, microbatch=microbatch),
             RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=microbatch),
+            Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=microbatch),
             Refit(policy, source=learner, target=sampler),
         ),
-        schedule=Schedule(steps=steps, seed=seed),
+        schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
     )

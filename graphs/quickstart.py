@@ -19,6 +19,7 @@ from stages import (
     Rollout,
     Supervised,
     Train,
+    TruncatedIS,
 )
 
 TINY_QWEN3 = {
@@ -40,6 +41,9 @@ TINY_QWEN3 = {
 def graph(
     task: Literal["reverse", "sort", "add"] = "reverse",
     steps: int = 100,
+    max_staleness: int = 0,
+    on_stale: Literal["wait", "drop"] = "wait",
+    refit: Literal["drain", "in_flight"] = "drain",
     seed: int = 0,
     prompts_per_step: int = 32,
     samples_per_prompt: int = 16,
@@ -54,6 +58,9 @@ def graph(
 
     task                what is learned
     steps               batches to train on
+    max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
+    on_stale            whether older samples are waited for or dropped
+    refit               whether new weights wait for running sequences or are swapped between two tokens
     seed                of the model's weights and of every random number
     prompts_per_step    groups of a batch
     samples_per_prompt  responses to each prompt
@@ -75,6 +82,7 @@ def graph(
     sampler = WorkerGroup("sampler", backend="torch", threads=threads)
     learner = WorkerGroup("learner", backend="torch", threads=threads)
     max_tokens = source.max_answer + 1
+    loss = ClippedLoss(correction=TruncatedIS(cap=2.0) if max_staleness else None)
     return Graph(
         name="quickstart",
         host=sampler,
@@ -87,7 +95,7 @@ def graph(
             Train(
                 policy,
                 on=learner,
-                loss=ClippedLoss(),
+                loss=loss,
                 lr=lr,
                 betas=(0.9, 0.95),
                 schedule="cosine",
@@ -96,5 +104,5 @@ def graph(
             Refit(policy, source=learner, target=sampler),
             Evaluate(policy, source, on=sampler, every=evaluate_every, max_tokens=max_tokens),
         ),
-        schedule=Schedule(steps=steps, seed=seed),
+        schedule=Schedule(steps=steps, max_staleness=max_staleness, on_stale=on_stale, refit=refit, seed=seed),
     )

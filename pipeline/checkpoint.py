@@ -30,7 +30,11 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are behind it, `version` is the policy version it holds; `next_group` is the next admission number."""
+    """`steps` are behind it, `version` is the policy version it holds; `next_group` is the next admission number.
+
+    `pending` are groups that were admitted and not trained, of a run whose batches are not fixed: they come again
+    first.
+    """
 
     format: int
     graph: str
@@ -39,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     next_group: int
     seed: int
     files: dict[str, SavedFile]
+    pending: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +51,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(
-    run: RunDir, *, graph: str, steps: int, next_group: int, seed: int, save: Callable[[Path], None]
+    run: RunDir,
+    *,
+    graph: str,
+    steps: int,
+    next_group: int,
+    pending: tuple[int, ...] = (),
+    seed: int,
+    save: Callable[[Path], None],
 ) -> tuple[Path, Manifest]:
     """Have `save(folder)` fill a temporary folder, sync it, describe it and move it into place.
 
@@ -64,7 +76,14 @@ def write(
     for folder in [p for p in partial.rglob("*") if p.is_dir()]:
         _sync(folder)
     manifest = Manifest(
-        format=FORMAT, graph=graph, steps=steps, version=steps, next_group=next_group, seed=seed, files=files
+        format=FORMAT,
+        graph=graph,
+        steps=steps,
+        version=steps,
+        next_group=next_group,
+        seed=seed,
+        files=files,
+        pending=pending,
     )
     (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(partial / MANIFEST)

@@ -12,6 +12,7 @@ from pipeline.fields import Field
 from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
 from pipeline.parameters import is_whole
+from pipeline.schedule_checks import schedule_problems
 from pipeline.stage import Stage
 from pipeline.structure import is_name
 
@@ -25,7 +26,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
     }
     lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
     found = [
-        *_schedule(graph),
+        *schedule_problems(graph),
         *_source(graph),
         *_writers(stages),
         *_cycles(stages),
@@ -51,38 +52,6 @@ def _own(stage: Stage, graph: Graph) -> list[Problem]:
                 fix=f"mend the parameters of {type(stage).__name__}(...)",
             )
         ]
-
-
-def _schedule(graph: Graph) -> Iterator[Problem]:
-    schedule, where = graph.schedule, str(graph.location)
-    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
-    if schedule.capacity is not None:
-        whole["capacity"] = 1
-    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
-    for name, low in wrong.items():
-        yield Problem(
-            where=where,
-            what=f"Schedule({name}={getattr(schedule, name)!r})",
-            why=f"{name} is a whole number, {low} or more",
-            fix=f"{name}={100 if name == 'steps' else low}",
-        )
-    if wrong.keys() & {"max_staleness", "capacity"}:
-        return
-    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
-        yield Problem(
-            where=where,
-            what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
-            why="samples of an older policy bias the gradient",
-            fix="max_staleness=0, or a loss with an off-policy correction",
-        )
-    needed = (schedule.max_staleness + 1) * graph.batch
-    if schedule.capacity is not None and schedule.capacity < needed:
-        yield Problem(
-            where=where,
-            what=f"Schedule(capacity={schedule.capacity})",
-            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once",
-            fix=f"capacity={needed} or more",
-        )
 
 
 def _source(graph: Graph) -> Iterator[Problem]:

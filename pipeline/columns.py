@@ -82,3 +82,15 @@ def concat(columns: Sequence[Column]) -> Column:
         ragged: list[Ragged] = list(columns)  # type: ignore[arg-type]
         return Ragged(torch.cat([c.values for c in ragged]), tuple(n for c in ragged for n in c.lengths))
     return torch.cat(list(columns))  # type: ignore[arg-type]
+
+
+def in_order(parts: Sequence[tuple[Columns, Sequence[int]]]) -> tuple[Columns, Sequence[int]]:
+    """The columns of several parts as one, ascending by the positions that each part is for. At least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    index = [position for _, positions in parts for position in positions]
+    columns = {name: concat([part[name] for part, _ in parts]) for name in parts[0][0]}
+    order = sorted(range(len(index)), key=index.__getitem__)
+    if order != list(range(len(index))):
+        columns = {name: take(column, order) for name, column in columns.items()}
+    return columns, [index[i] for i in order]

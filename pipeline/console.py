@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,6 +110,7 @@ class Progress:
         self.evaluations: list[tuple[int, float]] = []
         self.measure = ""  # what is evaluated: the first reward of the evaluation
         self.last: dict[str, float] = {}
+        self.dropped: Counter[str] = Counter()  # groups, by reason
 
     def begin(self) -> None:
         """The first step is about to start: from here on, time left is estimated."""
@@ -126,6 +128,9 @@ class Progress:
                 self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
         self.last = metrics
+        for name, groups in metrics.items():
+            if name.startswith("dropped/"):
+                self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
         self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
 
@@ -144,6 +149,9 @@ class Progress:
         if "rollout/length_mean" in metrics and step_s:
             tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
             parts.append(f"{tokens / step_s:,.0f} tok/s")
+        age = next((value for name, value in metrics.items() if name.endswith("/staleness_mean")), None)
+        if age is not None and self._plan.max_staleness:
+            parts.append(f"{age:.1f} versions old")
         stages = {
             name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"
         }
@@ -174,6 +182,9 @@ def print_summary(
         rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
     if "reward/mean" in progress.last:
         rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
+    if plan.pool:
+        lost = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
+        rows.append(("groups dropped for their age", lost))
     rows.append(("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s"))
     rows.append(("wall time", f"{wall_s:.1f} s, start-up included"))
     rows.append(("run directory", run_dir))

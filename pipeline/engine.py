@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from pipeline import checkpoint, trace
 from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
-from pipeline.executors import Executor
-from pipeline.graph import Graph
-from pipeline.handles import HandleTable
-from pipeline.outside import EVERY_S, Outside
-from pipeline.plan import Plan, with_samples
-from pipeline.rundir import RunDir
-from pipeline.scheduler import (
+from pipeline.events import (
     Admit,
+    Cancel,
+    Claim,
     Clear,
     Decision,
+    Drop,
     Dropped,
     Event,
     Finished,
@@ -33,10 +30,18 @@ from pipeline.scheduler import (
     Run,
     Save,
     Saved,
-    Scheduler,
     StepDone,
 )
+from pipeline.executors import Executor
+from pipeline.graph import Graph
+from pipeline.handles import HandleTable
+from pipeline.meta import KVBatchMeta
+from pipeline.outside import EVERY_S, Outside
+from pipeline.plan import Plan, with_samples
+from pipeline.rundir import RunDir
+from pipeline.scheduler import CANCELLED, Scheduler
 from pipeline.stage import Task
+from pipeline.tally import Tally
 from pipeline.worker import TaskResult, WorkerSettings, register
 
 CLEARS_AT_ONCE = 2
@@ -67,18 +72,16 @@ class Engine:
         self.handles = HandleTable(plan.group_size)
         self.weights: dict[int, str] = {}  # the last published version and its hash
         self._trace = trace.TraceWriter(run_dir.events if run_dir else None)
-        self._metrics: dict[int, dict[str, float]] = {}
+        self._tally = Tally(plan)
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
-        self._seen: dict[int, dict[str, float]] = {}  # of metrics whose stages see more or less than a batch
-        self._groups: dict[int, tuple[int, int]] = {}  # admitted and dropped, by step
-        self._admitted_s: dict[int, float] = {}
-        self._last_admitted_s: dict[int, float] = {}
+        self._cancelled: dict[int, int] = {}  # groups that are to be given up, and the step for which they were too old
         self._published_s = 0.0  # a step lasts from one published version to the next
         self._failed: Task | None = None
-        self._outstanding: dict[tuple[str, int], int] = {}
         self._last_progress_s = time.monotonic()
         self._outside = Outside(plan, self.handles)
+        stamps = next((stage.stamps for stage in graph.all_stages() if stage.stamps), None)
+        self._tokens = stamps.ragged if stamps else None  # the dimension of tokens
 
     def execute(self) -> None:
         """Run every step that is left. Raises SluiceError; KeyboardInterrupt passes through."""
@@ -92,7 +95,9 @@ class Engine:
         restore = None
         if self.run_dir and self.start:
             restore, manifest, _ = checkpoint.read(self.run_dir, self.start)
-            self.scheduler = Scheduler(self.plan, start=self.start, next_group=manifest.next_group)
+            self.scheduler = Scheduler(
+                self.plan, start=self.start, next_group=manifest.next_group, pending=manifest.pending
+            )
         self._trace.write(
             trace.Started(
                 graph=self.plan.name,
@@ -144,7 +149,7 @@ class Engine:
             results = self.executor.wait(EVERY_S)
             events = [event for result in results for event in self._take(result)]
             if self._outside.due():
-                found = self._outside.ask(self.executor.plane, self.scheduler, self._last_admitted_s)
+                found = self._outside.ask(self.executor.plane, self.scheduler, self._tally.last_admitted_s())
                 for landed, put in found:
                     self._trace.write(put)
                     events.append(landed)
@@ -155,22 +160,26 @@ class Engine:
             decisions = [decision for event in events for decision in self.scheduler.handle(event)]
 
     def _act(self, decision: Decision) -> list[Event]:
+        now_s = time.monotonic()
         match decision:
-            case Admit():
-                now_s = self._last_admitted_s[decision.step] = time.monotonic()
-                self._admitted_s.setdefault(decision.step, now_s)
-                self._count(decision.step, admitted=len(decision.groups))
-                self._trace.write(
-                    trace.Admitted(
-                        step=decision.step, groups=decision.groups, version=self.scheduler.version, at_s=now_s
-                    )
-                )
+            case Admit(step=step, groups=groups):
+                self._tally.admitted(step, len(groups), now_s)
+                self._trace.write(trace.Admitted(step=step, groups=groups, version=self.scheduler.version, at_s=now_s))
+            case Claim(step=step, groups=groups):
+                self._trace.write(trace.Claimed(step=step, groups=groups, at_s=now_s))
             case Run():
                 self._submit(decision.task)
+            case Drop(step=step, groups=groups, reason=reason):
+                if reason == CANCELLED:  # how long they were is known when the worker has given them up
+                    self._cancelled.update(dict.fromkeys(groups, step))
+                else:
+                    self._drop(step, groups, reason)
+            case Cancel():
+                self.executor.cancel(decision.task, decision.groups)
             case Clear():
                 self._clear(decision)
             case Save():
-                return [self._save(decision.step, decision.next_group)]
+                return [self._save(decision)]
             case StepDone():
                 self._step_done(decision.step)
             case GiveUp():
@@ -182,17 +191,16 @@ class Engine:
         planned = self.plan.stage(task.stage)
         fields = [field for field in planned.reads if field not in self.plan.weights_fields]
         groups = task.groups[: planned.first_groups]
-        meta = self.handles.handle(task.step, groups, fields) if fields and groups else None
-        self._outstanding[task.stage, task.step] = self._outstanding.get((task.stage, task.step), 0) + len(
-            task.groups or "1"
-        )
+        meta = self.handles.handle(groups, fields) if fields and groups else None
         self._trace.write(
             trace.Submitted(
+                task=task.number,
                 stage=task.stage,
                 step=task.step,
                 attempt=task.attempt,
                 group=planned.groups[0],
-                worker=0,
+                replica=task.replica,
+                groups=task.groups,
                 samples=len(task.groups) * self.plan.group_size,
                 version=task.version,
                 at_s=time.monotonic(),
@@ -205,88 +213,126 @@ class Engine:
         task = result.task
         for event in result.events:
             self._trace.write(event)
+        self._measure(result)
         if result.error:
             self._failed = task
             raise result.error
-        planned = self.plan.stage(task.stage)
-        events: list[Event] = [self.handles.add(task.step, handle) for handle in result.handles]
-        weights = tuple(field for field in planned.writes if field in self.plan.weights_fields)
-        if weights and result.weights:
-            version, sha256 = result.weights
-            if planned.shape == "transfer":
-                self.weights = {version: sha256}
-                self._trace.write(
-                    trace.Published(
-                        stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=time.monotonic()
-                    )
-                )
-                now_s = time.monotonic()
-                if task.step >= self.start:
-                    self._metric(task.step, {"time/step_s": now_s - self._published_s}, 1.0)
-                self._published_s = now_s
-            events.append(Landed(task.step, (), weights))
+        if not self.scheduler.is_current(task):
+            return self._fence(result)
+        events: list[Event] = []
+        for handle in result.handles:
+            whole = self.handles.add(handle)
+            oldest = tuple(result.oldest[group] for group in whole) if result.oldest else ()
+            events.append(Landed(task.step, whole, handle.fields, oldest, task.number))
+        if result.weights:
+            events.append(self._weights(task, result.weights))
         if result.dropped:
-            self._drop(task, result.dropped)
-            events.append(Dropped(task.step, result.dropped))
-        share = len(task.groups) / self.plan.batch if task.groups else 1.0
-        self._metric(task.step, result.metrics, share)
-        if self.plan.gate and task.groups:
-            seen = self._seen.setdefault(task.step, {})
-            seen.update({name: seen.get(name, 0.0) + share for name in result.metrics})
+            stage = self.plan.gate.stage if self.plan.gate else task.stage
+            for reason in dict.fromkeys(result.dropped.values()):
+                self._drop(task.step, [g for g, why in result.dropped.items() if why == reason], reason, stage=stage)
+            events.append(Dropped(task.step, result.dropped, task.number))
+        if self._cancelled:
+            self._given_up(result)
+        if result.finished or not task.groups:
+            self._trace.write(
+                trace.Acknowledged(
+                    task=task.number,
+                    stage=task.stage,
+                    step=task.step,
+                    attempt=task.attempt,
+                    groups=result.finished,
+                    at_s=time.monotonic(),
+                )
+            )
+            events.append(Finished(task, result.finished))
+        return events
+
+    def _fence(self, result: TaskResult) -> list[Event]:
+        """A report of an attempt that was replaced: what it has put is swept. A stream's last words are no such thing."""
+        task = result.task
+        if result.finished or result.handles:
+            self._trace.write(
+                trace.Fenced(
+                    task=task.number,
+                    stage=task.stage,
+                    step=task.step,
+                    attempt=task.attempt,
+                    groups=result.finished,
+                    at_s=time.monotonic(),
+                )
+            )
+        for handle in result.handles:
+            self._clear_rows(handle, task.step, ())
+        return []
+
+    def _weights(self, task: Task, weights: tuple[int, str]) -> Landed:
+        """A stage has made weights, or published them."""
+        planned = self.plan.stage(task.stage)
+        fields = tuple(field for field in planned.writes if field in self.plan.weights_fields)
+        if planned.shape == "transfer":
+            version, sha256 = weights
+            self.weights = {version: sha256}
+            now_s = time.monotonic()
+            self._trace.write(
+                trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=now_s)
+            )
+            if task.step >= self.start:
+                self._tally.took(task.step, "step", now_s - self._published_s)
+            self._published_s = now_s
+        return Landed(task.step, (), fields, task=task.number)
+
+    def _measure(self, result: TaskResult) -> None:
+        """Count the metrics of a task, and the seconds of its slowest worker."""
+        task = result.task
+        self._tally.report(task.step, result.metrics, result.samples if task.groups else 0)
         taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
         for event in result.events:
             if isinstance(event, trace.Ran):
                 worker = (event.group, event.worker)
                 taken_s[worker] = taken_s.get(worker, 0.0) + event.end_s - event.start_s
-        longest_s = sum(taken_s.values()) if planned.shape == "transfer" else max(taken_s.values(), default=0.0)
-        self._metric(task.step, {f"time/{task.stage}_s": longest_s}, 1.0)
-        left = self._outstanding[task.stage, task.step] - len(task.groups or "1")
-        if left:
-            self._outstanding[task.stage, task.step] = left
-        else:
-            del self._outstanding[task.stage, task.step]
-        return [*events, Finished(task)]
+        if taken_s:
+            transfer = self.plan.stage(task.stage).shape == "transfer"
+            self._tally.took(task.step, task.stage, sum(taken_s.values()) if transfer else max(taken_s.values()))
 
-    def _metric(self, step: int, values: dict[str, float], share: float) -> None:
-        metrics = self._metrics.setdefault(step, {})
-        for name, value in values.items():
-            metrics[name] = metrics.get(name, 0.0) + share * value
-
-    def _drop(self, task: Task, reasons: dict[int, str]) -> None:
-        """Record what a gate dropped."""
-        self._count(task.step, dropped=len(reasons))
-        for reason in dict.fromkeys(reasons.values()):
-            groups = tuple(group for group, why in reasons.items() if why == reason)
-            self._trace.write(
-                trace.Dropped(stage=task.stage, step=task.step, groups=groups, reason=reason, at_s=time.monotonic())
+    def _drop(
+        self, step: int, groups: Sequence[int], reason: str, *, stage: str = "", tokens: Sequence[int] | None = None
+    ) -> None:
+        """Record groups that leave without being trained."""
+        if tokens is None:
+            tokens = self.handles.longest(groups, self._tokens) if self._tokens else ()
+        self._tally.dropped(step, len(groups), stage or reason)
+        self._trace.write(
+            trace.Dropped(
+                stage=stage,
+                step=step,
+                groups=tuple(groups),
+                reason=reason,
+                tokens=tuple(tokens),
+                at_s=time.monotonic(),
             )
+        )
 
-    def _count(self, step: int, *, admitted: int = 0, dropped: int = 0) -> None:
-        before = self._groups.get(step, (0, 0))
-        self._groups[step] = (before[0] + admitted, before[1] + dropped)
-
-    def _gate_metrics(self, step: int) -> dict[str, float]:
-        """How many groups of a step were sampled, dropped and kept."""
-        admitted, dropped = self._groups.pop(step, (0, 0))
-        if self.plan.gate is None or not admitted:
-            return {}
-        name = self.plan.gate.stage
-        return {
-            f"{name}/admitted": float(admitted),
-            f"{name}/dropped": float(dropped),
-            f"{name}/acceptance": 1 - dropped / admitted,
-        }
+    def _given_up(self, result: TaskResult) -> None:
+        """Record groups that were cancelled, now that their worker acknowledges them: given up, or just finished."""
+        for group in result.finished:
+            if group in self._cancelled:
+                step = self._cancelled.pop(group)
+                tokens = (result.cancelled[group],) if group in result.cancelled else None
+                self._drop(step, (group,), CANCELLED, tokens=tokens)
 
     def _clear(self, decision: Clear) -> None:
+        handle = self.handles.rows(decision.groups)
+        self.handles.forget(decision.groups)
+        if handle is not None:
+            self._clear_rows(handle, decision.step, decision.groups)
+
+    def _clear_rows(self, handle: KVBatchMeta, step: int, groups: tuple[int, ...]) -> None:
         """Hand the clearing to a thread of its own: nobody waits for rows that nobody reads."""
-        handle = self.handles.rows(decision.step, decision.groups)
-        if handle is None:
-            return
 
         def clear() -> trace.Cleared:
             start_s = time.monotonic()
             self.executor.plane.clear(handle)
-            return trace.Cleared(step=decision.step, groups=decision.groups, start_s=start_s, end_s=time.monotonic())
+            return trace.Cleared(step=step, groups=groups, start_s=start_s, end_s=time.monotonic())
 
         while len(self._clears) >= CLEARS_AT_ONCE:  # the data plane holds no more than the plan says and these
             self._trace.write(self._clears.popleft().result())
@@ -298,15 +344,16 @@ class Engine:
         while self._clears and (wait or self._clears[0].done()):
             self._trace.write(self._clears.popleft().result())
 
-    def _save(self, step: int, next_group: int) -> Saved:
+    def _save(self, decision: Save) -> Saved:
         if self.run_dir:
             start_s = time.monotonic()
             try:
                 folder, manifest = checkpoint.write(
                     self.run_dir,
                     graph=self.plan.name,
-                    steps=step + 1,
-                    next_group=next_group,
+                    steps=decision.step + 1,
+                    next_group=decision.next_group,
+                    pending=decision.pending,
                     seed=self.graph.schedule.seed,
                     save=self.executor.save,
                 )
@@ -321,25 +368,18 @@ class Engine:
                 ) from error
             self._trace.write(
                 trace.Checkpointed(
-                    step=step,
+                    step=decision.step,
                     folder=folder.name,
                     size_bytes=manifest.size_bytes,
                     start_s=start_s,
                     end_s=time.monotonic(),
                 )
             )
-        return Saved(step)
+        return Saved(decision.step)
 
     def _step_done(self, step: int) -> None:
-        self.handles.forget(step)
-        self._last_admitted_s.pop(step, None)
-        admitted_s = self._admitted_s.pop(step, None)
-        metrics = self._metrics.pop(step, {})
-        metrics |= {name: metrics[name] / seen for name, seen in self._seen.pop(step, {}).items()}
-        metrics |= self._gate_metrics(step)
-        if admitted_s is not None:
-            metrics.setdefault("time/step_s", time.monotonic() - admitted_s)
-        line = {"step": step + 1, "version": self.scheduler.version, **dict(sorted(metrics.items()))}
+        metrics = self._tally.close(step, time.monotonic())
+        line = {"step": step + 1, "version": self.scheduler.version, **metrics}
         if self.run_dir:
             with self.run_dir.metrics.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
@@ -353,7 +393,8 @@ class Engine:
             f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
             for step, stage, what in self.scheduler.waiting()
         )
-        if not self._outstanding and not self._outside.stages:
+        running = self.scheduler.running
+        if not running and not self._outside.stages:
             raise StageError(
                 Problem(
                     where=f"run of {self.plan.name}",
@@ -363,11 +404,11 @@ class Engine:
                 )
             )
         if idle_s > self.deadline_s:
-            running = ", ".join(f"{stage} at step {step + 1}" for stage, step in self._outstanding)
+            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}" for task in running))
             raise StageError(
                 Problem(
                     where=f"run of {self.plan.name}",
-                    what=f"no task finished in {self.deadline_s:g} s; running: {running or 'none'}",
+                    what=f"no task finished in {self.deadline_s:g} s; running: {doing or 'none'}",
                     why=f"every wait has a deadline; {waits}",
                     fix="raise --deadline-s, or mend the stage that hangs",
                 )

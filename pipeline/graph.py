@@ -99,10 +99,17 @@ HOST = "host"  # the worker group of stages that name none
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How far the graph runs.
+    """How far the graph runs, and how far it may run ahead of itself.
 
     steps             batches to train on
-    max_staleness     policy versions that rollout may run ahead of train; 0 is synchronous
+    max_staleness     versions that any trained token may be older than the weights it trains; 0 is synchronous
+    pipeline_depth    batches that rollout may be ahead of train; None is max_staleness. Fewer leave room for slow
+                      samples
+    on_stale          "wait": batches are fixed as they are admitted and trained in turn, so age is bounded and nothing
+                      is lost. "drop": a batch is what is ready first; samples that would be too old are dropped,
+                      cancelled where they still run, counted, and replaced
+    refit             "drain": new weights wait until the sequences that are being sampled have ended. "in_flight": they
+                      are swapped between two tokens, and every token says which version sampled it
     capacity          groups that may lie in the data plane; None means (max_staleness + 2) batches, so that a slow
                       reader that trains nothing may lag one behind
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
@@ -112,10 +119,18 @@ class Schedule:
 
     steps: int
     max_staleness: int = 0
+    pipeline_depth: int | None = None
+    on_stale: Literal["wait", "drop"] = "wait"
+    refit: Literal["drain", "in_flight"] = "drain"
     capacity: int | None = None
     checkpoint_every: int = 0
     keep_groups: int = 4
     seed: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Batches that rollout may be ahead of train."""
+        return self.max_staleness if self.pipeline_depth is None else min(self.pipeline_depth, self.max_staleness)
 
 
 @dataclass(frozen=True, kw_only=True)

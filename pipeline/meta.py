@@ -50,13 +50,21 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
         """Several placements, one after the other."""
         used: dict[str, int] = {}
         row = tuple(used.setdefault(part.rows[r], len(used)) for part in parts for r in part.row)
-        dims = parts[0].offsets.keys()
+        dims = [dim for dim in parts[0].offsets if all(dim in part.offsets for part in parts)]
         return Placement(
             tuple(used),
             row,
             tuple(p for part in parts for p in part.position),
             {dim: tuple(o for part in parts for o in part.offsets[dim]) for dim in dims},
         )
+
+    def merged(self, other: Placement) -> Placement | None:
+        """One placement for the fields of both, where both name the same rows for every key; else None."""
+        if (self.row, self.rows, self.position) != (other.row, other.rows, other.position):
+            return None
+        if any(self.offsets[dim] != other.offsets[dim] for dim in self.offsets.keys() & other.offsets.keys()):
+            return None
+        return Placement(self.rows, self.row, self.position, self.offsets | other.offsets)
 
 
 class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +174,8 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     def join(handles: Sequence[KVBatchMeta], fields: Iterable[str] | None = None) -> KVBatchMeta:
         """Same keys in the same order, other fields, side by side. A later handle wins where both name a field.
 
+        Fields that lie in the same rows share one placement in what is made.
+
         Raises ValueError where keys or partitions differ.
         """
         first = handles[0]
@@ -174,9 +184,8 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         placements: list[Placement] = []
         placement_of: dict[str, int] = {}
         for handle in handles:
-            base = len(placements)
-            placements += handle.placements
-            placement_of |= {field: base + i for field, i in handle.placement_of.items()}
+            at = [_place(placements, placement) for placement in handle.placements]
+            placement_of |= {field: at[i] for field, i in handle.placement_of.items()}
         names = dict.fromkeys(field for handle in handles for field in handle.fields)
         joined = first._with(
             fields=tuple(names),
@@ -220,6 +229,16 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
             placements=tuple(self.placements[i] for i in used),
             placement_of={field: renumbered[i] for field, i in self.placement_of.items()},
         )
+
+
+def _place(placements: list[Placement], new: Placement) -> int:
+    """The number of the placement that serves `new`: stages that put the same groups share one."""
+    for i, placement in enumerate(placements):
+        if (merged := placement.merged(new)) is not None:
+            placements[i] = merged
+            return i
+    placements.append(new)
+    return len(placements) - 1
 
 
 def sample_key(admission: int, index: int) -> str:

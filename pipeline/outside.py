@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pipeline import trace
 from pipeline.data_plane import DataPlane
 from pipeline.errors import Problem, StageError
+from pipeline.events import Landed
 from pipeline.handles import HandleTable
 from pipeline.meta import keys_of
 from pipeline.plan import Plan, PlannedStage
-from pipeline.scheduler import Landed, Scheduler
+from pipeline.scheduler import Scheduler
 
 EVERY_S = 1.0  # between two questions to the store
 
@@ -58,23 +59,23 @@ class Outside:
         keys = keys_of(tuple(groups), self._plan.group_size)
         there = plane.presence(self._plan.partition, keys, [field])[field]
         present = [key for key, is_there in zip(keys, there) if is_there]
-        lengths = self._handles.lengths(step, present)
+        lengths = self._handles.lengths(present)
         if not present or self._ragged[field] not in (None, *lengths):  # cut by lengths that are not known yet
             return None
         now_s = time.monotonic()
-        landed = self._handles.add(step, plane.adopt(self._plan.partition, present, [field], lengths))
+        whole = self._handles.add(plane.adopt(self._plan.partition, present, [field], lengths))
         put = trace.Put(
             stage=stage.name,
             step=step,
             attempt=0,
             fields=(field,),
-            groups=landed.groups,
+            groups=whole,
             samples=len(present),
             size_bytes=0,
             start_s=now_s,
             end_s=now_s,
         )
-        return landed, put
+        return Landed(step, whole, (field,)), put
 
     def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
         if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:

@@ -16,6 +16,7 @@ from pipeline.fields import ITEM_BYTES, Field
 from pipeline.gate import Gate, awaited, gate_of
 from pipeline.graph import Graph, WorkerGroup
 from pipeline.samples import KeepSamples
+from pipeline.schedule_checks import pool_problems
 from pipeline.sharding import Sharding
 from pipeline.stage import Stage
 from pipeline.structure import structure
@@ -24,7 +25,9 @@ from pipeline.structure import structure
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer.
 
-    `awaits` are sample fields that it waits for and does not read.
+    `awaits` are sample fields that it waits for and does not read. `path` counts the stages from it to the weights of
+    its step along the longest way, itself included: what has more of them behind it goes first; 0 where no weights
+    depend on it. `stamps` is the field in which it says the version of each token.
     """
 
     name: str
@@ -44,6 +47,9 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     timeout_s: float | None = None
     awaits: tuple[str, ...] = ()
+    run_groups: int | None = None
+    stamps: str | None = None
+    path: int = 0
 
     def runs_at(self, step: int, steps: int) -> bool:
         """Whether it runs at `step` of `steps`. Step -1 is before the first."""
@@ -94,9 +100,18 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     model_parallel: int
     stages: tuple[str, ...]
 
+    @property
+    def replicas(self) -> int:
+        """Workers, or sets of them that hold one model together, that can each take a task of their own."""
+        return max(1, self.workers // self.model_parallel)
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the scheduler and the executors need to know about a graph."""
+    """Everything that the scheduler and the executors need to know about a graph.
+
+    `pool` are the stages that run before a group is claimed for a step: none, where batches are fixed as they are
+    admitted.
+    """
 
     name: str
     source: str
@@ -104,6 +119,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     steps: int
     max_staleness: int
+    ahead: int
+    on_stale: str
+    refit: str
     capacity: int
     checkpoint_every: int
     stages: tuple[PlannedStage, ...]
@@ -113,6 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[PlacedGroup, ...]
     weights_fields: tuple[str, ...]
     gate: Gate | None = None
+    pool: tuple[str, ...] = ()
 
     @property
     def layers(self) -> list[list[PlannedStage]]:
@@ -167,7 +186,10 @@ def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]
     errors = [problem for problem in problems if not problem.warning]
     if errors:
         raise GraphError(*errors)
-    return _build(graph, stages), [problem for problem in problems if problem.warning]
+    made = _build(graph, stages)
+    if errors := list(pool_problems(graph, made.pool)):
+        raise GraphError(*errors)
+    return made, [problem for problem in problems if problem.warning]
 
 
 def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
@@ -178,6 +200,8 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
     layer = {name: depth for depth, names in enumerate(nx.topological_generations(dag)) for name in names}
     host = graph.host.name
     schedule = graph.schedule
+    fences = tuple(_fences(stages))
+    path = paths(stages, dag, fences)
     planned = tuple(
         PlannedStage(
             name=stage.name,
@@ -197,6 +221,9 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             where=str(stage.location),
             timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
             awaits=tuple(field.name for field in awaits.get(stage.name, ())),
+            run_groups=run_groups(stage, graph),
+            stamps=stage.stamps.name if stage.stamps else None,
+            path=path[stage.name],
         )
         for stage in stages
     )
@@ -224,11 +251,14 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         group_size=graph.group_size,
         steps=schedule.steps,
         max_staleness=schedule.max_staleness,
+        ahead=schedule.ahead,
+        on_stale=schedule.on_stale,
+        refit=schedule.refit,
         capacity=schedule.capacity or (schedule.max_staleness + 2) * graph.batch,
         checkpoint_every=schedule.checkpoint_every,
         stages=planned,
         edges=edges,
-        fences=tuple(_fences(stages)),
+        fences=fences,
         lifetimes=tuple(
             Lifetime(field=name, writer=by, readers=tuple(e.reader for e in edges if e.field == name))
             for name, by in writer.items()
@@ -248,7 +278,54 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         ),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
         gate=gate_of(stages, graph.batch),
+        pool=pooled(stages, dag, fences) if schedule.on_stale == "drop" and schedule.max_staleness else (),
     )
+
+
+def run_groups(stage: Stage, graph: Graph) -> int | None:
+    """The groups of a run of a stage per batch, None where it starts on the whole batch.
+
+    Where ranks meet in the stage, every run has to divide evenly over them.
+    """
+    if not stage.run_samples or stage.per != "batch":
+        return None
+    groups = -(-stage.run_samples // graph.group_size)
+    if groups >= graph.batch:
+        return None
+    if stage.sharding and stage.sharding.equal:
+        ranks = stage.on.data_parallel if stage.on else 1
+        runs = {groups, graph.batch % groups or groups}
+        if any(run * graph.group_size % ranks for run in runs):
+            return None
+    return groups
+
+
+def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> dict[str, int]:
+    """How many stages there are from each one to the weights of its step, along the longest way."""
+    order = nx.DiGraph(dag)
+    order.add_edges_from((fence.before, fence.after) for fence in fences if fence.lag == 0)
+    ends = {stage.name for stage in stages if stage.updates or stage.shape == "transfer"}
+    path: dict[str, int] = {}
+    for name in reversed(list(nx.topological_sort(order))):
+        behind = max((path[after] for after in order.successors(name)), default=0)
+        path[name] = behind + 1 if behind or name in ends or not ends else 0
+    return path
+
+
+def pooled(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> tuple[str, ...]:
+    """The stages that need to know neither the batch nor the step of a group: they run before it is claimed."""
+    bound = {name for fence in fences for name in (fence.before, fence.after)}
+    pool: list[str] = []
+    for name in nx.topological_sort(dag):
+        stage = next(stage for stage in stages if stage.name == name)
+        if stage.shape == "external":
+            continue
+        free = stage.per != "batch" and stage.every == 1 and stage.shape != "transfer" and name not in bound
+        held = all(not field.per_step for field in (*stage.reads, *stage.writes))
+        before = {other.name for other in stages if other.name in dag.pred[name] and other.shape != "external"}
+        if free and held and before <= set(pool):
+            pool.append(name)
+    return tuple(stage.name for stage in stages if stage.name in pool)
 
 
 def _fences(stages: Sequence[Stage]) -> list[Fence]:

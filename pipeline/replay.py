@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.columns import Columns, Ragged
+from pipeline.columns import Columns, Ragged, in_order
 from pipeline.errors import GraphError, Problem, user_error
 from pipeline.graph import Graph
 from pipeline.stage import Output, Stage, StageContext, Task
@@ -110,10 +110,16 @@ def _run(stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
         produced = runner(columns, task)
         return produced if isinstance(produced, Output) else Output(columns=produced or {})
 
-    async def last() -> Output:
-        output = Output()
-        async for made in runner(columns, task):
-            output = made
-        return output
+    async def gathered() -> list[Output]:
+        return [made async for made in runner(columns, task) if made.columns]
 
-    return asyncio.run(last())
+    outputs = asyncio.run(gathered())
+    if not outputs:
+        return Output()
+    samples = sum(len(output.index or ()) for output in outputs)
+    made, index = in_order([(output.columns, output.index or range(0)) for output in outputs])
+    metrics = {
+        name: sum(output.metrics[name] * len(output.index or ()) for output in outputs) / samples
+        for name in outputs[0].metrics
+    }
+    return Output(made, metrics, index)

@@ -13,9 +13,10 @@ exactly those that it writes, so it is tested with a dict and no engine at all:
             return lambda columns, task: {"shout": [text.upper() for text in columns["response"]]}
 
 Three shapes. *map*: `runner(columns, task)` returns the columns, or an `Output` that adds metrics. *stream*:
-`runner(columns, task)` is an async generator of `Output`s, each for the samples that its `index` names. *transfer*:
-`runner(rendezvous, task)` runs on two worker groups at the same time, once with `rendezvous.side == "source"` and
-once with `"target"`; it returns an `Output` on the target side.
+`runner(columns, task)` is an async generator of `Output`s, each for whole groups of samples, which its `index` names;
+other tasks of its worker, and the swap of weights, run while it awaits. *transfer*: `runner(rendezvous, task)` runs on
+two worker groups at the same time, once with `rendezvous.side == "source"` and once with `"target"`; it returns an
+`Output` on the target side.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ Shape = Literal["map", "stream", "transfer", "external"]
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One stage on one handle. `groups` are admission numbers in canonical order; `attempt` counts retries.
 
-    `version` is the policy version that was published when the task was handed out. `shard` is the share of the batch
-    that a rank has of a stage with `sharding`: its columns are those of `shard.index`, in that order.
+    `number` is the task's serial number in its run, which no other attempt has. `replica` is the data-parallel worker
+    that it was given to, None where all of the group run it together. `version` is the policy version that was
+    published when the task was handed out. `shard` is the share of the batch that a rank has of a stage with
+    `sharding`: its columns are those of `shard.index`, in that order.
     """
 
     stage: str
@@ -53,6 +56,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...] = ()
     attempt: int = 0
     version: int = 0
+    number: int = 0
+    replica: int | None = None
     shard: Shard | None = None
 
 
@@ -60,11 +65,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Output:
     """What a runner returns when it has more to say than columns.
 
-    `metrics` are numbers, named without the stage (`reward/mean` comes from the stage `reward` and `mean`, unless
-    the name has a slash already); a batch's metrics are the mean over its tasks, weighted by samples. `index` names the
+    `metrics` are numbers, named without the stage (`reward/mean` comes from the stage `reward` and `mean`, unless the
+    name has a slash already); a batch's metrics are the mean over its tasks, weighted by samples. `index` names the
     samples of the task that these columns are for (all of them where it is None). `weights` is the acknowledged
     (version, sha256) of a stage that writes weights. `dropped`, of a stage with a gate, says for groups by their
-    position in `task.groups` why they are dropped; the columns are then those of the other groups.
+    position in `task.groups` why they are dropped; the columns are then those of the other groups. `cancelled`, of a
+    stream, says for groups by their position that it gave them up, as `StageContext.cancelled` asks, and how many
+    tokens the longest of their samples had.
     """
 
     columns: Columns = field(default_factory=dict)
@@ -72,6 +79,7 @@ class Output:
     index: Sequence[int] | None = None
     weights: tuple[int, str] | None = None
     dropped: Mapping[int, str] = field(default_factory=dict)
+    cancelled: Mapping[int, int] = field(default_factory=dict)
 
 
 class Rendezvous(Protocol):
@@ -92,7 +100,8 @@ class StageContext:
 
     `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
     `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
-    nothing is recorded. `ranks` are the worker's peers in its group.
+    nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds admission numbers of groups that
+    nobody wants any more: a stream looks there between two tokens.
     """
 
     group: WorkerGroup
@@ -103,6 +112,7 @@ class StageContext:
     shared: dict[Any, Any]
     steps: int = 0
     ranks: Ranks = field(default_factory=Ranks)
+    cancelled: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,9 @@ class Stage:
     writes      the fields it writes; no other stage writes them
     reads_back  the fields of an *earlier* step that it waits for (rollout: the served weights)
     per         what it can start on: each sample, each group, or only the whole batch
+    run_samples  of a stage per batch: it starts on runs of so many samples, rounded up to whole groups, in canonical
+                order, each as soon as all of it is there; None is the whole batch at once
+    stamps      the field, among those it writes, that says for each token which policy version sampled it
     uses        the models whose weights it reads while it runs
     updates     the model whose weights it changes, if any
     on          the worker group it runs on; None is the graph's host group
@@ -152,6 +165,8 @@ class Stage:
     writes: Sequence[Field] = ()
     reads_back: Sequence[Field] = ()
     per: Per = "sample"
+    run_samples: int | None = None
+    stamps: Field | None = None
     shape: ClassVar[Shape] = "map"
     on: WorkerGroup | None = None
     group_size: int | None = None

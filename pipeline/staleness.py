@@ -1,18 +1,20 @@
-"""How far a run may be ahead of its weights, as pure functions.
+"""How far a run may be ahead of its weights, as pure functions: the rule of admission and the rule of the claim.
 
-v is the published policy version, k max_staleness, B groups a step.
+v is the published policy version, k max_staleness, B groups a step; `ahead` is the smaller of k and pipeline_depth.
+Admission alone does not bound the age of a sample, because a slow one may still be running when others are trained; the
+claim does.
 """
 
 from __future__ import annotations
 
 
-def askable(*, version: int, max_staleness: int, batch: int, trained: int, asked: int) -> int:
+def askable(*, version: int, ahead: int, batch: int, asked: int) -> int:
     """How many more groups may be asked of the sampler now. Never negative.
 
-    `trained` groups are behind the published version; `asked` were handed to the sampler and are not: together with
-    the new ones they stay within (k + v + 1) * B.
+    `asked` counts those that were trained and those on their way to it: together with the new ones they stay within
+    (ahead + v + 1) * B.
     """
-    return max(0, (max_staleness + version + 1) * batch - trained - asked)
+    return max(0, (ahead + version + 1) * batch - asked)
 
 
 def admissible(*, capacity: int, held: int) -> int:
@@ -21,3 +23,11 @@ def admissible(*, capacity: int, held: int) -> int:
     What is admitted has its prompts made and waits for the sampler; `held` groups were admitted and not yet cleared.
     """
     return max(0, capacity - held)
+
+
+def too_old(*, oldest: int, step: int, max_staleness: int) -> bool:
+    """Whether a sample whose oldest token is of version `oldest` must not be trained at `step` or later.
+
+    The weights that step n trains are version n.
+    """
+    return oldest < step - max_staleness

@@ -34,7 +34,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
-    """Groups entered with a step."""
+    """Groups entered. `step` is the batch that they are for, or, with on_stale="drop", that is being filled."""
 
     step: int
     groups: tuple[int, ...]
@@ -42,24 +42,39 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
     at_s: float
 
 
+class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True):
+    """These groups are the batch of the step. Each is claimed once, and trained."""
+
+    step: int
+    groups: tuple[int, ...]
+    at_s: float
+
+
 class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True):
-    """A gate dropped groups of a step; as many others are admitted in their place."""
+    """Groups left without being trained; as many others are admitted in their place.
+
+    `stage` is the gate, or empty where they are too old: `reason` is then "stale", or "cancelled" for those that were
+    still being sampled. `tokens` are those of the longest response of each, where known.
+    """
 
     stage: str
     step: int
     groups: tuple[int, ...]
     reason: str
+    tokens: tuple[int, ...] = ()
     at_s: float
 
 
 class Submitted(msgspec.Struct, tag="submitted", frozen=True, kw_only=True):
-    """A task was handed to a worker."""
+    """A task was handed to a worker group: to one of its data-parallel replicas, or (`replica` None) to all."""
 
+    task: int
     stage: str
     step: int
     attempt: int
     group: str
-    worker: int
+    replica: int | None
+    groups: tuple[int, ...]
     samples: int
     version: int
     at_s: float
@@ -78,7 +93,11 @@ class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True):
 
 
 class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True):
-    """A task wrote columns, or a process outside the graph did (`stage` is then the external stage)."""
+    """A task wrote columns, or a process outside the graph did (`stage` is then the external stage).
+
+    `versions` are the oldest and the newest version among the tokens of each group, where the columns say so, and
+    `tokens` are those of the longest response of each.
+    """
 
     stage: str
     step: int
@@ -87,13 +106,20 @@ class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True):
     groups: tuple[int, ...]
     samples: int
     size_bytes: int
+    versions: tuple[tuple[int, int], ...] = ()
+    tokens: tuple[int, ...] = ()
     start_s: float
     end_s: float
 
 
 class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
-    """A task finished on a worker. The span holds its gets, its work and its puts."""
+    """A task finished on a worker. The span holds its gets, its work and its puts.
 
+    `cpu_s` are CPU seconds of the worker's process in the span, over all threads, without those of other tasks that ran
+    inside it.
+    """
+
+    task: int
     stage: str
     step: int
     attempt: int
@@ -102,7 +128,63 @@ class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
     groups: tuple[int, ...]
     start_s: float
     end_s: float
+    cpu_s: float
     metrics: dict[str, float]
+
+
+class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, kw_only=True):
+    """The driver has taken a report: the task reads these groups no more, and what it writes of them is present."""
+
+    task: int
+    stage: str
+    step: int
+    attempt: int
+    groups: tuple[int, ...]
+    at_s: float
+
+
+class Trained(msgspec.Struct, tag="trained", frozen=True, kw_only=True):
+    """What one rank trained on, seen in the columns themselves.
+
+    `version` is that of the weights before the update. One entry a group in `samples`, `oldest` and `newest` (versions
+    of its tokens); `entries` counts the values of every column that has one a token.
+    """
+
+    task: int
+    stage: str
+    step: int
+    attempt: int
+    worker: int
+    version: int
+    groups: tuple[int, ...]
+    samples: tuple[int, ...]
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+    entries: dict[str, int]
+    at_s: float
+
+
+class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
+    """An attempt at a task is lost; its groups are handed out again, and what it may still report is ignored."""
+
+    task: int
+    stage: str
+    step: int
+    attempt: int
+    groups: tuple[int, ...]
+    reason: str
+    at_s: float
+
+
+class Fenced(msgspec.Struct, tag="fenced", frozen=True, kw_only=True):
+    """A report of an attempt that is no longer current was ignored."""
+
+    task: int
+    stage: str
+    step: int
+    attempt: int
+    groups: tuple[int, ...]
+    at_s: float
 
 
 class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True):
@@ -135,10 +217,16 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True
 
 
 class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True):
-    """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl."""
+    """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl.
+
+    `driver_cpu_s` are CPU seconds of the driver so far, `processes_cpu_s` those of it and of every process that it
+    started; 0 where they were not read at this step.
+    """
 
     step: int
     metrics: dict[str, float]
+    driver_cpu_s: float = 0.0
+    processes_cpu_s: float = 0.0
     at_s: float
 
 
@@ -164,11 +252,16 @@ TraceEvent = (
     Started
     | Placed
     | Admitted
+    | Claimed
     | Dropped
     | Submitted
     | Got
     | Put
     | Ran
+    | Acknowledged
+    | Trained
+    | Retried
+    | Fenced
     | Published
     | Cleared
     | Checkpointed

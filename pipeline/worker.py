@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ from typing import Any
 import msgspec
 
 from pipeline import replay, trace
-from pipeline.columns import Columns, size_bytes
+from pipeline.columns import Columns, in_order, size_bytes
 from pipeline.data_plane import DataPlane
 from pipeline.errors import Problem, SluiceError, StageError, user_error
 from pipeline.graph import WorkerGroup
 from pipeline.meta import KVBatchMeta, groups_of, keys_of
+from pipeline.meter import Meter
 from pipeline.plan import sample_fields
 from pipeline.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.rundir import RunDir
 from pipeline.sharding import Shard
 from pipeline.stage import Output, Rendezvous, Stage, StageContext, Task
+from pipeline.versions import Versions, versions_of
 
 SHARD = "shard"  # the entry of a handle's extra_info that says how its samples are cut
 
@@ -43,24 +46,34 @@ class WorkerSettings:
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
-    """What a worker reports. `error` is set and the rest is partial where the task failed.
+    """What a worker reports of a task: all of it, or, of a stream, what has come since the last report.
 
-    `dropped` says for groups, by admission number, why a gate dropped them.
+    finished   groups that the task has behind it, by admission number
+    over       whether this is the last report of the task on this worker
+    samples    that the metrics are the mean of
+    dropped    why a gate dropped groups
+    cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
+    oldest     of a stage that stamps: the oldest version among the tokens of each finished group
+    error      is set, and the rest is partial, where the task failed
     """
 
     task: Task
     handles: list[KVBatchMeta] = []
+    finished: tuple[int, ...] = ()
+    over: bool = True
     samples: int = 0
     metrics: dict[str, float] = {}
     weights: tuple[int, str] | None = None
     dropped: dict[int, str] = {}
-    events: list[trace.Got | trace.Put | trace.Ran] = []
+    cancelled: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained] = []
     error: Any = None
 
 
 class Worker:
-    """Rank `rank` of `group`. Call `join` where the group has several, then `setup` and `connect`, and `run` and
-    `transfer` as tasks come."""
+    """Rank `rank` of `group`. Call `join` where the group has several, then `setup` and `connect`, and `run`, `stream`
+    and `transfer` as tasks come."""
 
     def __init__(
         self,
@@ -73,7 +86,11 @@ class Worker:
         self.group, self.rank, self.settings = group, rank, settings
         self.ranks = Ranks()
         self.stages = {stage.name: stage for stage in stages}
+        self._streaming: set[int] = set()  # groups
+        self._cancelled: set[int] = set()  # of those, the ones that nobody wants any more
         self._all_stages = all_stages
+        self._stamps = next((stage.stamps for stage in all_stages if stage.stamps), None)
+        self._meter = Meter()
         self._runners: dict[str, Any] = {}
         self._plane: DataPlane | None = None
         self._store: Any = None
@@ -103,6 +120,7 @@ class Worker:
             shared={},
             steps=self.settings.steps,
             ranks=self.ranks,
+            cancelled=self._cancelled,
         )
         for stage in self.stages.values():
             try:
@@ -118,37 +136,72 @@ class Worker:
         register(plane, self.settings.partition, self._all_stages)
 
     def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:
-        """A map or stream task on the samples of `meta`; `cleared` rows are forgotten first."""
-        assert self._plane is not None, "connect() comes before run()"
-        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), time.monotonic()
+        """A map task on the samples of `meta`; `cleared` rows are forgotten first."""
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begin(task, alone=True)
         columns: Columns = {}
         try:
-            if cleared:
-                self._plane.evict(cleared)
-            fields = [field.name for field in stage.reads if not field.per_step]
-            if meta is not None and SHARD in meta.extra_info:
-                task = self._sharded(stage, task, msgspec.convert(meta.extra_info[SHARD], Shard))
-            if meta is not None and fields:
-                columns = self.ranks.share(lambda: self._get(stage, task, meta, fields, result))
+            task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            result.samples = len(keys)
-            for output in self._outputs(stage, task, columns):
-                self._keep(stage, task, keys, output, result)
+            output = _as_output(self._runners[stage.name](columns, task))
+            if stage.updates is not None and self._stamps and self._stamps.name in columns:
+                result.events.append(self._trained(stage, task, keys, columns))
+            self._keep(stage, task, keys, [output], result)
+            result.finished = task.groups
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, columns, error)
-        self._span(task, result, start_s)
+        self._end(task, result, start_s, result.metrics)
         return result
+
+    async def stream(
+        self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = (), *, linger_s: float = 0.0
+    ) -> AsyncIterator[TaskResult]:
+        """A stream task: a report whenever something has come, and a last one at its end.
+
+        What comes while a report is being put joins the next one, or within `linger_s` the same one, so that many small
+        outputs become few puts.
+        """
+        stage, start_s = self.stages[task.stage], self._begin(task, alone=False)
+        result = TaskResult(task=task, over=False)
+        self._streaming.update(task.groups)
+        metrics: dict[str, float] = {}
+        samples = 0
+        left = set(task.groups)
+        columns: Columns = {}
+        try:
+            task, columns = self._inputs(stage, task, meta, cleared, result)
+            keys = meta.keys if meta is not None else self._mint(task)
+            async for outputs in _gathered(self._runners[stage.name](columns, task), linger_s):
+                await asyncio.to_thread(self._keep, stage, task, keys, outputs, result)
+                for name, value in result.metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + result.samples * value
+                samples += result.samples
+                left.difference_update(result.finished)
+                yield result
+                result = TaskResult(task=task, over=False)
+            if left:
+                raise _unfinished(stage, left)
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, columns, error)
+        self._streaming.difference_update(task.groups)
+        self._cancelled.difference_update(task.groups)
+        result.over = True
+        self._end(task, result, start_s, {name: value / samples for name, value in metrics.items()} if samples else {})
+        yield result
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        """Nobody wants these groups any more; what has ended in the meantime has ended."""
+        self._cancelled.update(self._streaming.intersection(groups))
 
     def transfer(self, task: Task, rendezvous: Rendezvous) -> TaskResult:
         """One side of a transfer task."""
-        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), time.monotonic()
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begin(task, alone=True)
         try:
             output = _as_output(self._runners[stage.name](rendezvous, task))
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, {}, error)
-        self._span(task, result, start_s)
+        self._end(task, result, start_s, result.metrics)
         return result
 
     def save(self, folder: Path) -> list[str]:
@@ -179,6 +232,20 @@ class Worker:
         if self._plane is not None:
             self._plane.close()
 
+    def _inputs(
+        self, stage: Stage, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str], result: TaskResult
+    ) -> tuple[Task, Columns]:
+        """The task with its shard, and the columns that it reads."""
+        assert self._plane is not None, "connect() comes before run()"
+        if cleared:
+            self._plane.evict(cleared)
+        fields = [field.name for field in stage.reads if not field.per_step]
+        if meta is not None and SHARD in meta.extra_info:
+            task = self._sharded(stage, task, msgspec.convert(meta.extra_info[SHARD], Shard))
+        if meta is None or not fields:
+            return task, {}
+        return task, self.ranks.share(lambda: self._get(stage, task, meta, fields, result))
+
     def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
         """The task with its shard. Ranks that meet in it are asked first whether they have the same to do."""
         if self.ranks.connected and stage.sharding and stage.sharding.equal:
@@ -207,25 +274,36 @@ class Worker:
         )
         return columns
 
-    def _outputs(self, stage: Stage, task: Task, columns: Columns) -> Iterator[Output]:
-        produced = self._runners[stage.name](columns, task)
-        if stage.shape != "stream":
-            yield _as_output(produced)
-            return
-        loop = asyncio.new_event_loop()
-        try:
-            while True:
-                try:
-                    yield _as_output(loop.run_until_complete(anext(produced)))
-                except StopAsyncIteration:
-                    return
-        finally:
-            loop.run_until_complete(produced.aclose())
-            loop.close()
+    def _keep(
+        self, stage: Stage, task: Task, keys: tuple[str, ...], outputs: Sequence[Output], result: TaskResult
+    ) -> None:
+        """Put what the runner has returned, in one put, and add the metrics, weighted by samples."""
+        size = self.settings.group_size
+        made = []
+        for output in outputs:
+            if output.cancelled:
+                result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
+            if output.columns or not output.cancelled:
+                made.append(self._checked(stage, task, keys, output, result))
+        index = [i for _, rows in made for i in rows]
+        if made and stage.shape == "stream":
+            result.finished = tuple(dict.fromkeys(task.groups[i // size] for i in index))
+        result.finished += tuple(result.cancelled)
+        weight = sum(_weight(output, keys) for output, _ in made)
+        for output, _ in made:
+            share = _weight(output, keys) / weight if weight else 1.0
+            for name, value in output.metrics.items():
+                full = _full(stage, name)
+                result.metrics[full] = result.metrics.get(full, 0.0) + share * value
+            result.weights = output.weights or result.weights
+        result.samples = weight
+        if index and any(not field.per_step for field in stage.writes) and self.ranks.leads:
+            self._put(stage, task, keys, made, result)
 
-    def _keep(self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult) -> None:
-        """Put one output and add its metrics, weighted by samples."""
-        assert self._plane is not None
+    def _checked(
+        self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
+    ) -> tuple[Output, Sequence[int]]:
+        """An output and the samples of the task that its columns are for."""
         declared = {field.name for field in stage.writes if not field.per_step}
         if output.columns.keys() != declared:
             raise _wrong_columns(stage, declared, set(output.columns))
@@ -233,37 +311,69 @@ class Worker:
         if output.dropped:
             index = self._kept(stage, task, output, len(keys))
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
-        if declared and len(index) and self.ranks.leads:
-            everything = output.index is None and not output.dropped
-            chosen = keys if everything else tuple(keys[i] for i in index)
-            start_s = time.monotonic()
-            handle = self._plane.put(
-                chosen,
-                output.columns,
-                partition=self.settings.partition,
+        return output, index
+
+    def _put(
+        self,
+        stage: Stage,
+        task: Task,
+        keys: tuple[str, ...],
+        made: Sequence[tuple[Output, Sequence[int]]],
+        result: TaskResult,
+    ) -> None:
+        """Write the columns, in canonical order, all in one put."""
+        assert self._plane is not None
+        columns, index = in_order([(output.columns, rows) for output, rows in made])
+        chosen = keys if len(index) == len(keys) else tuple(keys[i] for i in index)
+        start_s = time.monotonic()
+        handle = self._plane.put(
+            chosen,
+            columns,
+            partition=self.settings.partition,
+            stage=stage.name,
+            attempt=task.attempt,
+            unit=stage.per,
+        )
+        result.handles.append(handle)
+        versions: dict[int, Versions] = {}
+        if stage.stamps is not None:
+            versions = versions_of(columns[stage.stamps.name], chosen)
+            result.oldest |= {group: of.oldest for group, of in versions.items()}
+        result.events.append(
+            trace.Put(
                 stage=stage.name,
+                step=task.step,
                 attempt=task.attempt,
-                unit=stage.per,
+                fields=handle.fields,
+                groups=tuple(groups_of(chosen)),
+                samples=len(chosen),
+                size_bytes=sum(map(size_bytes, columns.values())),
+                versions=tuple((of.oldest, of.newest) for of in versions.values()),
+                start_s=start_s,
+                end_s=time.monotonic(),
             )
-            result.handles.append(handle)
-            result.events.append(
-                trace.Put(
-                    stage=stage.name,
-                    step=task.step,
-                    attempt=task.attempt,
-                    fields=handle.fields,
-                    groups=tuple(groups_of(chosen)),
-                    samples=len(chosen),
-                    size_bytes=sum(map(size_bytes, output.columns.values())),
-                    start_s=start_s,
-                    end_s=time.monotonic(),
-                )
-            )
-        share = len(output.index) / len(keys) if output.index is not None else 1.0
-        for name, value in output.metrics.items():
-            full = _full(stage, name)
-            result.metrics[full] = result.metrics.get(full, 0.0) + share * value
-        result.weights = output.weights or result.weights
+        )
+
+    def _trained(self, stage: Stage, task: Task, keys: tuple[str, ...], columns: Columns) -> trace.Trained:
+        """What this rank has just trained on, from the columns themselves."""
+        assert self._stamps is not None
+        versions = versions_of(columns[self._stamps.name], keys)
+        per_token = [field.name for field in stage.reads if field.ragged == self._stamps.ragged]
+        lengths: dict[str, Any] = {name: columns[name] for name in per_token}
+        return trace.Trained(
+            task=task.number,
+            stage=stage.name,
+            step=task.step,
+            attempt=task.attempt,
+            worker=self.rank,
+            version=task.step,
+            groups=tuple(versions),
+            samples=tuple(of.samples for of in versions.values()),
+            oldest=tuple(of.oldest for of in versions.values()),
+            newest=tuple(of.newest for of in versions.values()),
+            entries={name: len(column.values) for name, column in lengths.items()},
+            at_s=time.monotonic(),
+        )
 
     def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
         """The samples of the groups that an output does not drop."""
@@ -279,9 +389,15 @@ class Worker:
         size = self.settings.group_size
         return [i for i in range(samples) if i // size not in output.dropped]
 
-    def _span(self, task: Task, result: TaskResult, start_s: float) -> None:
+    def _begin(self, task: Task, *, alone: bool) -> float:
+        self._meter.begin(task.number, alone=alone)
+        return time.monotonic()
+
+    def _end(self, task: Task, result: TaskResult, start_s: float, metrics: dict[str, float]) -> None:
+        """The task is over, on this worker."""
         result.events.append(
             trace.Ran(
+                task=task.number,
                 stage=task.stage,
                 step=task.step,
                 attempt=task.attempt,
@@ -290,7 +406,8 @@ class Worker:
                 groups=task.groups,
                 start_s=start_s,
                 end_s=time.monotonic(),
-                metrics=result.metrics,
+                cpu_s=self._meter.end(task.number),
+                metrics=metrics,
             )
         )
 
@@ -309,6 +426,44 @@ class Worker:
                 traceback.print_exception(error, file=file)
 
 
+async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:
+    """What a stream has yielded since the last time. It goes on while the consumer is busy."""
+    waiting: list[Output] = []
+    came = asyncio.Event()
+
+    async def take() -> None:
+        async for output in produced:
+            waiting.append(output)
+            came.set()
+
+    taking = asyncio.ensure_future(take())
+    taking.add_done_callback(lambda _: came.set())
+    try:
+        while True:
+            await came.wait()
+            if linger_s and not taking.done():
+                await asyncio.wait({taking}, timeout=linger_s)
+            came.clear()
+            outputs, waiting[:] = list(waiting), []
+            if outputs:
+                yield outputs
+            if taking.done():
+                if not waiting:
+                    taking.result()  # raises what the runner raised
+                    return
+                came.set()
+    finally:
+        taking.cancel()
+        with suppress(asyncio.CancelledError):
+            await taking
+        await produced.aclose()  # type: ignore[attr-defined]
+
+
+def _weight(output: Output, keys: Sequence[str]) -> int:
+    """The samples that the metrics of an output are the mean of."""
+    return len(output.index) if output.index is not None else len(keys)
+
+
 def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
     """Declare the partition of a graph: its sample fields, and its stages as readers."""
     plane.register(partition, sample_fields(stages), [stage.name for stage in stages])
@@ -320,6 +475,17 @@ def _full(stage: Stage, metric: str) -> str:
 
 def _as_output(produced: Output | Columns | None) -> Output:
     return produced if isinstance(produced, Output) else Output(columns=produced or {})
+
+
+def _unfinished(stage: Stage, left: set[int]) -> StageError:
+    return StageError(
+        Problem(
+            where=str(stage.location),
+            what=f"stage {stage.name!r} ended and yielded nothing for {len(left)} groups, {min(left)} among them",
+            why="a stream yields every group that it is given, or says that it gave it up",
+            fix="yield an Output whose index names the samples of those groups",
+        )
+    )
 
 
 def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageError:

@@ -2,8 +2,9 @@
 
     PrevLogprobs(policy, on=learner), RefLogprobs(policy.frozen(), on=learner)
 
-Both compute at the temperature at which the tokens were sampled. Microbatches are a function of the lengths in
-canonical order, so the numbers do not depend on when samples arrived.
+Both compute at the temperature at which the tokens were sampled. They start before the batch is whole, on runs of
+samples in canonical order; what forms a run, and a microbatch of it, depends on that order and on lengths only, so the
+numbers do not depend on when samples arrived.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Logprobs(Stage):
     _: KW_ONLY
     on: WorkerGroup | None = None
     microbatch: int | Dynamic | Packed = 0
+    at_once: int = 0
     temperature: float = 1.0
 
     reads = (PROMPT_IDS, RESPONSE_IDS)
@@ -40,6 +42,14 @@ class _Logprobs(Stage):
         return (self.model,)
 
     @property
+    def run_samples(self) -> int | None:  # type: ignore[override]
+        """What it starts on: a microbatch for every worker, or what the user says."""
+        if is_whole(self.at_once, 1):
+            return self.at_once
+        replicas = self.on.data_parallel if self.on else 1
+        return self.microbatch * replicas if is_whole(self.microbatch, 1) else None  # type: ignore[operator]
+
+    @property
     def sharding(self) -> Sharding:  # type: ignore[override]
         """Each worker may have another number of microbatches, unless they hold the weights together."""
         return sharding(self.microbatch, equal=self.on is not None and self.on.fully_sharded)
@@ -49,6 +59,13 @@ class _Logprobs(Stage):
         yield from backend_problems(self.on, self)
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
+        if not is_whole(self.at_once, 0):
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} has at_once={shown(self.at_once)}",
+                why="at_once is samples that are scored as soon as they are there, or 0",
+                fix="at_once=0",
+            )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Opens the backend and its copy of the model."""
@@ -70,6 +87,8 @@ class PrevLogprobs(_Logprobs):
     """Logprobs under the trained model before this step's first update: the denominator of the ratio.
 
     microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
+    at_once      samples that are scored as soon as all of them are there, in canonical order; 0 is one microbatch of
+                 every worker, where microbatch is samples, and otherwise the batch
     temperature  the rollout's
     """
 
@@ -82,6 +101,8 @@ class RefLogprobs(_Logprobs):
     """Logprobs under a frozen model, for the KL term of the loss. Give it `model.frozen()`.
 
     microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
+    at_once      samples that are scored as soon as all of them are there, in canonical order; 0 is one microbatch of
+                 every worker, where microbatch is samples, and otherwise the batch
     temperature  the rollout's
     """
 

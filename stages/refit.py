@@ -76,7 +76,7 @@ class Refit(Stage):
                 rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})
                 return Output()
             payload = rendezvous.take()
-            backend.serve(self.model, payload["weights"])
+            backend.serve(self.model, payload["weights"], version)
             served = backend.served_weights(self.model)
             sha256 = backend.weight_hash(served)
             if (version, sha256) != (payload["version"], payload["sha256"]):

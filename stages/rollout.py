@@ -3,20 +3,22 @@
     Rollout(policy, on=sampler, samples_per_prompt=8, max_tokens=512, temperature=1.0)
 
 A sample's random numbers are a function of the run's seed, its admission number, its index in the group and the token,
-so a sample depends neither on its neighbours nor on a resume.
+so a sample depends neither on its neighbours nor on a resume. The runner awaits between two tokens: other rollouts,
+rewards and a refit of the same worker run there, and groups that are no longer wanted leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns, Ragged
+from pipeline.columns import Column, Columns, take
 from pipeline.errors import Problem, shown
 from pipeline.parameters import is_number, is_whole
-from stages.backends import STREAM_ROLLOUT, Sampling, backend_problems, engine, model_problems
+from stages.backends import STREAM_ROLLOUT, Cancelled, Sampling, backend_problems, engine, model_problems, samples_of
 from stages.vocabulary import (
     MADE_BY,
     MESSAGES,
@@ -31,7 +33,7 @@ from stages.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from stages.backends import Engine
+    from stages.backends import Engine, Generation
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,12 @@ class Rollout(Stage):
     temperature   divides the logits; logprobs are taken at it too, over the whole vocabulary
     top_p, top_k  cut the tail off; 1.0 and 0 keep it. The logprobs do not change, so training is slightly off-policy
     stop          texts that end a response besides the model's own end of sequence, each one token
-    decode_batch  groups that are decoded together and handed on as soon as they are done; 0 is all of the task
+    decode_batch  groups that are decoded together, of those that a task has; 0 is all of them
     chat          prompts are lists of messages (`Prompts(..., chat=True)`), in the chat template of the model
 
-    Metrics: `length_mean` (tokens), `truncated` (fraction), `tokens` (mean over decode batches).
+    A group is handed on as soon as the last of its samples has ended; groups that end at the same token are handed on
+    together. Each token has the version of the weights that it was sampled with in `token_versions`.
+    Metrics, means over samples: `length_mean` (tokens), `truncated` (fraction).
     """
 
     model: Model
@@ -64,6 +68,7 @@ class Rollout(Stage):
     shape = "stream"
     writes = (PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED)
     reads_back = (SERVED_WEIGHTS,)
+    stamps = TOKEN_VERSIONS
     per = "group"
     hints = MADE_BY
 
@@ -101,51 +106,73 @@ class Rollout(Stage):
                     else f"{name}={Rollout.__dataclass_fields__[name].default}",
                 )
 
-    def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncIterator[Output]]:
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Opens the backend and its served copy of the model."""
         backend = engine(context)
 
-        async def run(columns: Columns, task: Task) -> AsyncIterator[Output]:
-            size = context.group_size
-            step = (self.decode_batch or len(task.groups)) * size
+        async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             prompts: Any = columns[self.reads[0].name]
-            for start in range(0, len(prompts), step):
-                index = range(start, min(start + step, len(prompts)))
-                yield self._decode(backend, [prompts[i] for i in index], index, task, context)
+            step = self.decode_batch or len(task.groups)
+            for start in range(0, len(task.groups), step):
+                positions = range(len(task.groups))[start : start + step]
+                async with aclosing(self._decode(backend, prompts, positions, task, context)) as outputs:
+                    async for output in outputs:
+                        yield output
 
         return run
 
-    def _decode(self, backend: Engine, prompts: list[Any], index: range, task: Task, context: StageContext) -> Output:
-        import torch
-
+    async def _decode(
+        self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext
+    ) -> AsyncGenerator[Output, None]:
+        """The groups at these positions of the task as one decode batch, without those that are cancelled already."""
         from ops.random import uniform
 
         size = context.group_size
-        sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop)
-        prompt_ids = backend.encode(self.model, prompts, chat=self.chat)
-        uniforms = uniform(
-            context.seed,
-            STREAM_ROLLOUT,
-            [task.groups[i // size] for i in index],
-            [i % size for i in index],
-            self.max_tokens,
+        wanted = [position for position in positions if task.groups[position] not in context.cancelled]
+        if len(wanted) < len(positions):
+            yield Output(cancelled={position: 0 for position in positions if position not in wanted})
+        if not wanted:
+            return
+        index = samples_of(wanted, size)
+        prompt_ids = backend.encode(self.model, [prompts[i] for i in index], chat=self.chat)
+        stream = backend.stream(
+            self.model,
+            prompt_ids,
+            Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop),
+            uniform(
+                context.seed,
+                STREAM_ROLLOUT,
+                [task.groups[i // size] for i in index],
+                [i % size for i in index],
+                self.max_tokens,
+            ),
+            group_size=size,
+            version=task.version,
+            unwanted=lambda group: task.groups[wanted[group]] in context.cancelled,
         )
-        made = backend.generate(self.model, prompt_ids, sampling, uniforms)
+        async with aclosing(stream):
+            async for event in stream:
+                if isinstance(event, Cancelled):
+                    yield Output(cancelled={wanted[group]: tokens for group, tokens in event.tokens.items()})
+                    continue
+                samples = samples_of(event.groups, size)
+                ids = prompt_ids if len(samples) == len(index) else take(prompt_ids, samples)
+                yield self._output(backend, ids, event.made, [index[i] for i in samples])
+
+    def _output(self, backend: Engine, prompt_ids: Column, made: Generation, index: list[int]) -> Output:
         lengths = made.response_ids.lengths
-        versions = torch.full((sum(lengths),), task.version, dtype=torch.int32)
         return Output(
             columns={
                 PROMPT_IDS.name: prompt_ids,
                 RESPONSE.name: backend.decode(self.model, made.response_ids),
                 RESPONSE_IDS.name: made.response_ids,
                 ROLLOUT_LOGPROBS.name: made.logprobs,
-                TOKEN_VERSIONS.name: Ragged(versions, lengths),
+                TOKEN_VERSIONS.name: made.versions,
                 TRUNCATED.name: made.truncated,
             },
             metrics={
                 "length_mean": sum(lengths) / len(lengths),
                 "truncated": made.truncated.float().mean().item(),
-                "tokens": float(sum(lengths)),
             },
             index=index,
         )

@@ -40,6 +40,7 @@ from stages.vocabulary import (
     TRAINED_WEIGHTS,
 )
 
+_LARGEST = ("staleness_max", "mismatch_ratio_max")  # over the ranks; other numbers add up
 SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {
     "prompt_ids": PROMPT_IDS,
@@ -65,14 +66,16 @@ class Train(Stage):
     temperature                   the rollout's
     checkpoint_activations        recompute activations in the backward pass: less memory, more time
 
-    Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat a token), `clip_fraction`,
-    `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat a token); `mismatch_kl`, the k3 estimate between
-    the sampler's and the trainer's logprobs of the same weights; `updates`, how many changed the weights; `skipped`,
-    how many did not, because their loss or gradient was not finite; `staleness_mean` and `staleness_max`, how many
-    versions older than the trained weights the tokens are; by the correction `is_weight` (mean weight of a token) and
-    `is_changed` (the fraction that was truncated or taken out). `flops` of the forward and backward passes of all
-    ranks, counted from the sequence lengths, `ranks`, `tflops_per_s` of one rank, and `utilization`, their share of
-    what the GPU can do, where that is known.
+    Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat a token), `clip_fraction`, and of it
+    `clip_high`, where the ratio is above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy`
+    (nat a token). How far the sampler is from the weights before these updates, by its kernels and by its age:
+    `mismatch_kl`, the k3 estimate in nat a token; `mismatch_ratio_max`, the largest importance weight of a token; and
+    `mismatch_ess`, the effective sample size of those weights as a fraction of the tokens. `updates`, how many changed
+    the weights; `skipped`, how many did not, because their loss or gradient was not finite; `staleness_mean` and
+    `staleness_max`, how many versions older than the trained weights the tokens are; by the correction `is_weight`
+    (mean weight of a token) and `is_changed` (the fraction that was truncated or taken out). `flops` of the forward and
+    backward passes of all ranks, counted from the sequence lengths, `ranks`, `tflops_per_s` of one rank, and
+    `utilization`, their share of what the GPU can do, where that is known.
     """
 
     model: Model
@@ -236,21 +239,29 @@ class TrainRunner:
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
         """How far the sampler and its samples are from the weights that are trained, over all ranks."""
+        from ops.correction import moments
         from ops.kl import kl_k3
 
         assert batch.rollout_logprobs is not None
+        sampled, trained = batch.rollout_logprobs.values, batch.old_logprobs.values
+        weight, square, largest = moments(trained, sampled)
         age = task.step - versions.values  # the weights before these updates are version `step`
         totals = self.ranks.totals(
             {
                 "tokens": float(len(age)),
-                "mismatch_kl": kl_k3(batch.rollout_logprobs.values, batch.old_logprobs.values).sum().item(),
+                "mismatch_kl": kl_k3(sampled, trained).sum().item(),
+                "mismatch_ratio_max": largest,
+                "weight": weight,
+                "square": square,
                 "staleness_mean": float(age.sum()),
                 "staleness_max": float(age.max()),
             },
-            largest=("staleness_max",),
+            largest=_LARGEST,
         )
         tokens = totals.pop("tokens")
-        return {name: value if name == "staleness_max" else value / tokens for name, value in totals.items()}
+        effective = totals.pop("weight") ** 2 / totals.pop("square") / tokens
+        means = {name: value if name in _LARGEST else value / tokens for name, value in totals.items()}
+        return means | {"mismatch_ess": effective}
 
     def _work(self, batch: Batch, taken_s: float) -> dict[str, float]:
         """What was computed, and how fast, over all ranks; nothing for a model whose operations are not known."""

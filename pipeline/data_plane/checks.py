@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ class Partition:
             )
         return Partition(name, by_name, frozenset(readers))
 
-    @property
+    @cached_property
     def schema_hash(self) -> str:
         """Of what a reader relies on (name, dtype, dims, unit); bounds may be tighter in the process that writes."""
         columns = sorted((f.name, f.dtype, f.dims, f.unit) for f in self.fields.values())

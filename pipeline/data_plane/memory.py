@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.data_plane import row_name
 from pipeline.data_plane.base import RowPlane, absent, conflict
-from pipeline.data_plane.rows import Block, Value, same_bytes
+from pipeline.data_plane.rows import Block, Value, block_of, same_bytes
 
 
 class MemoryPlane(RowPlane):
@@ -50,7 +50,10 @@ class MemoryPlane(RowPlane):
                     for row in rows:
                         if field not in held.get(row, {}):
                             raise absent(where, field, row)
-            return [{f: Block.of([held[row][f] for row in rows]) for f in fields} for rows, fields in wanted.items()]
+            return [
+                {name: block_of(where, name, rows, [held[row][name] for row in rows]) for name in fields}
+                for rows, fields in wanted.items()
+            ]
 
     def _remove(self, partition: str, rows: Sequence[str]) -> None:
         with self._lock:

@@ -37,10 +37,12 @@ class Block:
 
     def parts(self) -> list[Value]:
         """One view (texts: one list) a row."""
+        if len(self.sizes) == 1:
+            return [self.values]
         if isinstance(self.values, list):
             edges = [0, *accumulate(self.sizes)]
             return [self.values[a:b] for a, b in pairwise(edges)]
-        return list(self.values.split(list(self.sizes)))
+        return list(self.values.split_with_sizes(list(self.sizes)))  # split() goes through much more Python
 
     @staticmethod
     def of(parts: Sequence[Value]) -> Block:
@@ -137,6 +139,28 @@ def assemble(
     _check_block(where, field, block, placement, base, starts, counts, keys)
     values = _gather(block.values, starts, counts)
     return Ragged(values, tuple(counts)) if field.ragged else values  # type: ignore[arg-type]
+
+
+def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]) -> Block:
+    """What the store holds for field `name` in `rows`, in new memory. Raises DataPlaneError where the types differ."""
+    import torch
+
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        dtype, dims, inner = first.dtype, first.dim(), first.shape[1:]
+        alike = dims and all(
+            isinstance(v, torch.Tensor) and v.dtype == dtype and v.dim() == dims and (dims == 1 or v.shape[1:] == inner)
+            for v in values
+        )
+    else:
+        alike = all(isinstance(v, list) and all(isinstance(text, str) for text in v) for v in values)
+    if not alike:
+        raise broken(
+            where, f"field {name!r} of row {rows[0]} and those after it: their types do not go together",
+            "a row holds one tensor [entries, *inner] or a list of texts",
+            "write rows as pipeline/data_plane/__init__.py describes",
+        )  # fmt: skip
+    return Block.of(values)
 
 
 def _gather(values: Value, starts: Sequence[int], counts: Sequence[int]) -> Value:

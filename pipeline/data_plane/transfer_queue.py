@@ -5,9 +5,10 @@
     plane = TransferQueuePlane.attach(settings)           # a worker; `settings` is `plane.settings` of the driver
 
 Nothing of transfer_queue is handed out. One row of TransferQueue is one run of a group's samples (`rows`); a put costs
-three round trips (names to indexes, data, production status), a get two. Every call runs on a loop of its own
-with a deadline, because a client of a dead controller waits without bound. What a process wrote or fetched
-stays in a bounded cache, so stages that share a process fetch nothing.
+three round trips (names to indexes, data, production status), a get two, a clear four. Puts that come from several
+threads while one is under way share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call
+runs on a loop of its own with a deadline, because a client of a dead controller waits without bound. What a process
+wrote or fetched stays in a bounded cache, so stages that share a process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so they must bind a loopback address unless the network is trusted.
 """
@@ -19,16 +20,19 @@ import ipaddress
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from pipeline.data_plane import row_name
-from pipeline.data_plane.base import RowPlane, absent, conflict
+from pipeline.data_plane.base import RowPlane
 from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
-from pipeline.data_plane.rows import Block, same_bytes
+from pipeline.data_plane.exchange import Exchange, GoneError, Read, Remove, Write
+from pipeline.data_plane.lane import Call, Lane
+from pipeline.data_plane.rows import Block, block_of
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
 
 CACHE_BYTES = 256 * 2**20
@@ -50,15 +54,13 @@ class Settings:
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     """Environment variables for every process of the run; TransferQueue reads them when it is imported.
 
-    A storage unit is asked up to three times within the deadline; the controller's acknowledgement is
-    awaited longer than the deadline, because TransferQueue only logs when it does not come.
+    A storage unit is asked up to three times within the deadline.
     """
     return {
         "TQ_LOGGING_LEVEL": "ERROR",
         "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": str(max(1, round(deadline_s / 3))),
         "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": "1",
         "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "3",
-        "TQ_DATA_UPDATE_RESPONSE_TIMEOUT": str(round(2 * deadline_s) + 1),
         "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "20",
     }
 
@@ -75,11 +77,16 @@ class TransferQueuePlane(RowPlane):
         self._owns = owns
         self._cache = RowCache(settings.cache_bytes)
         self._closed = False
-        self._clearing = threading.Lock()
         self._client = within(settings.deadline_s, "attach to TransferQueue", lambda: _connect(settings))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="data-plane")
         self._thread.start()
+        self._wire = _Wire(self._client)
+        exchange, deadline_s = Exchange(self._wire), settings.deadline_s
+        self._writes: Lane[Write] = Lane(self._loop, exchange.write, deadline_s)
+        self._reads: Lane[Read] = Lane(self._loop, exchange.read, deadline_s)
+        # indexes are reused, so two clears of the same rows must not interleave: they too go one batch at a time
+        self._removals: Lane[Remove] = Lane(self._loop, exchange.remove, deadline_s)
 
     @staticmethod
     def create(
@@ -114,14 +121,23 @@ class TransferQueuePlane(RowPlane):
         """A client of a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost."""
         return TransferQueuePlane(settings, owns=False)
 
-    def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the plane's loop. Raises DataPlaneLost at the deadline or where a unit does not answer."""
-        from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
+    def _ask(self, what: str, lane: Lane, call: Call) -> Any:
+        """Send a call with the next batch of the lane and wait for its answer."""
+        self._check_open(what)
+        lane.submit(call)
+        return self._wait(what, call.done)
 
+    def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the plane's loop."""
         if self._closed:
             work.close()
-            raise broken(what, "the data plane is closed", "a closed plane reads and writes nothing", "close it last")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._check_open(what)
+        return self._wait(what, asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _wait(self, what: str, future: Future[T]) -> T:
+        """The answer. Raises DataPlaneLost at the deadline or where a unit does not answer."""
+        from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
+
         try:
             return future.result(self.settings.deadline_s)
         except (TimeoutError, StorageUnitTimeout) as error:
@@ -133,101 +149,41 @@ class TransferQueuePlane(RowPlane):
                 "see the cause above",
             ) from error  # fmt: skip
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise _closed(what)
+
     # rows
 
     def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
         what = f"{where}: put {len(rows)} rows from {rows[0]} on"
-        self._call(what, self._write_rows(partition, rows, blocks, where))
+        self._ask(what, self._writes, Write(partition, rows, blocks, where))
         self._cache.keep(partition, rows, blocks)
-
-    async def _write_rows(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
-        from tensordict import TensorDict
-
-        found, produced = await asyncio.gather(
-            self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=True),
-            self._produced(partition, list(blocks)),
-        )
-        if not produced.isdisjoint(found.global_indexes) and await self._is_repeat(partition, rows, blocks, where):
-            return
-        fields = TensorDict({name: _encode(block) for name, block in blocks.items()}, batch_size=len(rows))
-        await self._client.storage_manager.put_data(fields, found)
-
-    async def _produced(self, partition: str, fields: list[str]) -> set[int]:
-        """Indexes of the rows in which any of the fields is there."""
-        index, status = await self._client.async_get_production_status(fields, partition)
-        if index is None:  # one of the fields is not in the partition yet, which hides the others
-            if len(fields) == 1:
-                return set()
-            return set().union(*await asyncio.gather(*(self._produced(partition, [field]) for field in fields)))
-        return set(index[status.any(dim=1)].tolist())
-
-    async def _is_repeat(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block], where: str) -> bool:
-        """Whether everything is there already, with these bytes. Raises DataPlaneError where there are others."""
-        held = await asyncio.gather(*(self._schema(partition, [row]) for row in rows))
-        for name, block in blocks.items():
-            there = [(row, part) for row, part, schema in zip(rows, block.parts(), held) if name in schema]
-            if there:
-                before = (await self._fetch(partition, [row for row, _ in there], [name], where))[name]
-                for (row, part), old in zip(there, before.parts()):
-                    if not same_bytes(old, part):
-                        raise conflict(where, name, row)
-        return all(name in schema for name in blocks for schema in held)
-
-    async def _schema(self, partition: str, rows: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What all of the rows have, field -> shape and dtype; nothing where a row is missing."""
-        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
-        return found.field_schema if found.size == len(rows) else {}
 
     def _read(
         self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
     ) -> list[dict[str, Block]]:
         cached = [self._cache.get(partition, rows, fields) for rows, fields in wanted.items()]
-        missing = {
-            rows: [field for field in fields if field not in have]
+        reads = [
+            Read(partition, rows, missing, where)
             for (rows, fields), have in zip(wanted.items(), cached)
-        }
-        missing = {rows: fields for rows, fields in missing.items() if fields}
-        if not missing:
-            return cached
-        first = next(iter(missing))
-        what = f"{where}: get {', '.join(missing[first])} of {len(first)} rows from {first[0]} on"
-        fetched = self._call(what, self._fetch_all(partition, missing, where))
-        for rows, blocks in zip(missing, fetched):
-            self._cache.keep(partition, rows, blocks)
+            if (missing := [field for field in fields if field not in have])
+        ]
+        self._check_open(where)
+        for call in reads:
+            self._reads.submit(call)
+        fetched = []
+        for call in reads:
+            what = f"{where}: get {', '.join(call.fields)} of {len(call.rows)} rows from {call.rows[0]} on"
+            found = self._wait(what, call.done)
+            blocks = {name: block_of(where, name, call.rows, values) for name, values in found.items()}
+            self._cache.keep(partition, call.rows, blocks)
+            fetched.append(blocks)
         return [*cached, *fetched]
-
-    async def _fetch_all(
-        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
-    ) -> list[dict[str, Block]]:
-        return await asyncio.gather(*(self._fetch(partition, rows, fields, where) for rows, fields in wanted.items()))
-
-    async def _fetch(self, partition: str, rows: Sequence[str], fields: Sequence[str], where: str) -> dict[str, Block]:
-        from transfer_queue import BatchMeta, StorageKeyNotFoundError
-
-        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
-        gone = found.size != len(rows) or any(name not in found.field_schema for name in fields)
-        if not gone:
-            # storage_manager and not the client, which sets torch's thread count around each call and adds a round trip
-            asked = BatchMeta(found.global_indexes, found.partition_ids, {name: {} for name in fields})
-            try:
-                columns = await self._client.storage_manager.get_data(asked)
-            except StorageKeyNotFoundError:
-                gone = True
-        if gone:
-            held = await asyncio.gather(*(self._schema(partition, [row]) for row in rows))
-            at = next(((f, row) for f in fields for row, has in zip(rows, held) if f not in has), (fields[0], rows[0]))
-            raise absent(where, *at)
-        return {name: _decode(columns.get(name), name, rows, where) for name in fields}
 
     def _remove(self, partition: str, rows: Sequence[str]) -> None:
         self._cache.forget(rows)
-        with self._clearing:  # indexes are reused: two clears of the same rows must not interleave
-            self._call(f"clear {len(rows)} rows of {partition!r}", self._remove_rows(partition, rows))
-
-    async def _remove_rows(self, partition: str, rows: Sequence[str]) -> None:
-        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
-        if found.size:
-            await self._client.async_clear_samples(found)
+        self._ask(f"clear {len(rows)} rows of {partition!r}", self._removals, Remove(partition, rows))
 
     # what the store says
 
@@ -252,16 +208,18 @@ class TransferQueuePlane(RowPlane):
 
     async def _counts(self, partition: str, rows: list[str], fields: Sequence[str]) -> dict[str, dict[str, int]]:
         """Field -> row that has it -> length of its first dimension (0 for texts)."""
-        found = await self._client.async_kv_retrieve_meta(keys=rows, partition_id=partition, create=False)
-        if not found.size:
+        indexes, _ = await self._wire.find(partition, rows, create=False)
+        if not indexes:
             return {field: {} for field in fields}
-        known = await self._client.async_kv_retrieve_keys(found.global_indexes, partition)
-        names = dict(zip(found.global_indexes, known))
+        names = dict(zip(indexes, await self._client.async_kv_retrieve_keys(indexes, partition)))
         counts: dict[str, dict[str, int]] = {}
         for field in fields:
-            produced = await self._produced(partition, [field])
+            produced = await self._wire.produced(partition, [field])
             having = [name for index, name in names.items() if index in produced]
-            schema = (await self._schema(partition, having)).get(field, {}) if having else {}
+            schema: Mapping[str, Any] = {}
+            if having:
+                found, held = await self._wire.find(partition, having, create=False)
+                schema = held.get(field, {}) if len(found) == len(having) else {}
             shapes = schema.get("per_sample_shapes") or [schema.get("shape")] * len(having)
             counts[field] = {name: shape[0] if shape else 0 for name, shape in zip(having, shapes)}
         return counts
@@ -278,9 +236,8 @@ class TransferQueuePlane(RowPlane):
     def drain(self) -> None:
         """Remove every row of every registered partition."""
         self._cache.forget_all()
-        with self._clearing:
-            for partition in self._partitions:
-                self._call(f"drain {partition!r}", self._client.async_clear_partition(partition))
+        for partition in self._partitions:
+            self._ask(f"drain {partition!r}", self._removals, Remove(partition, None))
 
     def close(self) -> None:
         """Stop the client and, in the process that created it, TransferQueue. Before Ray is shut down. Idempotent."""
@@ -288,7 +245,9 @@ class TransferQueuePlane(RowPlane):
             return
         self._closed = True
         self._cache.forget_all()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        for lane in (self._writes, self._reads, self._removals):
+            lane.fail(_closed("data plane"))
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(self.settings.deadline_s)
         if not self._thread.is_alive():
             self._loop.close()
@@ -298,6 +257,14 @@ class TransferQueuePlane(RowPlane):
                 within(START_DEADLINE_S, "stop TransferQueue", _stop)
             finally:
                 TransferQueuePlane._creator.release()
+
+    async def _end(self) -> None:
+        """Give up what is under way and stop the loop."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()
 
 
 def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
@@ -413,37 +380,98 @@ def _lost(what: str, deadline_s: float) -> DataPlaneLost:
     )  # fmt: skip
 
 
-def _encode(block: Block) -> Any:
-    """One value a row: a dense tensor where all rows have the same number of entries, else a jagged one."""
+def _closed(what: str) -> DataPlaneError:
+    return broken(what, "the data plane is closed", "a closed plane reads and writes nothing", "close it last")
+
+
+class _Wire:
+    """`exchange.Wire` over a client of TransferQueue, pinned to its version 0.1.11.
+
+    Rows go to and from the storage units as plain lists: the client's own calls pack them into nested tensors and
+    take them apart again, which costs more than the transport.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._storage = client, client.storage_manager
+
+    async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], dict[str, Any]]:
+        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=create)
+        return found.global_indexes, found.field_schema
+
+    async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
+        index, status = await self._client.async_get_production_status(list(fields), partition)
+        if index is None:  # one of the fields is not in the partition yet, which hides the others
+            if len(fields) == 1:
+                return set()
+            return set().union(*await asyncio.gather(*(self.produced(partition, [field]) for field in fields)))
+        return set(index[status.any(dim=1)].tolist())
+
+    async def store(self, partition: str, indexes: list[int], values: Mapping[str, Any]) -> None:
+        put, select = self._storage._put_to_single_storage_unit, self._storage._select_by_positions
+        requests = []
+        for unit, (own, positions) in self._storage._group_by_hash(indexes).items():
+            every = len(own) == len(indexes)
+            columns = {name: rows if every else select(rows, positions) for name, rows in values.items()}
+            requests.append(self._retried("put", unit, own, partial(put, own, columns, target_storage_unit=unit)))
+        await asyncio.gather(*requests)
+        await self._announce(partition, indexes, {name: _schema(rows, indexes) for name, rows in values.items()})
+
+    async def _announce(self, partition: str, indexes: list[int], schema: dict[str, dict[str, Any]]) -> None:
+        """Make the rows' fields present. As the client does it, but on this loop and not on a thread of its own, and
+        a refusal is an error."""
+        from transfer_queue.utils.zmq_utils import ZMQRequestType
+
+        body = {
+            "partition_id": partition, "global_indexes": indexes, "field_schema": schema, "custom_backend_meta": None
+        }  # fmt: skip
+        async with self._client.controller_rpc_pool.alease(self._client._controller) as socket:
+            answer = await self._client._request_controller(
+                socket=socket, body=body, request_type=ZMQRequestType.NOTIFY_DATA_UPDATE,
+                response_type=ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
+            )  # fmt: skip
+        if not answer.body["success"]:
+            raise RuntimeError(f"the controller does not take {', '.join(schema)} as they are written")
+
+    async def load(self, indexes: list[int], fields: Sequence[str]) -> dict[str, list[Any]]:
+        from transfer_queue import StorageKeyNotFoundError
+
+        get, names = self._storage._get_from_single_storage_unit, list(fields)
+        units = self._storage._group_by_hash(indexes)
+        try:
+            answers = await asyncio.gather(
+                *(
+                    self._retried("get", unit, own, partial(get, own, names, target_storage_unit=unit))
+                    for unit, (own, _) in units.items()
+                )
+            )
+        except StorageKeyNotFoundError as error:
+            raise GoneError from error
+        values: dict[str, list[Any]] = {name: [None] * len(indexes) for name in names}
+        for (_, positions), (_, columns) in zip(units.values(), answers):
+            for name, rows in values.items():
+                for position, value in zip(positions, columns[name]):
+                    rows[position] = [value] if isinstance(value, str) else value
+        return values
+
+    async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
+        if rows is None:
+            await self._client.async_clear_partition(partition)
+            return
+        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
+        if found.size:
+            await self._client.async_clear_samples(found)
+
+    def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
+        return self._storage._request_with_retry(operation, unit, f"rows={len(indexes)}", request)
+
+
+def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:
+    """What the controller keeps of a field, as TransferQueue's own writers tell it."""
     import torch
-    from tensordict.tensorclass import NonTensorData, NonTensorStack
 
-    if isinstance(block.values, list):
-        return NonTensorStack(*(NonTensorData(texts) for texts in block.parts()))
-    sizes = block.sizes
-    if min(sizes) == max(sizes):
-        return block.values.view(len(sizes), sizes[0], *block.values.shape[1:])
-    offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(sizes), 0, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(block.values, offsets)
-
-
-def _decode(column: Any, name: str, rows: Sequence[str], where: str) -> Block:
-    """The rows' values one after the other, in memory of their own (TransferQueue concatenates them)."""
-    import torch
-
-    if not isinstance(column, torch.Tensor):
-        texts = [[row] if isinstance(row, str) else row for row in column.tolist()]
-        if all(isinstance(row, list) and all(isinstance(text, str) for text in row) for row in texts):
-            return Block([text for row in texts for text in row], [len(row) for row in texts])
-    elif column.is_nested and column.layout == torch.jagged and len(offsets := _offsets(column)) == len(rows) + 1:
-        return Block(column.values(), [b - a for a, b in pairwise(offsets)])
-    raise broken(
-        where, f"field {name!r} of row {rows[0]} and those after it: their types do not go together",
-        "a row holds one tensor [entries, *inner] or a list of texts",
-        "write rows as pipeline/data_plane/__init__.py describes",
-    )  # fmt: skip
-
-
-def _offsets(jagged: Any) -> list[int]:
-    return jagged.offsets().tolist()
+    tensor = isinstance(rows[0], torch.Tensor)
+    told = {"dtype": rows[0].dtype if tensor else None, "shape": rows[0].shape if tensor else None}
+    if not tensor or isinstance(rows, torch.Tensor):
+        return {**told, "is_nested": False, "is_non_tensor": not tensor}
+    shapes = {index: tuple(row.shape) for index, row in zip(indexes, rows)}
+    return {**told, "is_nested": True, "is_non_tensor": False, "per_sample_shapes": shapes}

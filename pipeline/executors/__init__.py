@@ -1,9 +1,8 @@
-"""Who runs tasks: the interface. `local` runs them in this process, `ray` on actors."""
+"""Who runs tasks: the interface. `local` runs them in this process, `ray` on actors, `simulated` on a virtual clock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +32,13 @@ class Executor(Protocol):
         """
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
-        """Queue a task. Tasks of one worker run in the order of submission."""
+        """Start a task on its replica, or on all workers of its group, which the scheduler knows to be free for it."""
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Results as they come; an empty list when none came within `timeout_s`."""
+        """Reports as they come, several of a stream; an empty list when none came within `timeout_s`."""
+
+    def cancel(self, task: Task, groups: Sequence[int]) -> None:
+        """Have a running stream give up these groups. It acknowledges them, given up or finished."""
 
     def save(self, folder: Path) -> None:
         """Have every worker write its state below `folder`, behind the tasks submitted so far; returns when done."""
@@ -72,18 +74,6 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
     return handles
 
 
-def parts(task: Task, workers: int, per: str) -> list[Task]:
-    """A task divided over the workers of its group, whole groups each; a `per` batch task goes to the first whole."""
-    if workers == 1 or per == "batch" or len(task.groups) < 2:
-        return [task]
-    count = min(workers, len(task.groups))
-    edges = [len(task.groups) * i // count for i in range(count + 1)]
-    return [
-        Task(stage=task.stage, step=task.step, groups=task.groups[a:b], attempt=task.attempt, version=task.version)
-        for a, b in pairwise(edges)
-    ]
-
-
 def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
     """What several ranks report of one task, as one result: the first error, all handles, the mean of metrics.
 
@@ -92,12 +82,13 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
     if len(results) == 1:
         return results[0]
     samples = sum(result.samples for result in results)
-    whole = TaskResult(task=task, samples=samples)
+    whole = TaskResult(task=task, finished=task.groups, samples=samples)
     acknowledged = {result.weights for result in results if result.weights}
     for result in results:
         whole.handles += result.handles
         whole.events += result.events
         whole.dropped |= result.dropped
+        whole.oldest |= result.oldest
         whole.error = whole.error or result.error
         share = result.samples / samples if samples else 1 / len(results)
         for name, value in result.metrics.items():

@@ -1,15 +1,17 @@
 """Runs a graph in this process: one worker a worker group, one task after the other, columns in memory.
 
-A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. The tasks
-of a step run in the order of submission, so a run is as deterministic as a hand-written loop.
+A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. Tasks run in
+the order of submission; streams go on while there is no other task, and take turns where they await.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,9 @@ from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 
+LINGER_S = 0.2  # a stream reports when it ends or waits: nothing else could run while it computes
+
+
 class LocalExecutor:
     """The in-process executor."""
 
@@ -32,6 +37,10 @@ class LocalExecutor:
     def __init__(self) -> None:
         self.plane: DataPlane = MemoryPlane()
         self._queue: deque[tuple[Task, KVBatchMeta | None]] = deque()
+        self._loop = asyncio.new_event_loop()
+        self._streams: set[asyncio.Task[None]] = set()
+        self._reports: list[TaskResult] = []
+        self._came = asyncio.Event()
         self._workers: dict[str, Worker] = {}
         self._planned: dict[str, PlannedStage] = {}
 
@@ -51,27 +60,54 @@ class LocalExecutor:
         return [Placed(group=name, worker=0, node="this process", pid=os.getpid()) for name in self._workers]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
-        self._queue.append((task, meta))
+        if self._planned[task.stage].shape == "stream":
+            self._streams.add(self._loop.create_task(self._stream(task, meta)))
+        else:
+            self._queue.append((task, meta))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        if not self._queue:
-            time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can change anything now
-            return []
-        task, meta = self._queue.popleft()
+        if self._queue:
+            return [self._run(*self._queue.popleft())]
+        if self._streams:
+            self._loop.run_until_complete(self._report(timeout_s))
+            reports, self._reports = self._reports, []
+            return reports
+        time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can change anything now
+        return []
+
+    def cancel(self, task: Task, groups: Sequence[int]) -> None:
+        self._workers[self._planned[task.stage].groups[0]].cancel(groups)
+
+    async def _stream(self, task: Task, meta: KVBatchMeta | None) -> None:
+        worker = self._workers[self._planned[task.stage].groups[0]]
+        async for report in worker.stream(task, meta, linger_s=LINGER_S):
+            self._reports.append(report)
+            self._came.set()
+
+    async def _report(self, timeout_s: float) -> None:
+        """Let the streams go on until one has something to report."""
+        self._came.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), timeout_s)
+        for stream in [stream for stream in self._streams if stream.done()]:
+            self._streams.discard(stream)
+            stream.result()
+
+    def _run(self, task: Task, meta: KVBatchMeta | None) -> TaskResult:
         stage = self._planned[task.stage]
         if stage.shape != "transfer":
             if stage.sharding and meta is not None:
                 (meta,) = shards(stage, task, meta, replicas=1)
-            return [self._workers[stage.groups[0]].run(task, meta)]
+            return self._workers[stage.groups[0]].run(task, meta)
         source, target = (self._workers[name] for name in stage.groups)
         meeting = _Meeting()
         sent = source.transfer(task, meeting.end("source"))
         if sent.error:
-            return [sent]
+            return sent
         received = target.transfer(task, meeting.end("target"))
         received.events[:0] = sent.events
         received.metrics = sent.metrics | received.metrics
-        return [received]
+        return received
 
     def save(self, folder: Path) -> None:
         for worker in self._workers.values():
@@ -82,6 +118,13 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._queue.clear()
+        if not self._loop.is_closed():
+            for stream in self._streams:
+                stream.cancel()
+            if self._streams:
+                self._loop.run_until_complete(asyncio.wait(self._streams))
+            self._streams.clear()
+            self._loop.close()
         self.plane.drain()
         self.plane.close()
 

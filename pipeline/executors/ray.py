@@ -7,11 +7,13 @@ tasks, so no file of the user needs to exist on another node.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
 from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
-from pipeline.executors import merged, parts, shards
+from pipeline.executors import merged, shards
 from pipeline.graph import HOST, Graph, WorkerGroup
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import PlacedGroup, Plan, PlannedStage, with_samples, worker_groups
@@ -66,6 +68,7 @@ class RayExecutor:
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, Layout] = {}
         self._pending: dict[ray.ObjectRef, _Running] = {}
+        self._streams: dict[Any, tuple[Task, bool]] = {}  # a stream's reports -> its task, and whether its worker leads
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
@@ -82,7 +85,9 @@ class RayExecutor:
         joins: list[ray.ObjectRef] = []
         for placed in sorted(plan.groups, key=lambda group: group.name != HOST):  # the host group has one node only
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
-            actors = self._actors[placed.name] = self._place(groups[placed.name], hosted, blob_of_all, settings)
+            streams = any(self._planned[name].shape == "stream" for name in placed.stages)
+            actor: Any = _StreamActor if streams else _Actor
+            actors = self._actors[placed.name] = self._place(groups[placed.name], actor, hosted, blob_of_all, settings)
             self._layouts[placed.name] = Layout.of(groups[placed.name])
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
@@ -113,29 +118,40 @@ class RayExecutor:
             return
         name = stage.groups[0]
         layout = self._layouts[name]
+        if stage.shape == "stream":
+            assert task.replica is not None
+            handle = meta.encode() if meta is not None else None
+            leader, *_ = siblings = layout.siblings(task.replica)
+            for rank in siblings:
+                stream = self._actors[name][rank].stream.options(num_returns="streaming")
+                reports = stream.remote(task, handle, self._cleared.pop(f"{name}.{rank}", []))
+                self._streams[reports] = task, rank == leader
+            return
         if stage.sharding and meta is not None:
             handles = shards(stage, task, meta, layout.data)
             refs = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
             leading, others = [ref for ref, *_ in refs], [ref for _, *rest in refs for ref in rest]
             self._follow(_Running(task, name, leading, others))
             return
-        for replica, part in enumerate(parts(task, layout.data, stage.per)):
-            share = meta
-            if meta is not None and len(part.groups) < len(task.groups):
-                size = len(meta) // len(task.groups)
-                first = task.groups.index(part.groups[0])
-                share = meta.slice(first * size, (first + len(part.groups)) * size)
-            leader, *others = self._call(name, replica, part, share)
-            self._follow(_Running(part, name, [leader], others))
+        first, *others = self._call(name, task.replica or 0, task, meta)
+        self._follow(_Running(task, name, [first], others))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        if not self._pending:
+        waiting = [*self._pending, *self._streams]
+        if not waiting:
             time.sleep(timeout_s)
             return []
-        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s, fetch_local=True)
+        ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=True)
         if ready:  # whatever else is there already comes along
-            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-        return [result for ref in ready if (result := self._result(ref))]
+            ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        taken = [self._report(ref) if ref in self._streams else self._result(ref) for ref in ready]
+        return [result for result in taken if result]
+
+    def cancel(self, task: Task, groups: Sequence[int]) -> None:
+        name = self._planned[task.stage].groups[0]
+        assert task.replica is not None
+        for rank in self._layouts[name].siblings(task.replica):
+            self._actors[name][rank].cancel.remote(tuple(groups))
 
     def save(self, folder: Path) -> None:
         actors = [actor for group in self._actors.values() for actor in group]
@@ -151,6 +167,7 @@ class RayExecutor:
             ray.kill(actor)
         self._actors.clear()
         self._pending.clear()
+        self._streams.clear()
         if self.plane is not None:
             with suppress(DataPlaneLost):  # what is lost holds nothing that could be drained
                 self.plane.drain()
@@ -203,7 +220,9 @@ class RayExecutor:
                     )
                 )
 
-    def _place(self, group: WorkerGroup, hosted: bytes, stages: bytes, settings: WorkerSettings) -> list[Any]:
+    def _place(
+        self, group: WorkerGroup, actor: Any, hosted: bytes, stages: bytes, settings: WorkerSettings
+    ) -> list[Any]:
         gpus = group.gpus / group.workers
         if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
             node = ray.get_runtime_context().get_node_id()
@@ -230,7 +249,7 @@ class RayExecutor:
         if ray.util.get_node_ip_address() == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         return [
-            _Actor.options(  # type: ignore[attr-defined]
+            actor.options(
                 num_cpus=group.cpus,
                 num_gpus=gpus,
                 scheduling_strategy=strategies[rank],
@@ -277,6 +296,21 @@ class RayExecutor:
 
     def _follow(self, running: _Running) -> None:
         self._pending |= dict.fromkeys([*running.leading, *running.others], running)
+
+    def _report(self, stream: Any) -> TaskResult | None:
+        """What a stream yields next; None for what the followers of a leader report, and at the end."""
+        task, leads = self._streams[stream]
+        try:
+            report: TaskResult = ray.get(next(stream), timeout=START_DEADLINE_S)
+        except StopIteration:
+            del self._streams[stream]
+            return None
+        except RayError as error:
+            del self._streams[stream]
+            name = self._planned[task.stage].groups[0]
+            doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
+            return TaskResult(task=task, error=_lost(doing, error))
+        return report if leads else TaskResult(task=task, events=report.events, error=report.error, over=False)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
         """What a task has come to, once all of its ranks have answered or the first one failed; None until then."""
@@ -331,8 +365,7 @@ def _one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-@ray.remote
-class _Actor:
+class _Hosted:
     """A `Worker` behind Ray's calls."""
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
@@ -354,7 +387,7 @@ class _Actor:
         node = ray.util.get_node_ip_address()
         return Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
 
-    def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+    def _run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
 
     def send(self, task: Task) -> tuple[Any, TaskResult]:
@@ -372,6 +405,37 @@ class _Actor:
 
     def restore(self, folder: Path) -> None:
         self._worker.restore(folder)
+
+
+@ray.remote
+class _Actor(_Hosted):
+    """A worker that does one thing after the other."""
+
+    def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+        return self._run(task, meta, cleared)
+
+
+@ray.remote
+class _StreamActor(_Hosted):
+    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens. Other
+    tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding."""
+
+    def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
+        super().__init__(rank, hosted, stages, settings)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasks")
+
+    async def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+        if self._worker.ranks.connected:  # ranks meet in the order in which tasks come, those of streams included
+            return self._run(task, meta, cleared)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, task, meta, cleared)
+
+    async def stream(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> AsyncIterator[TaskResult]:
+        handle = KVBatchMeta.decode(meta) if meta is not None else None
+        async for report in self._worker.stream(task, handle, cleared):
+            yield report
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        self._worker.cancel(groups)
 
 
 class _End:

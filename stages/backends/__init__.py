@@ -20,6 +20,8 @@ from pipeline.errors import Problem, shown
 from stages.backends.interface import (
     STREAM_ROLLOUT,
     Batch,
+    Cancelled,
+    Decoded,
     Engine,
     Generation,
     Learner,
@@ -28,6 +30,7 @@ from stages.backends.interface import (
     cut,
     one_shard,
     part,
+    samples_of,
 )
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "STREAM_ROLLOUT",
     "Backend",
     "Batch",
+    "Cancelled",
+    "Decoded",
     "Engine",
     "Generation",
     "Learner",
@@ -46,6 +51,7 @@ __all__ = [
     "model_problems",
     "one_shard",
     "part",
+    "samples_of",
 ]
 
 

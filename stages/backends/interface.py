@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,11 +42,29 @@ class Generation:
 
     The logprobs are those of softmax(logits / temperature) over the *whole* vocabulary, also where top_k or top_p
     restricted the choice: `score` at the same temperature gives the same numbers. Greedy uses temperature 1.
+    `versions` (int32, one a token) are the policy versions whose weights computed the logits that the tokens were drawn
+    from. Where it rises within a response, the keys and values of the tokens before are still of the older weights.
     """
 
     response_ids: Ragged
     logprobs: Ragged
     truncated: torch.Tensor
+    versions: Ragged
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """Groups of a decode batch whose last sample ended at one token: ascending positions, and all their samples."""
+
+    groups: tuple[int, ...]
+    made: Generation
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Groups that were given up between two tokens: position -> tokens of the longest sample so far."""
+
+    tokens: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,11 @@ def part(column: Ragged, samples: Sequence[int]) -> Ragged:
     return take(column, samples)  # type: ignore[return-value]
 
 
+def samples_of(groups: Sequence[int], size: int) -> list[int]:
+    """The positions of the samples of these groups of `size`, group by group."""
+    return [sample for group in groups for sample in range(group * size, (group + 1) * size)]
+
+
 def one_shard(prompt_ids: Ragged, response_ids: Ragged, sharding: Sharding | None = None) -> Shard:
     """The shard of a worker that has the whole batch."""
     lengths = {"P": prompt_ids.lengths, "T": response_ids.lengths}
@@ -150,6 +173,24 @@ class Engine(Protocol):
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
         """Responses of the served copy. `uniforms` [N, max_tokens] in (0, 1) choose the tokens; greedy needs none."""
 
+    def stream(
+        self,
+        model: Model,
+        prompt_ids: Ragged,
+        sampling: Sampling,
+        uniforms: np.ndarray | None,
+        *,
+        group_size: int,
+        version: int = 0,
+        unwanted: Callable[[int], bool] = lambda group: False,
+    ) -> AsyncGenerator[Decoded | Cancelled, None]:
+        """The same responses, each run of `group_size` samples as soon as all of them have ended.
+
+        It awaits between two tokens: other tasks of the worker run there, and `serve` there changes the weights of the
+        tokens to come. `version` stamps the tokens of a copy that was never served. A group that is `unwanted`, by its
+        position, is given up at the next token. The order of what is yielded depends on the samples only.
+        """
+
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
     ) -> Ragged:
@@ -181,8 +222,14 @@ class Engine(Protocol):
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """The same of the served copy."""
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights into the served copy. Raises StageError where names, shapes or dtypes differ."""
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load weights of a policy version into the served copy, also while a stream of it is between two tokens.
+
+        Raises StageError where names, shapes or dtypes differ; the copy and its version are then what they were.
+        """
+
+    def served_version(self, model: Model, default: int = 0) -> int:
+        """The version that was served last; `default` where none was, and for a frozen model."""
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
         """sha256 over names, dtypes, shapes and bytes, in order of the names."""

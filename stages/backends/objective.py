@@ -51,9 +51,10 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     The loss is aggregate(weight x policy loss + kl x estimate - entropy x bonus), each part aggregated the same way;
     the weight is that of the correction, which leaves the denominator as it is.
 
-    The metrics are sums over the tokens of this microbatch: `clip_fraction`; `entropy`, `kl` (by the loss's estimator)
-    where their columns are given; with a correction `is_weight` and `is_changed`, how many tokens were truncated or
-    taken out. The caller adds them over microbatches and ranks and divides by `tokens`. Two are combined otherwise:
+    The metrics are sums over the tokens of this microbatch: `clip_fraction`, and of it `clip_high`, where the ratio is
+    above 1; `ratio_mean`; `entropy`, `kl` (by the loss's estimator) where their columns are given; with a correction
+    `is_weight` and `is_changed`, how many tokens were truncated or taken out. The caller adds them over microbatches
+    and ranks and divides by `tokens`. Two are combined otherwise:
     `loss` adds up and is not divided, `ratio_max` is the largest ratio of a token (see MAXIMA). They are read from the
     device at once. Raises ValueError where a column is missing that the loss needs.
     """
@@ -78,8 +79,11 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
         sums["entropy"] = scored.entropy_NT.detach().masked_fill(masked_NT, 0.0).sum()
     value = aggregate(loss_NT, mask_NT, loss.aggregation, normalizer)
     log_ratio_NT = (scored.logprobs_NT.detach() - scored.old_logprobs_NT).masked_fill_(masked_NT, -torch.inf)
+    ratio_NT = log_ratio_NT.exp()
     sums["clip_fraction"] = clipped_NT.sum()
-    sums["ratio_max"] = log_ratio_NT.max().exp()
+    sums["clip_high"] = (clipped_NT & (log_ratio_NT > 0)).sum()
+    sums["ratio_mean"] = ratio_NT.sum()
+    sums["ratio_max"] = ratio_NT.max()
     sums["loss"] = value.detach()
     return value, _read(sums)
 

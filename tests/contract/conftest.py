@@ -50,7 +50,7 @@ class Store:
 @pytest.fixture(scope="package")
 def transfer_queue(ray_session: Any) -> Iterator[TransferQueuePlane]:
     """The plane that owns the suite's TransferQueue."""
-    plane = TransferQueuePlane.create(deadline_s=20)
+    plane = TransferQueuePlane.create(deadline_s=20, storage_units=2)
     yield plane
     plane.close()
 

@@ -97,15 +97,58 @@ def test_join_keeps_each_fields_own_place(lengths, data):
     assert only.fields == ("reward",) and len(only.placements) == 1
 
 
+def scored(of: KVBatchMeta, attempt: int, lengths: dict[str, tuple[int, ...]]) -> KVBatchMeta:
+    """The handle of a second put for the keys of `of`."""
+    return KVBatchMeta(
+        keys=of.keys, partition_id="p", fields=("reward",), lengths=lengths,
+        placements=(lay_out(of.keys, attempt, lengths).placement,), placement_of={"reward": 0}, attempt=attempt,
+    )  # fmt: skip
+
+
 def test_concat_keeps_fields_that_lie_in_different_rows_apart():
     def joined(first):
         ids = handle([3, 2], first=first).select("ids")
-        reward = msgspec.structs.replace(handle([3, 2], first=first).select("reward"), attempt=1)
-        return KVBatchMeta.join([ids, reward])
+        return KVBatchMeta.join([ids, scored(ids, 1, {})])
 
     both = KVBatchMeta.concat([joined(0), joined(5)])
     assert len(both.placements) == 2 and both.placement_of == {"ids": 0, "reward": 1}
+    assert both.placement("reward").rows == ("00000000.1", "00000005.1")
+    rows_agree(both.select("ids"))
+
+
+def test_stages_that_put_the_same_groups_share_a_placement():
+    ids = handle([3, 2, 4]).select("ids")
+    both = KVBatchMeta.join([ids, scored(ids, 0, {"P": (7, 1, 1)})])
+    assert both.placement_of == {"ids": 0, "reward": 0} and len(both.placements) == 1
+    assert both.placements[0].offsets == {"T": ids.placement("ids").offsets["T"], "P": (0, 7, 0)}
     rows_agree(both)
+    other = scored(ids, 0, {"T": (1, 2, 4)})  # lies in the same rows, cut otherwise
+    apart = KVBatchMeta.join([other, ids])
+    assert len(apart.placements) == 2 and apart.placement("ids") == ids.placement("ids")
+    assert apart.placement("reward") == other.placement("reward")
+
+
+def test_concat_takes_handles_with_shared_and_with_own_placements():
+    first, second = handle([3, 2]).select("ids"), handle([1, 4], first=5).select("ids")
+    shared = KVBatchMeta.join([first, scored(first, 0, {})])
+    own = KVBatchMeta.join([second, scored(second, 1, {})])
+    for parts in ([shared, own], [own, shared]):
+        both = KVBatchMeta.concat(parts)
+        assert both.placement("ids").offsets["T"] == tuple(o for p in parts for o in p.placement("ids").offsets["T"])
+        assert set(both.placement("reward").rows) == {"00000000.0", "00000005.1"}
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 8), st.permutations(range(8)))
+def test_a_handle_of_many_puts_is_no_larger_than_that_of_one(size, order):
+    """Whatever the number of puts and the order in which they came."""
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    whole = KVBatchMeta.join([one := handle(lengths, 1), scored(one, 0, {})])
+    parts = [whole.reorder(sorted(order[i : i + size])) for i in range(0, 8, size)]
+    together = KVBatchMeta.concat(parts)
+    at = {key: i for i, key in enumerate(together.keys)}
+    restored = together.reorder([at[key] for key in whole.keys])
+    assert restored == whole and len(restored.encode()) == len(whole.encode())
 
 
 def test_refuses_what_does_not_belong_together():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,40 @@ def test_what_another_process_wrote_wrongly_is_named(store: Store, ray: Any):
     for field, text in refused.items():
         with pytest.raises(DataPlaneError, match=f"field '{field}', key 00000000_g00[01]: {text}"):
             store.other.get(meta, [field], reader="train")
+
+
+def write_past_checks(store: Store, row: str, values: dict[str, Any]) -> None:
+    """The same from this process."""
+    if isinstance(store.plane, MemoryPlane):
+        return store.plane.write_outside(store.partition, row, values)
+    wire = store.plane._wire
+    index, _ = store.plane._call("find", wire.find(store.partition, [row], create=True))
+    with suppress(DataPlaneError):  # TransferQueue's own client writes a row of another dtype, too
+        store.plane._call("store", wire.store(store.partition, index, {name: [v] for name, v in values.items()}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float16)), (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.tensor(0.0)), (["a", "b"], ["c", 3]),
+    ],
+)  # fmt: skip
+def test_rows_whose_types_do_not_go_together_are_refused(store: Store, first: Any, second: Any):
+    name = "text" if isinstance(first, list) else "reward"
+    write_past_checks(store, "00000000.0", {name: first})
+    write_past_checks(store, "00000001.0", {name: second})
+    meta = store.plane.adopt(store.partition, keys_of(2, 2), [name], {})
+    with pytest.raises(DataPlaneError, match=r"row 00000000\.0 and those after it: their types do not go together"):
+        store.other.get(meta, [name], reader="train")
+
+
+def test_what_the_controller_does_not_take_is_an_error(store: Store):
+    if store.kind == "memory":
+        return  # holds every row to its own type
+    write_past_checks(store, "00000009.0", {"reward": torch.zeros(2, dtype=torch.float64)})
+    with pytest.raises(DataPlaneError, match="TransferQueue refused: the controller does not take reward"):
+        store.put(keys_of(1, 2), {"reward": torch.zeros(2)})
 
 
 def test_adopt_wants_whole_groups_and_lengths(store: Store):

@@ -282,6 +282,16 @@ def check_corrections(ops: ModuleType) -> None:
                 same(changed, case.flags([row[1] for row in rows]))
 
 
+def check_moments(ops: ModuleType) -> None:
+    """Of the weights prev / rollout, summed up by hand, in float64 whatever the columns are."""
+    prev = torch.tensor([-0.1, -2.0, -0.7, -3.0], dtype=torch.float32)
+    rollout = torch.tensor([-0.4, -1.0, -0.7, -3.5], dtype=torch.float32)
+    weights = [math.exp(a - b) for a, b in zip(prev.tolist(), rollout.tolist())]
+    found = ops.moments(prev, rollout)
+    expected = (sum(weights), sum(w * w for w in weights), max(weights))
+    assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(found, expected, strict=True)), (found, expected)
+
+
 def check_correction_bounds(ops: ModuleType) -> None:
     """A weight on a bound is kept as it is."""
     log2 = torch.tensor([[math.log(2.0)]], dtype=DOUBLE)
@@ -346,6 +356,7 @@ CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "ops.kl": (check_kl, check_kl_defaults),
     "ops.correction": (
         check_corrections,
+        check_moments,
         check_correction_bounds,
         check_correction_overflow,
         check_correction_input,

@@ -62,6 +62,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "objective: scored.entropy_NT.detach() -> scored.entropy_NT": _READ_ONLY,
         "objective: scored.logprobs_NT.detach() -> scored.logprobs_NT": _READ_ONLY,
         "objective: value.detach() -> value": _READ_ONLY,
+        "objective: log_ratio_NT > 0 -> log_ratio_NT >= 0": "a token whose ratio is 1 is not clipped, but for its "
+        "sequence's ratio, and then it is neither high nor low",
         "_read: numbers[0].device.type != 'cpu' -> numbers[0].device.type == 'cpu'": _ON_CPU,
         "_read: 0 -> 1": "all numbers are on one device",
         "_read: 0 -> -1": "all numbers are on one device",

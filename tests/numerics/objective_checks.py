@@ -131,10 +131,13 @@ def sums(loss: PolicyLoss, made: Batch) -> dict[str, float]:
             for new, old, advantage, (row, _) in zip(made.new, made.old, made.advantage, corrected)
             for ratio, weight in zip(ratios(new, old), row)
         ]
+    token_ratios = [math.exp(new - old) for row in pairs for new, old in row]
     out = {
         "clip_fraction": float(sum(flags)),
+        "clip_high": float(sum(flag and ratio > 1 for flag, ratio in zip(flags, token_ratios))),
         "entropy": sum(map(sum, made.entropies)),
-        "ratio_max": max(math.exp(new - old) for row in pairs for new, old in row),
+        "ratio_mean": sum(token_ratios),
+        "ratio_max": max(token_ratios),
         "loss": expected(loss, made, made.new, made.entropies),
     }
     if loss.correction is not None:

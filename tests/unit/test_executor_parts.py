@@ -64,7 +64,9 @@ def test_metrics_of_ranks_are_weighted_by_samples() -> None:
 
 def test_handles_and_events_of_all_ranks_are_kept_and_the_first_error() -> None:
     spans = [
-        trace.Ran(stage="s", step=0, attempt=0, group="g", worker=i, groups=(), start_s=0, end_s=1, metrics={})
+        trace.Ran(
+            task=1, stage="s", step=0, attempt=0, group="g", worker=i, groups=(), start_s=0, end_s=1, cpu_s=0, metrics={}
+        )
         for i in range(2)
     ]
     error = StageError(Problem(where="w", what="w", why="w", fix="f"))
@@ -134,9 +136,9 @@ def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ra
         numbers = [keys.index(key) for key in part.keys]
         rows = [torch.full((responses[i],), i) for i in numbers]
         put = plane.put(part.keys, {"token": Ragged.of(rows)}, partition="g", stage="s", attempt=0, unit="batch")
-        landed += table.add(4, put).groups
+        landed += table.add(put)
     assert sorted(landed) == [0, 1, 2, 3]
-    found = table.handle(4, (0, 1, 2, 3), ["token"])
+    found = table.handle((0, 1, 2, 3), ["token"])
     assert found is not None and found.keys == keys
     column = plane.get(found, ["token"], reader="reader")["token"]
     assert column.lengths == responses

@@ -116,6 +116,8 @@ def test_the_loss_is_its_parts_put_together():
         {
             "loss": expected.item(),
             "clip_fraction": clipped.sum().item(),
+            "clip_high": clipped[mask][ratio > 1].sum().item(),
+            "ratio_mean": ratio.sum().item(),
             "ratio_max": ratio.max().item(),
             "kl": kl.sum().item(),
             "entropy": given.entropy_NT[mask].sum().item(),
@@ -124,7 +126,7 @@ def test_the_loss_is_its_parts_put_together():
         }
     )
     assert 0 < sums["is_changed"] < TOKENS
-    assert 0 < sums["clip_fraction"] < TOKENS
+    assert 0 < sums["clip_high"] < sums["clip_fraction"] < TOKENS
 
 
 CISPO = CispoLoss(clip=(0.3, 0.2))

@@ -1,6 +1,5 @@
 """The stages in a plain loop give the losses and weights of the hand-written loop, bit for bit."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from pipeline import Graph, StageContext, Task
 from stages.backends import engine
 from tests.integration import handwritten
 from tests.integration.same_settings import reverse_settings
+from tests.unit.streams import collected, whole
 
 torch.set_num_threads(1)
 STEPS, PROMPTS, SAMPLES, LR, WARM_STEPS = 20, 8, 8, 2e-3, 20
@@ -52,9 +52,7 @@ def run_stages(described: Graph) -> tuple[list[float], dict[str, torch.Tensor]]:
             task = Task(stage=name, step=step, groups=groups, version=version)
             given = {field.name: columns[field.name] for field in stages[name].reads}
             result = runners[name][0](given, task)
-            if stages[name].shape == "stream":
-                result = asyncio.run(anext(result))
-            columns |= result.columns
+            columns |= whole(collected(result)) if stages[name].shape == "stream" else result.columns
             if name == "train":
                 losses.append(result.metrics["loss"])
         meeting, task = Meeting(), Task(stage="refit", step=step, version=version)

@@ -1,6 +1,5 @@
 """The model stages, run without an engine: columns in, columns out."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 
 from graphs.quickstart import graph as quickstart
 from ops.rewards import digit_match, exact_match
-from pipeline import Graph, Model, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline import Graph, Model, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
 from pipeline.sharding import Packed
 from stages import (
@@ -29,6 +28,7 @@ from stages import (
     Train,
 )
 from stages.backends import engine
+from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -52,24 +52,20 @@ def prompts_of(groups: tuple[int, ...]) -> Columns:
     return {"prompt": [TASK.train(group)[0] for group in groups for _ in range(G)]}
 
 
-def rolled_out(stage: Rollout, groups: tuple[int, ...], *, seed: int = 0, version: int = 0) -> list[Any]:
+def rolled_out(stage: Rollout, groups: tuple[int, ...], *, seed: int = 0, version: int = 0) -> list[Output]:
     run = stage.setup(context(seed=seed))
-    task = Task(stage="rollout", step=0, groups=groups, version=version)
-
-    async def collect() -> list[Any]:
-        return [output async for output in run(prompts_of(groups), task)]
-
-    return asyncio.run(collect())
+    return collected(run(prompts_of(groups), Task(stage="rollout", step=0, groups=groups, version=version)))
 
 
 ROLLOUT = Rollout(POLICY, on=SAMPLER, samples_per_prompt=G, max_tokens=6)
+SHORT = replace(ROLLOUT, stop=tuple("01234567"))  # so that groups end at different tokens
 
 
 def test_rollout_writes_what_it_declares() -> None:
-    (output,) = rolled_out(ROLLOUT, (0, 1, 5), version=3)
-    assert list(output.columns) == [field.name for field in ROLLOUT.writes]
-    assert list(output.index) == list(range(12))
-    columns = output.columns
+    outputs = rolled_out(SHORT, (0, 1, 5), version=3)
+    assert len(outputs) > 1
+    assert all(list(output.columns) == [field.name for field in ROLLOUT.writes] for output in outputs)
+    columns = whole(outputs)
     lengths = columns["response_ids"].lengths
     assert len(lengths) == 12 and max(lengths) <= 6 and min(lengths) >= 1
     assert lengths == columns["rollout_logprobs"].lengths == columns["token_versions"].lengths
@@ -80,32 +76,41 @@ def test_rollout_writes_what_it_declares() -> None:
         assert text == "".join(TASK.alphabet[i - 2] for i in ids.tolist() if i > 1)
     for ids, text in zip(columns["prompt_ids"].rows(), prompts_of((0, 1, 5))["prompt"]):
         assert "".join(TASK.alphabet[i - 2] for i in ids.tolist()) == text
-    assert output.metrics["length_mean"] == sum(lengths) / 12
-    assert output.metrics["truncated"] == columns["truncated"].float().mean().item()
-    assert output.metrics["tokens"] == sum(lengths)
-    assert ROLLOUT.group_size == G
+    assert ROLLOUT.group_size == G and ROLLOUT.stamps in ROLLOUT.writes
+
+
+def test_the_metrics_of_a_rollout_are_means_over_samples() -> None:
+    outputs = rolled_out(SHORT, (0, 1, 5, 6, 7, 8))
+    assert len({len(output.index) for output in outputs}) > 1
+    columns = whole(outputs)
+    mean = {name: sum(o.metrics[name] * len(o.index) for o in outputs) / 24 for name in outputs[0].metrics}
+    assert mean == pytest.approx(
+        {
+            "length_mean": sum(columns["response_ids"].lengths) / 24,
+            "truncated": columns["truncated"].float().mean().item(),
+        }
+    )
 
 
 def test_a_group_is_the_same_in_any_company() -> None:
-    (together,) = rolled_out(ROLLOUT, (0, 1, 5))
-    (alone,) = rolled_out(ROLLOUT, (5,))
-    (other_seed,) = rolled_out(ROLLOUT, (5,), seed=1)
-    (other_group,) = rolled_out(ROLLOUT, (6,))
-    assert together.columns["response"][8:] == alone.columns["response"]
-    assert len(set(alone.columns["response"])) > 1
-    assert other_seed.columns["response"] != alone.columns["response"] != other_group.columns["response"]
+    together, alone, other_seed, other_group = (
+        whole(rolled_out(ROLLOUT, groups, seed=seed))["response"]
+        for groups, seed in (((0, 1, 5), 0), ((5,), 0), ((5,), 1), ((6,), 0))
+    )
+    assert together[8:] == alone
+    assert len(set(alone)) > 1
+    assert other_seed != alone != other_group
 
 
 def test_decode_batches_are_whole_groups_and_change_no_sample() -> None:
-    parts = rolled_out(replace(ROLLOUT, decode_batch=2), (0, 1, 5))
-    (whole,) = rolled_out(ROLLOUT, (0, 1, 5))
-    assert [list(part.index) for part in parts] == [list(range(8)), list(range(8, 12))]
-    assert [text for part in parts for text in part.columns["response"]] == whole.columns["response"]
+    parts = rolled_out(replace(SHORT, decode_batch=2), (0, 1, 5))
+    seen = [sample for part in parts for sample in part.index]
+    assert set(seen[:8]) == set(range(8)) and seen[8:] == list(range(8, 12))
+    assert whole(parts)["response"] == whole(rolled_out(SHORT, (0, 1, 5)))["response"]
 
 
 def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, shared: Any = None) -> Columns:
-    (output,) = rolled_out(ROLLOUT, groups)
-    columns = output.columns
+    columns = whole(rolled_out(ROLLOUT, groups))
     run = PrevLogprobs(POLICY, on=LEARNER).setup(context(LEARNER))
     columns |= run(columns, Task(stage="prev_logprobs", step=0, groups=groups)).columns
     if kl:
@@ -224,6 +229,7 @@ def test_refit_serves_the_trained_weights() -> None:
     assert sides[0](meeting, task).weights is None
     output = sides[1](meeting, task)
     assert output.weights == (5, sent)
+    assert engine(sampler).served_version(POLICY) == 5 and engine(learner).served_version(POLICY, 3) == 3
     assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) == sent
     assert output.metrics["size_bytes"] == 4 * sum(
         p.numel() for p in engine(sampler).network(POLICY, "served").parameters()
@@ -445,11 +451,7 @@ def test_messages_become_a_prompt_by_the_models_chat_template() -> None:
     stage = replace(ROLLOUT, chat=True)
     assert [field.name for field in stage.reads] == ["messages"]
     run, task = stage.setup(here), Task(stage="rollout", step=0, groups=(0,))
-
-    async def first() -> Any:
-        return await anext(run({"messages": [messages("12")] * G}, task))
-
-    prompt_ids = asyncio.run(first()).columns["prompt_ids"]
+    prompt_ids = whole(collected(run({"messages": [messages("12")] * G}, task)))["prompt_ids"]
     assert backend.decode(POLICY, prompt_ids) == ["7120"] * G
 
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup
+from pipeline.sharding import Sharding
 
 PROMPT = Field("prompt", dtype="str")
 RESPONSE = Field("response", dtype="str")
 REWARD = Field("reward", dtype="float32")
 LOGPROBS = Field("logprobs", dtype="float32", dims="N T", unit="nat")
+VERSIONS = Field("token_versions", dtype="int64", dims="N T", unit="version")
+REF = Field("ref_logprobs", dtype="float32", dims="N T", unit="nat")
 TRAINED = Field("trained_weights", dtype="weights", dims="", unit="version")
 SERVED = Field("served_weights", dtype="weights", dims="", unit="version")
 
@@ -38,6 +41,9 @@ class Toy(Stage):
     corrects_off_policy: bool = False
     gate: Field | None = None
     max_rounds: int = 10
+    run_samples: int | None = None
+    stamps: Field | None = None
+    sharding: Sharding | None = None
     shape: str = "map"
     found: list = field(default_factory=list, hash=False)
 
@@ -89,3 +95,31 @@ def graph(*, batch: int = 4, schedule: Schedule | None = None, source: Stage | N
         stages=tuple(stages(**changes).values()),
         schedule=schedule or Schedule(steps=3),
     )
+
+
+def streaming(
+    *, sampler: int = 1, learner: int = 1, run_groups: int | None = None, **changes: dict | None
+) -> dict[str, dict | None]:
+    """Changes that make the toys what an asynchronous run has: a rollout that streams and stamps, frozen logprobs, and
+    worker groups of so many replicas, where training is divided over all of the learner's."""
+    runs = run_groups and 2 * run_groups  # groups of two samples
+    on, to = (
+        WorkerGroup("learner", backend="torch", workers=learner),
+        WorkerGroup("sampler", backend="torch", workers=sampler),
+    )
+    made: dict[str, dict | None] = {
+        "rollout": dict(shape="stream", writes=(RESPONSE, VERSIONS), stamps=VERSIONS, on=to),
+        "logprobs": dict(on=on, run_samples=runs),
+        "ref": dict(reads=(RESPONSE,), writes=(REF,), per="batch", on=on, run_samples=runs),
+        "train": dict(
+            reads=(REWARD, LOGPROBS, REF, VERSIONS),
+            on=on,
+            sharding=Sharding(lengths=("T", "T")) if learner > 1 else None,
+            corrects_off_policy=True,
+        ),
+        "refit": dict(on=on, to=to),
+        "evaluate": dict(on=to),
+    }
+    for name, change in changes.items():
+        made[name] = change if change is None else made.get(name, {}) | change
+    return made

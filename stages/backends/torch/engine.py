@@ -6,9 +6,10 @@ served, frozen) come from one build, so they start equal, warm start included.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,9 +24,9 @@ from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
-from stages.backends import Generation, Optimization, Sampling
+from stages.backends import Cancelled, Decoded, Generation, Optimization, Sampling
 from stages.backends.torch import weights as weight_tools
-from stages.backends.torch.generate import generate
+from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.memory import keep_freed_memory
 from stages.backends.torch.models import BYTES, closing_tokens, load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner
@@ -67,6 +68,7 @@ class TorchEngine:
         self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
+        self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
@@ -107,10 +109,42 @@ class TorchEngine:
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
         """Responses of the served copy."""
-        network, tokenizer = self.network(model, _served(model)), self.tokenizer(model)
-        stop = [_stop_token(tokenizer, text) for text in sampling.stop]
-        closing = {*closing_tokens(network, tokenizer), *stop}
-        return generate(network, prompt_ids, sampling, uniforms, closing=sorted(closing), pad=_pad(tokenizer))
+        network, pad, version = (
+            self.network(model, _served(model)),
+            _pad(self.tokenizer(model)),
+            self.served_version(model),
+        )
+        closing = self._closing(model, network, sampling)
+        return generate(network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version)
+
+    async def stream(
+        self,
+        model: Model,
+        prompt_ids: Ragged,
+        sampling: Sampling,
+        uniforms: np.ndarray | None,
+        *,
+        group_size: int,
+        version: int = 0,
+        unwanted: Callable[[int], bool] = lambda group: False,
+    ) -> AsyncGenerator[Decoded | Cancelled, None]:
+        """Responses of the served copy, group by group."""
+        network = self.network(model, _served(model))
+        events = decode(
+            network,
+            prompt_ids,
+            sampling,
+            uniforms,
+            closing=self._closing(model, network, sampling),
+            pad=_pad(self.tokenizer(model)),
+            group_size=group_size,
+            version=lambda: self.served_version(model, version),
+            unwanted=unwanted,
+        )
+        for event in events:
+            if event is not None:
+                yield event
+            await asyncio.sleep(0)
 
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
@@ -166,13 +200,23 @@ class TorchEngine:
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights into the served copy."""
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load weights of a version into the served copy."""
         weight_tools.load_weights(self.network(model, "served"), weights)
+        self._versions[_identity(model)] = version
+
+    def served_version(self, model: Model, default: int = 0) -> int:
+        """The version of the last `serve`; a frozen model is never a key."""
+        return self._versions.get(model, default)
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
         """sha256 of weights."""
         return weight_tools.weight_hash(weights)
+
+    def _closing(self, model: Model, network: PreTrainedModel, sampling: Sampling) -> list[int]:
+        """The tokens that end a response."""
+        tokenizer = self.tokenizer(model)
+        return sorted({*closing_tokens(network, tokenizer), *(_stop_token(tokenizer, text) for text in sampling.stop)})
 
     def _fresh(self, key: Model) -> PreTrainedModel:
         """The model as it is before training. What is costly to make again is kept, on the CPU."""

@@ -1,27 +1,26 @@
-"""Samples responses token by token. Knows a network and random numbers; it does not know groups, stages or text.
+"""Samples responses token by token. Knows a network and random numbers; it does not know stages, text or refits.
 
 The random number of (sample, token) is given, and the token is where it falls in the cumulative distribution over
 the vocabulary, so a sample depends on its own numbers only. Each distinct prompt is computed once, and its key-value
 cache is then shared out to its samples.
 
-Legend: N samples, B rows in the network (distinct prompts first, unfinished samples later), P prompt, T response,
-S prompt and response so far, V vocabulary.
+Legend: N samples, G groups, B rows in the network (distinct prompts first, unfinished samples later), P prompt,
+T response, S prompt and response so far, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pipeline.columns import Ragged
-from stages.backends import Generation, Sampling
+from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.torch.padding import pad_left, unpad_right
 
 
-@torch.no_grad()
 def generate(
     network: PreTrainedModel,
     prompt_ids: Ragged,
@@ -30,35 +29,66 @@ def generate(
     *,
     closing: Sequence[int],
     pad: int,
+    version: int = 0,
 ) -> Generation:
-    """Responses to N prompts. `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it."""
-    device, count = network.device, len(prompt_ids)
+    """Responses to N prompts at once: `decode` of one group that all of them are in."""
+    events = decode(
+        network,
+        prompt_ids,
+        sampling,
+        uniforms,
+        closing=closing,
+        pad=pad,
+        group_size=len(prompt_ids),
+        version=lambda: version,
+    )
+    return next(event.made for event in events if isinstance(event, Decoded))
+
+
+@torch.no_grad()
+def decode(
+    network: PreTrainedModel,
+    prompt_ids: Ragged,
+    sampling: Sampling,
+    uniforms: np.ndarray | None,
+    *,
+    closing: Sequence[int],
+    pad: int,
+    group_size: int,
+    version: Callable[[], int],
+    unwanted: Callable[[int], bool] = lambda group: False,
+) -> Iterator[Decoded | Cancelled | None]:
+    """Responses to N prompts, token by token: one item a token, with the groups that ended at it, None where none did.
+
+    `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it. Each `group_size` prompts are
+    a group. Between two items the weights of the network may change in place: `version()`, asked at each forward pass,
+    stamps the tokens drawn from its logits, and the cache of earlier tokens stays as it is. There too, groups that
+    became `unwanted` are closed, which is one item more.
+    """
+    stamp = version()
     cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
-    ends = torch.tensor(sorted(closing), device=device)
+    device = network.device
     uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
-    tokens_NT = torch.full((count, sampling.max_tokens), pad, device=device)
-    logprobs_NT = torch.zeros(count, sampling.max_tokens, device=device)
-    lengths_N = torch.zeros(count, dtype=torch.long, device=device)
-    closed_N = torch.zeros(count, dtype=torch.bool, device=device)
-    rows_B = torch.arange(count, device=device)
+    samples = _Samples(len(prompt_ids), group_size, sampling.max_tokens, closing, pad, device)
+    rows_B = torch.arange(len(prompt_ids), device=device)
     for t in range(sampling.max_tokens):
         uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
-        chosen_B, logprobs_NT[rows_B, t] = choose(logits_BV, sampling, uniform_B)
-        open_B = ~closed_N[rows_B]
-        tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, pad)
-        lengths_N[rows_B] += open_B
-        closed_N[rows_B] |= torch.isin(chosen_B, ends)
-        open_B = ~closed_N[rows_B]
-        remaining = int(open_B.sum())
-        if remaining == 0 or t + 1 == sampling.max_tokens:
-            break
-        if remaining * 2 <= len(rows_B):  # finished rows cost as much as open ones; copying the cache costs once
-            keep = open_B.nonzero()[:, 0]
+        chosen_B, logprobs_B = choose(logits_BV, sampling, uniform_B)
+        samples.add(rows_B, chosen_B, logprobs_B, stamp)
+        ended = samples.ended(last=t + 1 == sampling.max_tokens)
+        yield Decoded(ended, samples.made(ended)) if ended else None
+        if given_up := tuple(group for group in samples.running if unwanted(group)):
+            yield Cancelled(samples.give_up(given_up))
+        if not samples.running:
+            return
+        if samples.open * 2 <= len(rows_B):  # finished rows cost as much as open ones; copying the cache costs once
+            keep = (~samples.closed_N[rows_B]).nonzero()[:, 0]
             cache.batch_select_indices(keep)
             rows_B, chosen_B, next_B = rows_B[keep], chosen_B[keep], next_B[keep]
             mask_BS = None if mask_BS is None else mask_BS[keep]
         if mask_BS is not None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
+        stamp = version()
         logits_BV = network(
             input_ids=chosen_B[:, None],
             attention_mask=mask_BS,
@@ -66,8 +96,61 @@ def generate(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    sizes = lengths_N.tolist()
-    return Generation(unpad_right(tokens_NT, sizes), unpad_right(logprobs_NT, sizes), ~closed_N.cpu())
+
+
+class _Samples:
+    """The N samples of a decode batch so far, in groups of `size`: tokens, logprobs, and who is still running.
+
+    `running` are the groups with an open sample, ascending; `open` is how many samples are.
+    """
+
+    def __init__(
+        self, count: int, size: int, max_tokens: int, closing: Sequence[int], pad: int, device: torch.device
+    ) -> None:
+        self.size, self.pad, self.ends = size, pad, torch.tensor(sorted(closing), device=device)
+        self.tokens_NT = torch.full((count, max_tokens), pad, device=device)
+        self.logprobs_NT = torch.zeros(count, max_tokens, device=device)
+        self.lengths_N = torch.zeros(count, dtype=torch.long, device=device)
+        self.closed_N = torch.zeros(count, dtype=torch.bool, device=device)
+        self.versions_T: list[int] = []  # one forward pass computes a token of all samples
+        self.running, self.open = list(range(count // size)), count
+
+    def add(self, rows_B: torch.Tensor, chosen_B: torch.Tensor, logprobs_B: torch.Tensor, version: int) -> None:
+        """The next token of these samples; of one that is closed already it is left out."""
+        t = len(self.versions_T)
+        open_B = ~self.closed_N[rows_B]
+        self.tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, self.pad)
+        self.logprobs_NT[rows_B, t] = logprobs_B
+        self.lengths_N[rows_B] += open_B
+        self.closed_N[rows_B] |= torch.isin(chosen_B, self.ends)
+        self.versions_T.append(version)
+
+    def ended(self, *, last: bool) -> tuple[int, ...]:
+        """The groups that run no more, of those that ran when it was last asked; at the `last` token all of them."""
+        open_G = (~self.closed_N).view(-1, self.size).sum(-1).tolist()
+        before = self.running
+        self.running = [] if last else [group for group in before if open_G[group]]
+        self.open = sum(open_G)
+        return tuple(group for group in before if last or not open_G[group])
+
+    def give_up(self, groups: Sequence[int]) -> dict[int, int]:
+        """Close groups that are running; the tokens of their longest samples, which are those that are open."""
+        self.closed_N.view(-1, self.size)[list(groups)] = True
+        self.ended(last=False)
+        return dict.fromkeys(groups, len(self.versions_T))
+
+    def made(self, groups: Sequence[int]) -> Generation:
+        """The samples of these groups, as they are now."""
+        everything = len(groups) * self.size == len(self.closed_N)
+        rows = slice(None) if everything else torch.tensor(samples_of(groups, self.size), device=self.closed_N.device)
+        lengths, width = self.lengths_N[rows].tolist(), len(self.versions_T)
+        versions_NT = torch.tensor(self.versions_T, dtype=torch.int32).expand(len(lengths), width)
+        return Generation(
+            unpad_right(self.tokens_NT[rows, :width], lengths),
+            unpad_right(self.logprobs_NT[rows, :width], lengths),
+            ~self.closed_N[rows].cpu(),
+            unpad_right(versions_NT, lengths),
+        )
 
 
 def _prefill(

@@ -1,0 +1,202 @@
+"""How long tasks take in virtual time: from distributions, or as a recorded run took. Knows no clock and no scheduler.
+
+    times = Durations({"rollout": Drawn(parse("lognormal(1.0, 0.8)")), "train": Drawn(parse("0.2 @ 2"))})
+    times.stages["train"].work(task, samples=512, tokens=0, seed=0)
+
+A task waits and then computes; only computing can be slowed down by what runs beside it. All random numbers are
+functions of (seed, stage, group or step, attempt), so a group takes as long under one schedule as under another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+import msgspec
+
+from pipeline.distributions import Distribution, uniform
+from pipeline.stage import Task
+
+MOSTLY_COMPUTES = 0.5  # cores that a task keeps busy in the mean; below, it mostly waits, for a GPU or another process
+GOLDEN = (5**0.5 - 1) / 2
+TOKENS_PER_S = 100.0  # of a response whose seconds were drawn: gives it a length to count drops by
+
+
+class Work(NamedTuple):
+    """What a task does on each of its workers: `wait_s`, then `work_s` alone on `cores` of them."""
+
+    wait_s: float
+    work_s: float
+    cores: float
+
+
+class Part(NamedTuple):
+    """Groups of a stream, by position in its task: they come `wait_s` after `work_s` of its computing."""
+
+    work_s: float
+    wait_s: float
+    positions: tuple[int, ...]
+
+
+class StreamWork(NamedTuple):
+    """What a stream does: its parts in ascending `work_s`; `tokens` of each group by position, 0 where unknown."""
+
+    parts: list[Part]
+    cores: float
+    tokens: tuple[int, ...]
+
+
+class StageTimes(Protocol):
+    """The seconds of one stage."""
+
+    def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
+        """Of a map or a transfer on so many samples and tokens a worker."""
+
+    def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
+        """Of a stream on the groups of `task`."""
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """Seconds from a distribution. `speed` divides them."""
+
+    distribution: Distribution
+    speed: float = 1.0
+    tokens_per_s: float = TOKENS_PER_S
+
+    def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
+        counters = _counters(task)
+        took_s = self.distribution.draw(groups=len(task.groups), samples=samples, seed=seed, counters=counters)
+        cores = self.distribution.cores
+        return Work(0.0, took_s / self.speed, cores) if cores else Work(took_s / self.speed, 0.0, 0.0)
+
+    def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
+        name, groups, draw = crc32(task.stage.encode()), len(task.groups), self.distribution.draw
+        samples, speed, cores = groups * group_size, self.speed, self.distribution.cores
+        came_s = [
+            draw(groups=groups, samples=samples, seed=seed, counters=(name, group, task.attempt)) / speed
+            for group in task.groups
+        ]
+        tokens = tuple(max(1, round(at_s * speed * self.tokens_per_s)) for at_s in came_s)
+        if cores:
+            return StreamWork(merged([Part(at_s, 0.0, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
+        return StreamWork(merged([Part(0.0, at_s, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds as fixed + per sample + per token, none of them negative, and how single tasks differed from that.
+
+    `ratios` are measured over fitted seconds, ascending. `cores` is CPU seconds over seconds.
+    """
+
+    fixed_s: float = 0.0
+    per_sample_s: float = 0.0
+    per_token_s: float = 0.0
+    cores: float = 1.0
+    ratios: tuple[float, ...] = (1.0,)
+
+    def seconds(self, samples: int, tokens: int, u: float) -> float:
+        """At the quantile `u` of what was measured."""
+        fitted_s = self.fixed_s + self.per_sample_s * samples + self.per_token_s * tokens
+        return fitted_s * self.ratios[int(u * len(self.ratios))]
+
+    def times(self, factor: float) -> Line:
+        """The same with every second multiplied."""
+        return msgspec.structs.replace(
+            self,
+            fixed_s=self.fixed_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            per_token_s=self.per_token_s * factor,
+        )
+
+
+class Came(NamedTuple):
+    """How a group came in a recorded stream: after which fraction of the computing, how long after, how long it was."""
+
+    fraction: float
+    wait_s: float
+    tokens: int
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds as a recorded run took.
+
+    `came` are the groups of a recorded stream by admission number, which come as they came; others as one of these
+    does, by chance. `batch` are the groups of a recorded step. `speed` divides all seconds.
+    """
+
+    line: Line
+    batch: int = 1
+    came: Mapping[int, Came] = {}
+    speed: float = 1.0
+
+    def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
+        line = self.line
+        took_s = line.seconds(samples, tokens, self._quantile(task, seed)) / self.speed
+        if line.cores >= MOSTLY_COMPUTES:
+            return Work(0.0, took_s, line.cores)
+        return Work(took_s * (1 - line.cores), took_s * line.cores, 1.0)  # one core, and little of the time
+
+    def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
+        name, pool = crc32(task.stage.encode()), self.pool
+        came = [
+            self.came.get(group) or pool[int(uniform(seed, name, group) * len(pool))] if pool else Came(1.0, 0.0, 0)
+            for group in task.groups
+        ]
+        work = self.work(task, samples=len(came) * group_size, tokens=sum(one.tokens for one in came), seed=seed)
+        total_s = work.wait_s + work.work_s
+        cores = self.line.cores
+        parts = [Part(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
+        return StreamWork(merged(parts), cores, tuple(one.tokens for one in came))
+
+    def _quantile(self, task: Task, seed: int) -> float:
+        """In (0, 1). From step to step it goes on by the golden ratio, so that a few steps have had all of what was
+        measured about equally often; tasks of one step are independent."""
+        place = task.groups[0] % self.batch if task.groups else 0
+        return (uniform(seed, crc32(task.stage.encode()), place, task.attempt) + GOLDEN * task.step) % 1.0
+
+    @property
+    def pool(self) -> tuple[Came, ...]:
+        """The recorded groups."""
+        return tuple(self.came.values())
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens between tasks, in seconds.
+
+    dispatch_s     from the hand-out of a task to its start on the worker, by stage
+    report_s       from the end on the worker until the driver has it, by stage
+    driver_s       of the driver's time that each report takes; it takes one after the other
+    beside_cpu_s   CPU seconds of other processes (driver, data plane) that go with each task
+    checkpoint_s   of a checkpoint, during which the driver takes no report
+    drop_rate      share of the groups that the gate drops
+    drop_reason    and why
+    """
+
+    dispatch_s: Mapping[str, float] = {}
+    report_s: Mapping[str, float] = {}
+    driver_s: float = 0.0
+    beside_cpu_s: float = 0.0
+    checkpoint_s: float = 0.0
+    drop_rate: float = 0.0
+    drop_reason: str = "dropped"
+
+
+class Durations(msgspec.Struct, frozen=True):
+    """The seconds of every stage and of what is between them."""
+
+    stages: Mapping[str, StageTimes]
+    costs: Costs = Costs()
+
+
+def merged(parts: list[Part]) -> list[Part]:
+    """Parts in ascending order of computing; groups that come at the same time are one."""
+    together: dict[tuple[float, float], list[int]] = {}
+    for part in parts:
+        together.setdefault((part.work_s, part.wait_s), []).extend(part.positions)
+    return [Part(*key, tuple(positions)) for key, positions in sorted(together.items())]
+
+
+def _counters(task: Task) -> tuple[int, int, int]:
+    """What a task is for, as numbers."""
+    return crc32(task.stage.encode()), task.groups[0] if task.groups else task.step + 1, task.attempt

@@ -1,0 +1,265 @@
+"""The durations of a recorded run, from its events alone.
+
+    durations, notes = fitted(plan, [event for _, event in trace.read(run_dir.events)])
+
+Each stage's seconds are fitted as fixed + per sample (+ per token where that explains clearly more), with no negative
+part; how single tasks differed from the fit is kept. Of streams, the time at which each group came is kept too. The first
+step is left out: it pays for what is loaded and compiled late. A synchronous run is the best record: where tasks
+contended while they were recorded, the contention is taken for their own time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from pipeline import trace
+from pipeline.durations import Came, Costs, Durations, Line, Recorded, StageTimes
+from pipeline.least_squares import non_negative
+from pipeline.plan import Plan, PlannedStage
+
+TOKENS_PAY = 0.8  # a fit by tokens is taken where it leaves less than this share of the squared error,
+WORTH = 0.01  # and the relative error without tokens is above this
+
+
+class Tasks:
+    """The tasks of a record by number: what was submitted, where it ran, what it put and when that was acknowledged."""
+
+    def __init__(self, events: Iterable[trace.TraceEvent]) -> None:
+        self.submitted: dict[int, trace.Submitted] = {}
+        self.ran: dict[int, list[trace.Ran]] = defaultdict(list)
+        self.acknowledged: dict[int, list[trace.Acknowledged]] = defaultdict(list)
+        self.puts: dict[int, list[trace.Put]] = defaultdict(list)
+        self.tokens: dict[int, int] = {}
+        self.process: dict[tuple[str, int], int] = {}  # which process a worker is, by group and rank
+        self.others: list[trace.TraceEvent] = []
+        number: dict[tuple[str, int, int], int] = {}  # of the task that a put belongs to
+        for event in last_run(events):
+            match event:
+                case trace.Submitted():
+                    self.submitted[event.task] = event
+                    number.update({(event.stage, group, event.attempt): event.task for group in event.groups})
+                case trace.Placed():
+                    self.process[event.group, event.worker] = event.pid or -len(self.process) - 1
+                    self.others.append(event)
+                case trace.Ran():
+                    self.ran[event.task].append(event)
+                case trace.Acknowledged():
+                    self.acknowledged[event.task].append(event)
+                case trace.Put():
+                    self.tokens.update(zip(event.groups, event.tokens))
+                    key = (event.stage, event.groups[0], event.attempt) if event.groups else None
+                    if key in number:
+                        self.puts[number[key]].append(event)
+                    else:
+                        self.others.append(event)
+                case _:
+                    self.others.append(event)
+
+    def of(self, stage: str) -> list[trace.Submitted]:
+        """The tasks of a stage that ran to their end, without those of the first step where there are later ones."""
+        tasks = [task for number, task in self.submitted.items() if task.stage == stage and number in self.ran]
+        first = min((task.step for task in tasks if task.step >= 0), default=0)
+        return [task for task in tasks if task.step > first] or tasks
+
+
+def last_run(events: Iterable[trace.TraceEvent]) -> list[trace.TraceEvent]:
+    """The events since the run was last started or resumed."""
+    kept: list[trace.TraceEvent] = []
+    for event in events:
+        if isinstance(event, trace.Started):
+            kept.clear()
+        kept.append(event)
+    return kept
+
+
+def fitted(
+    plan: Plan, events: Iterable[trace.TraceEvent], *, cores: float | None = None
+) -> tuple[Durations, list[str]]:
+    """The durations of every stage that ran, and remarks on what the record does not tell. `plan` is the run's own."""
+    tasks = Tasks(events)
+    stages: dict[str, StageTimes] = {}
+    proportional: dict[int, list[str]] = defaultdict(list)  # samples of a task -> stages that had no other size
+    for stage in plan.stages:
+        if stage.shape == "external":
+            stages[stage.name] = _outside(stage, tasks)
+            continue
+        ran = tasks.of(stage.name)
+        if not ran:
+            continue
+        fit = _stream if stage.shape == "stream" else _map
+        stages[stage.name], sizes = fit(plan, stage, tasks, ran, cores)
+        if len(sizes) == 1 and stage.path and max(sizes):
+            proportional[max(sizes)].append(stage.name)
+    notes = [
+        f"{', '.join(names)} ran on {samples} samples only: other sizes are taken to be in proportion"
+        for samples, names in proportional.items()
+    ]
+    return Durations(stages, _costs(plan, tasks)), notes
+
+
+def _map(
+    plan: Plan, stage: PlannedStage, tasks: Tasks, ran: Sequence[trace.Submitted], cores: float | None
+) -> tuple[Recorded, set[int]]:
+    points = []
+    cpu_s = took_s = 0.0
+    for task in ran:
+        spans = tasks.ran[task.task]
+        replicas = _replicas(plan, stage) if task.replica is None and stage.sharding else 1
+        samples = -(-task.samples // replicas)
+        tokens = sum(tasks.tokens.get(group, 0) for group in task.groups) * plan.group_size // replicas
+        seconds = [span.end_s - span.start_s for span in spans]
+        if stage.shape == "transfer":  # its sides wait for each other
+            seconds = [max(span.end_s for span in spans) - min(span.start_s for span in spans)]
+        points += [(float(samples), float(tokens), one) for one in seconds]
+        cpu_s += sum(span.cpu_s for span in spans)
+        took_s += sum(seconds) * (len(spans) if stage.shape == "transfer" else 1)
+    line = fit(points, cores=cpu_s / took_s if took_s else 0.0)
+    return Recorded(line=line, batch=plan.batch), {int(point[0]) for point in points}
+
+
+def _stream(
+    plan: Plan, stage: PlannedStage, tasks: Tasks, ran: Sequence[trace.Submitted], cores: float | None
+) -> tuple[Recorded, set[int]]:
+    group = next(group for group in plan.groups if group.name == stage.groups[0])
+    busy = _busy(plan, tasks)
+    came_s: dict[int, dict[int, float]] = {}  # task -> group -> seconds after the start, without those of other tasks
+    for task in ran:
+        span = tasks.ran[task.task][0]
+        own = busy[tasks.process.get((span.group, span.worker), 0)]
+        came_s[task.task] = {
+            group: put.end_s - span.start_s - own.within(span.start_s, put.end_s)
+            for put in tasks.puts[task.task]
+            for group in put.groups
+        }
+    firsts = [min(came.values()) for came in came_s.values() if came]
+    cpu_s = {task.task: tasks.ran[task.task][0].cpu_s for task in ran}
+    most = min(float(group.threads) or float("inf"), cores or float("inf"))
+    # A group cannot come before its computing, so what comes first bounds how long that took.
+    used = min(most, max(sum(cpu_s.values()) / max(sum(firsts), 1e-9), 1e-9))
+    points, came = [], {}
+    for task in ran:
+        computed_s = min(cpu_s[task.task] / used, max(came_s[task.task].values(), default=0.0))
+        tokens = sum(tasks.tokens.get(group, 0) for group in task.groups) * plan.group_size
+        if computed_s > 0:
+            points.append((float(task.samples), float(tokens), computed_s))
+        for group, at_s in came_s[task.task].items():
+            fraction = min(1.0, at_s / computed_s) if computed_s > 0 else 1.0
+            came[group] = Came(fraction, max(0.0, at_s - computed_s), tasks.tokens.get(group, 0))
+    return Recorded(line=fit(points, cores=used), batch=plan.batch, came=came), {task.samples for task in ran}
+
+
+def _outside(stage: PlannedStage, tasks: Tasks) -> Recorded:
+    admitted = {group: e.at_s for e in tasks.others if isinstance(e, trace.Admitted) for group in e.groups}
+    delays_s = [
+        put.end_s - admitted[group]
+        for put in tasks.others
+        if isinstance(put, trace.Put) and put.stage == stage.name
+        for group in put.groups
+        if group in admitted
+    ]
+    return Recorded(line=fit([(0.0, 0.0, delay_s) for delay_s in delays_s], cores=0.0))
+
+
+def _costs(plan: Plan, tasks: Tasks) -> Costs:
+    dispatch: dict[str, list[float]] = defaultdict(list)
+    report: dict[str, list[float]] = defaultdict(list)
+    busy = _busy(plan, tasks)
+    for number, task in tasks.submitted.items():
+        if number in tasks.ran and number in tasks.acknowledged:
+            spans = tasks.ran[number]
+            first = min(spans, key=lambda span: span.start_s)
+            own = busy[tasks.process.get((first.group, first.worker), 0)]
+            dispatch[task.stage].append(first.start_s - task.at_s - own.within(task.at_s, first.start_s))
+            ended_s = {group: put.end_s for put in tasks.puts[number] for group in put.groups}
+            if plan.stage(task.stage).shape != "stream" or not ended_s:
+                ended_s = dict.fromkeys(task.groups or (0,), max(span.end_s for span in spans))
+            report[task.stage] += [
+                told.at_s - ended_s[group]
+                for told in tasks.acknowledged[number]
+                for group in (told.groups or (0,))
+                if group in ended_s
+            ]
+    admitted = sum(len(event.groups) for event in tasks.others if isinstance(event, trace.Admitted))
+    dropped = [e for e in tasks.others if isinstance(e, trace.Dropped) and plan.gate and e.stage == plan.gate.stage]
+    reasons = Counter(event.reason for event in dropped for _ in event.groups)
+    saved_s = [event.end_s - event.start_s for event in tasks.others if isinstance(event, trace.Checkpointed)]
+    driver_s, beside_s = _processes(tasks)
+    return Costs(
+        dispatch_s={stage: max(0.0, median(values)) for stage, values in dispatch.items()},
+        report_s={stage: max(0.0, median(values) - driver_s) for stage, values in report.items()},
+        driver_s=driver_s,
+        beside_cpu_s=beside_s,
+        checkpoint_s=median(saved_s) if saved_s else 0.0,
+        drop_rate=sum(reasons.values()) / admitted if admitted else 0.0,
+        drop_reason=reasons.most_common(1)[0][0] if reasons else "dropped",
+    )
+
+
+def _processes(tasks: Tasks) -> tuple[float, float]:
+    """CPU seconds of the driver a report, and of all that is no task a task; 0 where the record does not tell."""
+    used = [e for e in tasks.others if isinstance(e, trace.StepEnded) and e.processes_cpu_s]
+    if len(used) < 2:
+        return 0.0, 0.0
+    first, last = used[0], used[-1]
+    spans = [span for spans in tasks.ran.values() for span in spans if first.at_s < span.end_s <= last.at_s]
+    reports = [
+        event for events in tasks.acknowledged.values() for event in events if first.at_s < event.at_s <= last.at_s
+    ]
+    if not spans or not reports:
+        return 0.0, 0.0
+    beside_s = last.processes_cpu_s - first.processes_cpu_s - sum(span.cpu_s for span in spans)
+    count = len({span.task for span in spans})
+    return (last.driver_cpu_s - first.driver_cpu_s) / len(reports), max(0.0, beside_s) / count
+
+
+class _Spans:
+    """Spans that do not overlap, to be asked how much of an interval they cover."""
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        self._spans = sorted(spans)
+        self._ends = [end_s for _, end_s in self._spans]
+
+    def within(self, start_s: float, end_s: float) -> float:
+        covered_s = 0.0
+        for begun_s, ended_s in self._spans[bisect_left(self._ends, start_s) :]:
+            if begun_s >= end_s:
+                break
+            covered_s += min(end_s, ended_s) - max(start_s, begun_s)
+        return covered_s
+
+
+def _busy(plan: Plan, tasks: Tasks) -> dict[int, _Spans]:
+    """When each process had a task that lets no other run."""
+    streams = {stage.name for stage in plan.stages if stage.shape == "stream"}
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for ran in tasks.ran.values():
+        for span in ran:
+            if span.stage not in streams:
+                process = tasks.process.get((span.group, span.worker), 0)
+                spans[process].append((span.start_s, span.end_s))
+    return defaultdict(lambda: _Spans(()), {process: _Spans(found) for process, found in spans.items()})
+
+
+def _replicas(plan: Plan, stage: PlannedStage) -> int:
+    return next(group.replicas for group in plan.groups if group.name == stage.groups[0])
+
+
+def fit(points: Sequence[tuple[float, float, float]], *, cores: float) -> Line:
+    """The line through (samples, tokens, seconds), relative errors least."""
+    if not points:
+        return Line(cores=cores)
+    by_sample = non_negative([((1.0, samples), seconds) for samples, _, seconds in points])
+    coefficients, error = (*by_sample[0], 0.0), by_sample[1]
+    if len({tokens for _, tokens, _ in points}) > 2 and error > WORTH**2 * len(points):
+        by_token, token_error = non_negative([((1.0, s, tokens), seconds) for s, tokens, seconds in points])
+        if token_error < TOKENS_PAY * error:
+            coefficients = (by_token[0], by_token[1], by_token[2])
+    fixed_s, per_sample_s, per_token_s = coefficients
+    made = [fixed_s + per_sample_s * samples + per_token_s * tokens for samples, tokens, _ in points]
+    ratios = sorted(seconds / fitted_s for (_, _, seconds), fitted_s in zip(points, made) if fitted_s > 0)
+    return Line(
+        fixed_s=fixed_s, per_sample_s=per_sample_s, per_token_s=per_token_s, cores=cores, ratios=tuple(ratios) or (1.0,)
+    )

@@ -1,0 +1,96 @@
+"""What is wrong with the schedule of a graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.errors import Problem, shown
+from pipeline.graph import Graph
+from pipeline.parameters import is_whole
+
+_WORDS = {"on_stale": ("wait", "drop"), "refit": ("drain", "in_flight")}
+
+
+def schedule_problems(graph: Graph) -> Iterator[Problem]:
+    """Ranges, and what running ahead needs. `pool_problems` knows the rest."""
+    schedule, where = graph.schedule, str(graph.location)
+    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
+    whole |= {
+        name: low for name, low in (("capacity", 1), ("pipeline_depth", 0)) if getattr(schedule, name) is not None
+    }
+    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
+    for name, low in wrong.items():
+        yield Problem(
+            where=where,
+            what=f"Schedule({name}={getattr(schedule, name)!r})",
+            why=f"{name} is a whole number, {low} or more",
+            fix=f"{name}={100 if name == 'steps' else low}",
+        )
+    for name, words in _WORDS.items():
+        value = getattr(schedule, name)
+        if value not in words:
+            yield Problem(
+                where=where,
+                what=f"Schedule({name}={shown(value)})",
+                why=f"{name} is {' or '.join(map(repr, words))}",
+                fix=f"{name}={words[0]!r}",
+            )
+    if wrong.keys() & {"max_staleness", "capacity", "pipeline_depth"}:
+        return
+    depth = schedule.pipeline_depth
+    if depth is not None and depth > schedule.max_staleness:
+        yield Problem(
+            where=where,
+            what=f"Schedule(pipeline_depth={depth}, max_staleness={schedule.max_staleness})",
+            why="what is sampled further ahead would be too old to be trained",
+            fix=f"max_staleness={depth}, or a smaller pipeline_depth",
+        )
+    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
+        yield Problem(
+            where=where,
+            what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
+            why="samples of an older policy bias the gradient",
+            fix="max_staleness=0, or a loss with an off-policy correction",
+        )
+    needed = (schedule.max_staleness + 1) * graph.batch
+    if schedule.capacity is not None and schedule.capacity < needed:
+        yield Problem(
+            where=where,
+            what=f"Schedule(capacity={schedule.capacity})",
+            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once",
+            fix=f"capacity={needed} or more",
+        )
+    if schedule.on_stale == "drop" and schedule.max_staleness > 0:
+        yield from _versions_problems(graph)
+
+
+def _versions_problems(graph: Graph) -> Iterator[Problem]:
+    """What can be dropped because of its age has one, and there are versions."""
+    stages = graph.all_stages()
+    lacks = [
+        (any(stage.shape == "transfer" for stage in stages), "no stage publishes weights", "Refit(policy, ...)"),
+        (any(stage.stamps for stage in stages), "no stage says which version sampled a token", "a Rollout"),
+    ]
+    for there, what, fix in lacks:
+        if not there:
+            yield Problem(
+                where=str(graph.location),
+                what=f"Schedule(on_stale='drop') and {what}",
+                why="samples are dropped by the age of their oldest token",
+                fix=f"add {fix}, or on_stale='wait'",
+            )
+
+
+def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
+    """Whether what has to run before a batch is claimed does: it is sampled, and a gate has decided."""
+    schedule = graph.schedule
+    if schedule.on_stale != "drop" or not schedule.max_staleness:
+        return
+    for stage in graph.all_stages():
+        if (stage.gate is not None or stage.stamps is not None) and stage.name not in pool:
+            yield Problem(
+                where=str(stage.location),
+                what=f"Schedule(on_stale='drop') and {stage.name!r} needs the whole batch, or weights of its step",
+                why="with on_stale='drop' a batch is claimed from groups that have been sampled and kept",
+                fix="a stage, and stages before it, that take groups one by one, or on_stale='wait'",
+            )

@@ -1,0 +1,331 @@
+"""`python -m pipeline.simulate RUN [flags]`: what a run would have been under another schedule, in virtual time.
+
+RUN is a run directory, whose recorded seconds are used, or a graph file with the flags of its graph(), where --stage gives
+the seconds of every stage. The scheduler is the one that runs graphs. Exit codes: 0 done; 2 RUN or a flag is wrong; 3 the
+simulated run cannot go on.
+
+    python -m pipeline.simulate runs/quickstart-... --max-staleness 2 --on-stale drop --workers sampler=4 --speed train=2x
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline import console, trace
+from pipeline.analysis import Report, analyse
+from pipeline.command import Parser
+from pipeline.distributions import GRAMMAR
+from pipeline.durations import Durations
+from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.executors.simulated import Simulation
+from pipeline.load import add_flags, load
+from pipeline.plan import Plan, plan
+from pipeline.recorded import fitted, last_run
+from pipeline.rundir import RunDir
+from pipeline.whatif import Changes
+
+NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to simulate: a plan, the seconds of its stages, and where its workers are. `events` are those of the
+    run, none where it is a graph that was never run."""
+
+    plan: Plan
+    durations: Durations
+    notes: list[str] = []
+    nodes: Mapping[tuple[str, int], str] = {}
+    cores: float | None = None
+    one_process: bool = False
+    events: list[trace.TraceEvent] = []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(argv)
+    except SluiceError as error:
+        console.print_problems(error.problems)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: list[str]) -> int:
+    options, rest = _parser().parse_known_args(argv)
+    if options.run is None:
+        raise GraphError(
+            Problem(
+                where="command line",
+                what="no run is named",
+                why="a simulation starts from a run directory or a graph file",
+                fix="python -m pipeline.simulate runs/quickstart-...",
+            )
+        )
+    if options.cores is not None and not 0 < options.cores < float("inf"):
+        raise GraphError(
+            Problem(
+                where=f"--cores {options.cores:g}",
+                what="it is no number of cores",
+                why="a machine has some",
+                fix="--cores 2",
+            )
+        )
+    path = Path(options.run)
+    if path.is_dir():
+        if rest:
+            _parser().parse_args(argv)  # which says what is wrong with them
+        recording = recorded(path, cores=options.cores)
+    else:
+        recording = Recording(plan=_planned(path, argv, options, rest), durations=Durations({}), cores=options.cores)
+    changes = _changes(options)
+    changed = simulated(recording, changes, seed=options.seed)
+    measured = analyse(recording.events, recording.plan) if recording.events else None
+    if options.json:
+        print(msgspec.json.encode(_as_json(options, recording, measured, *changed)).decode())
+        return 0
+    columns: dict[str, Report] = {"simulated": changed[1]}
+    if measured and changes:
+        columns = {"simulated as it was": simulated(recording, Changes(), seed=options.seed)[1], "changed": changed[1]}
+    print_reports(changed[0].name, ({"measured": measured} if measured else {}) | columns, recording.notes)
+    return 0
+
+
+def recorded(path: Path, *, cores: float | None = None) -> Recording:
+    """The recording of a run directory. `cores` are those of each machine, None asks the record.
+
+    Raises GraphError where it is none, or holds too little.
+    """
+    run_dir = RunDir(path)
+    for file in (run_dir.plan, run_dir.events):
+        if not file.is_file():
+            raise GraphError(
+                Problem(
+                    where=str(path),
+                    what=f"{file.name} is not there",
+                    why="a simulation reads the record of a run",
+                    fix="name a folder that a run made",
+                )
+            )
+    file = run_dir.plan
+    try:
+        planned = msgspec.json.decode(file.read_bytes(), type=Plan)
+        file = run_dir.events
+        events = last_run(event for _, event in trace.read(file))
+    except msgspec.DecodeError as error:
+        raise GraphError(
+            Problem(
+                where=str(file),
+                what=f"it cannot be read: {error}",
+                why="a run of this version wrote it",
+                fix="simulate a run of this version",
+            )
+        ) from error
+    if sum(isinstance(event, trace.StepEnded) and event.step >= 0 for event in events) < 2:
+        raise GraphError(
+            Problem(
+                where=str(run_dir.events),
+                what="fewer than two steps have ended",
+                why="the first step is not like the others, and is left out",
+                fix="simulate a run of more steps",
+            )
+        )
+    cores = cores or _cores(run_dir)
+    durations, notes = fitted(planned, events, cores=cores)
+    if cores is None:
+        notes.append("the cores of its machines are not known: nothing contends; --cores sets them")
+    return Recording(
+        plan=planned,
+        durations=durations,
+        notes=notes,
+        nodes={(e.group, e.worker): e.node for e in events if isinstance(e, trace.Placed)},
+        cores=cores,
+        one_process=any(isinstance(event, trace.Started) and event.executor == "local" for event in events),
+        events=events,
+    )
+
+
+def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple[Plan, Report]:
+    """The changed plan and the report of its simulation."""
+    planned, durations = changes.applied(recording.plan, recording.durations)
+    nodes = _nodes(planned, recording.nodes)
+    simulation = Simulation(
+        planned, durations, seed=seed, cores=recording.cores, nodes=nodes, one_process=recording.one_process
+    )
+    return planned, analyse(simulation.run(), planned)
+
+
+def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], str]:
+    """Where workers are: those that were not recorded beside those that were, in turn."""
+    found = {}
+    for group in planned.groups:
+        known = [nodes[group.name, rank] for rank in range(len(nodes)) if (group.name, rank) in nodes]
+        found.update({(group.name, rank): known[rank % len(known)] for rank in range(group.workers) if known})
+    return found
+
+
+def _cores(run_dir: RunDir) -> float | None:
+    """The cores of the machine that run.json names."""
+    if not run_dir.run_json.is_file():
+        return None
+    try:
+        record = msgspec.json.decode(run_dir.run_json.read_bytes())
+    except msgspec.DecodeError:
+        return None
+    found = re.search(r"(\d+) cores", str(record.get("machine"))) if isinstance(record, dict) else None
+    return float(found[1]) if found else None
+
+
+def _planned(path: Path, argv: list[str], options: argparse.Namespace, rest: list[str]) -> Plan:
+    """The plan of a graph file with its own flags. A flag that graph() has too is given to both."""
+    file = load(path)
+    own = {action.dest: action for action in _parser()._actions}
+    shared = {flag.name: getattr(options, flag.name, None) for flag in file.flags if flag.name in own}
+    parser = _parser()
+    parser.graph_file = options.run
+    add_flags(parser, tuple(flag for flag in file.flags if flag.name not in own))
+    given = {name[6:]: value for name, value in vars(parser.parse_args(argv)).items() if name.startswith("graph.")}
+    values = {flag.name: flag.default for flag in file.flags}
+    values |= {name: value for name, value in shared.items() if value is not None and value != []}
+    planned, warnings = plan(file.build(values | given))
+    console.print_problems(warnings)
+    return planned
+
+
+def _changes(options: argparse.Namespace) -> Changes:
+    return Changes(
+        steps=options.steps,
+        max_staleness=options.max_staleness,
+        pipeline_depth=options.pipeline_depth,
+        on_stale=options.on_stale,
+        refit=options.refit,
+        groups=options.groups,
+        refit_s=options.refit_s,
+        workers={name: int(text) for name, text in _pairs("--workers", options.workers, r"\d{1,6}", "sampler=4")},
+        speed={
+            name: float(text.removesuffix("x"))
+            for name, text in _pairs("--speed", options.speed, rf"({NUMBER.pattern})x?", "train=2x")
+        },
+        stages=dict(_pairs("--stage", options.stage, r".+", '"rollout=lognormal(1.0, 0.8)"')),
+    )
+
+
+def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[tuple[str, str]]:
+    """NAME=VALUE texts as pairs. Raises GraphError with all that are none."""
+    pairs = [(name.strip(), value.strip(), text) for text in given for name, _, value in [text.partition("=")]]
+    wrong = [text for name, value, text in pairs if not name or not re.fullmatch(pattern, value)]
+    if wrong:
+        raise GraphError(
+            *(
+                Problem(
+                    where=f"{flag} {text}",
+                    what="it is no name and value",
+                    why="it is NAME=VALUE",
+                    fix=f"{flag} {example}",
+                )
+                for text in wrong
+            )
+        )
+    return [(name, value) for name, value, _ in pairs]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m pipeline.simulate", allow_abbrev=False)
+    parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
+    parser.add_argument("--steps", type=int, help="default: those of the run")
+    parser.add_argument("--max-staleness", type=int, metavar="VERSIONS")
+    parser.add_argument("--pipeline-depth", type=int, metavar="BATCHES")
+    parser.add_argument("--on-stale", choices=("wait", "drop"))
+    parser.add_argument("--refit", choices=("drain", "in_flight"))
+    parser.add_argument("--groups", metavar="N|Nx", help="groups of a batch, or how many times as many: 64, 8x")
+    parser.add_argument("--refit-s", type=float, metavar="S", help="seconds of every refit")
+    parser.add_argument("--workers", action="append", default=[], metavar="GROUP=N", help="may be given several times")
+    parser.add_argument("--cores", type=float, help="of each machine; default: those of the run's")
+    parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="so many times as fast")
+    parser.add_argument(
+        "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or distribution: {GRAMMAR}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _as_json(
+    options: argparse.Namespace, recording: Recording, measured: Report | None, planned: Plan, report: Report
+) -> dict[str, Any]:
+    return {
+        "run": options.run,
+        "steps": planned.steps,
+        "groups": planned.batch,
+        "max_staleness": planned.max_staleness,
+        "on_stale": planned.on_stale,
+        "refit": planned.refit,
+        "seed": options.seed,
+        "cores": recording.cores,
+        **summary(report),
+        "measured": summary(measured) if measured else None,
+        "notes": recording.notes,
+    }
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """A report as plain values: seconds, shares and counts."""
+    return {
+        "step_s": report.steps.mean,
+        "step_median_s": report.steps.median,
+        "warm_up_s": report.steps.warm_up,
+        "utilisation": report.utilisation,
+        "busy_cores": report.cores,
+        "staleness": msgspec.to_builtins(report.staleness, str_keys=True),
+        "dropped": msgspec.to_builtins(report.dropped),
+        "critical_path": msgspec.to_builtins(report.critical_path),
+    }
+
+
+def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]) -> None:
+    """The reports side by side, and remarks."""
+    from rich.table import Table
+
+    table = Table(name, *reports, box=None, padding=(0, 2, 0, 0))
+    rows = [_rows(report) for report in reports.values()]
+    for label in dict.fromkeys(label for row in rows for label in row):
+        table.add_row(label, *(row.get(label, "-") for row in rows))
+    out = console.console()
+    out.print(table)
+    for column, report in reports.items():
+        out.print(f"{column}: {report.critical_path.sentence}", markup=False)
+    for note in notes:
+        out.print(f"note: {note}", markup=False)
+
+
+def _rows(report: Report) -> dict[str, str]:
+    rows = {
+        "step, mean": f"{report.steps.mean:.3f} s",
+        "step, median": f"{report.steps.median:.3f} s",
+        "first steps": " ".join(f"{seconds:.2f}" for seconds in report.steps.warm_up) + " s",
+    }
+    rows |= {f"{name} busy": f"{100 * share:.0f} %" for name, share in report.utilisation.items()}
+    rows["cores busy"] = f"{report.cores:.2f}"
+    total = sum(report.staleness.samples.values())
+    for age, count in report.staleness.samples.items():
+        rows[f"samples {age} versions old"] = f"{100 * count / total:.1f} %"
+    rows["dropped"] = f"{report.dropped.groups} groups, {100 * report.dropped.share:.1f} %"
+    rows |= {f"dropped: {reason}": str(count) for reason, count in report.dropped.by_reason.items()}
+    for bucket in report.dropped.by_length if report.dropped.groups else ():
+        rows[f"dropped of {bucket.low} to {bucket.high} tokens"] = f"{bucket.dropped} of {bucket.admitted}"
+    for stage, seconds in report.critical_path.by_stage.items():
+        rows[f"on the path: {stage}"] = f"{seconds:.3f} s"
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

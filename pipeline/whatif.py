@@ -1,0 +1,226 @@
+"""What may be changed of a run before it is simulated: the schedule, the batch, the workers, the seconds of stages. Pure.
+
+    change = Changes(max_staleness=2, on_stale="drop", groups="8x", workers={"sampler": 4}, speed={"train": 2.0})
+    plan, durations = change.applied(plan, durations)
+
+Raises GraphError with every change that the plan has no place for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from pipeline.distributions import GRAMMAR, Distribution, Term, parse
+from pipeline.durations import Drawn, Durations, Line, Recorded, StageTimes
+from pipeline.errors import GraphError, Problem
+from pipeline.gate import ADDED
+from pipeline.plan import Plan, PlannedStage
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """None and empty leave what is recorded.
+
+    groups    of a batch: a number, or how many times as many ("8x")
+    refit_s   seconds of every refit
+    workers   of worker groups, by name
+    speed     factor by which a stage is faster
+    stages    distributions in place of what was recorded
+    """
+
+    steps: int | None = None
+    max_staleness: int | None = None
+    pipeline_depth: int | None = None
+    on_stale: Literal["wait", "drop"] | None = None
+    refit: Literal["drain", "in_flight"] | None = None
+    groups: str | None = None
+    refit_s: float | None = None
+    workers: Mapping[str, int] = {}
+    speed: Mapping[str, float] = {}
+    stages: Mapping[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) not in (None, {}) for name in self.__struct_fields__)
+
+    def applied(self, plan: Plan, durations: Durations) -> tuple[Plan, Durations]:
+        """The changed plan and durations. Raises GraphError."""
+        if problems := list(self._problems(plan, durations)):
+            raise GraphError(*problems)
+        return self._plan(plan), self._durations(plan, durations)
+
+    def _plan(self, plan: Plan) -> Plan:
+        batch = _batch(self.groups, plan.batch)
+        bound = plan.max_staleness if self.max_staleness is None else self.max_staleness
+        depth = self.pipeline_depth
+        if depth is None:
+            depth = plan.ahead if plan.ahead < plan.max_staleness else bound
+        usual = (plan.max_staleness + 2) * plan.batch
+        least = (bound + 2) * batch if plan.capacity >= usual else (bound + 1) * batch
+        changed = replace(
+            plan,
+            batch=batch,
+            steps=plan.steps if self.steps is None else self.steps,
+            max_staleness=bound,
+            ahead=min(depth, bound),
+            on_stale=self.on_stale or plan.on_stale,
+            refit=self.refit or plan.refit,
+            capacity=max(least, plan.capacity * batch // plan.batch),
+            gate=replace(plan.gate, max_groups=plan.gate.max_groups // plan.batch * batch) if plan.gate else None,
+            groups=tuple(replace(group, workers=self.workers.get(group.name, group.workers)) for group in plan.groups),
+        )
+        return replace(changed, pool=pool_of(changed))
+
+    def _durations(self, plan: Plan, durations: Durations) -> Durations:
+        stages = {ADDED: Drawn(parse("0"))} | dict(
+            durations.stages
+        )  # no stage of the user's: nobody would give it seconds
+        stages.update({name: Drawn(parse(text)) for name, text in self.stages.items()})
+        if self.refit_s is not None:
+            for stage in plan.stages:
+                if stage.shape == "transfer":
+                    stages[stage.name] = _of_seconds(stages.get(stage.name), self.refit_s)
+        for name, factor in self.speed.items():
+            stages[name] = replace(stages[name], speed=stages[name].speed * factor)  # type: ignore[type-var,attr-defined]
+        return Durations(stages, durations.costs)
+
+    def _problems(self, plan: Plan, durations: Durations) -> Iterator[Problem]:
+        yield from _schedule_problems(self)
+        stages = [stage.name for stage in plan.stages]
+        for name in (*self.stages, *self.speed):
+            if name not in stages:
+                yield _unknown("--speed" if name in self.speed else "--stage", "stage", name, stages)
+        for name, text in self.stages.items():
+            if problem := distribution_problem(name, text):
+                yield problem
+        groups = {group.name: group for group in plan.groups}
+        for name, workers in self.workers.items():
+            if name not in groups:
+                yield _unknown("--workers", "worker group", name, list(groups))
+            elif workers < 1 or workers % groups[name].model_parallel:
+                width = groups[name].model_parallel
+                yield Problem(
+                    where=f"--workers {name}={workers}",
+                    what=f"worker group {name!r} cannot have {workers} workers",
+                    why="it has one or more" if width == 1 else f"each copy of a model is held by {width} of them",
+                    fix=f"--workers {name}={max(1, workers // width) * width}",
+                )
+        if self.refit_s is not None and not any(stage.shape == "transfer" for stage in plan.stages):
+            yield Problem(
+                where="--refit-s",
+                what=f"{plan.name} has no Refit",
+                why="it sets the seconds of one",
+                fix="leave it out",
+            )
+        unknown = [stage.name for stage in plan.stages if not self._is_known(stage, durations)]
+        if unknown:
+            yield Problem(
+                where=plan.name,
+                what=f"how long {', '.join(unknown)} take is not known"
+                if unknown[1:]
+                else f"how long {unknown[0]} takes is not known",
+                why="every stage needs the seconds of a recorded run, or a distribution",
+                fix=" ".join(f'--stage "{name}=0.1"' for name in unknown),
+            )
+
+    def _is_known(self, stage: PlannedStage, durations: Durations) -> bool:
+        refit = self.refit_s is not None and stage.shape == "transfer"
+        return refit or stage.name in durations.stages or stage.name in self.stages or stage.name == ADDED
+
+
+def _schedule_problems(change: Changes) -> Iterator[Problem]:
+    lows = {"steps": 1, "max_staleness": 0, "pipeline_depth": 0}
+    for name, low in lows.items():
+        value = getattr(change, name)
+        if value is not None and value < low:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                where=f"{flag} {value}", what="it is too small", why=f"it is {low} or more", fix=f"{flag} {low}"
+            )
+    for name, factor in change.speed.items():
+        if not 0 < factor < float("inf"):
+            yield Problem(
+                where=f"--speed {name}={factor:g}x",
+                what="it is no factor",
+                why="a stage is so many times as fast, above 0",
+                fix=f"--speed {name}=2x",
+            )
+    if change.refit_s is not None and not 0 <= change.refit_s < float("inf"):
+        yield Problem(
+            where=f"--refit-s {change.refit_s:g}",
+            what="it is no time",
+            why="it is 0 or more seconds",
+            fix="--refit-s 0.1",
+        )
+    if change.groups is not None and _batch(change.groups, 1) < 1:
+        yield Problem(
+            where=f"--groups {change.groups}",
+            what="it is neither a number of groups nor a factor",
+            why="a batch has so many groups, or so many times those of the run",
+            fix="--groups 64, or --groups 8x",
+        )
+
+
+def distribution_problem(name: str, text: str) -> Problem | None:
+    """What is wrong with the distribution of a stage."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return Problem(
+            where=f"--stage {name}={text}", what=str(error), why="a stage takes a sum of such seconds", fix=GRAMMAR
+        )
+    return None
+
+
+def pool_of(plan: Plan) -> tuple[str, ...]:
+    """The stages that run before a group is claimed for a step: `pipeline.plan.pooled`, of a plan."""
+    if plan.on_stale != "drop" or not plan.max_staleness:
+        return ()
+    bound = {name for fence in plan.fences for name in (fence.before, fence.after)}
+    external = {stage.name for stage in plan.stages if stage.shape == "external"}
+    writer = {field: stage.name for stage in plan.stages for field in stage.writes}
+    weights = set(plan.weights_fields)
+    pool: set[str] = set()
+
+    def joins(stage: PlannedStage) -> bool:
+        free = stage.per != "batch" and stage.every == 1 and stage.shape not in ("transfer", "external")
+        before = {writer[field] for field in (*stage.reads, *stage.awaits)} - external
+        return free and stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes)) and before <= pool
+
+    for stage in sorted(plan.stages, key=lambda stage: stage.layer):
+        if joins(stage):
+            pool.add(stage.name)
+    return tuple(stage.name for stage in plan.stages if stage.name in pool)
+
+
+def _batch(text: str | None, batch: int) -> int:
+    """Groups of a batch; 0 where the text says none."""
+    if text is None:
+        return batch
+    factor = re.fullmatch(r"(\d+(?:\.\d+)?)x", text)
+    if factor:
+        return (
+            round(float(factor[1]) * batch) if batch > 1 or float(factor[1]) == 0 else max(1, round(float(factor[1])))
+        )
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def _of_seconds(times: StageTimes | None, seconds: float) -> StageTimes:
+    if isinstance(times, Recorded):
+        return replace(times, line=Line(fixed_s=seconds, cores=times.line.cores), speed=1.0)
+    return Drawn(Distribution(terms=(Term("constant", (seconds,)),)))
+
+
+def _unknown(flag: str, kind: str, name: str, known: Iterable[str]) -> Problem:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return Problem(
+        where=f"{flag} {name}=...",
+        what=f"there is no {kind} {name!r}",
+        why=f"the {kind}s are {', '.join(names)}",
+        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
+    )

@@ -1,0 +1,88 @@
+"""What plan.json says of a run, as the questions that its record is checked with; derived from reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class Planned:
+    """A plan, and for how many steps its run was started.
+
+    holding   stages that read or write samples: what they are handed are groups
+    pool      stages that run before a group is claimed
+    """
+
+    def __init__(self, plan: dict[str, Any], steps: int) -> None:
+        self.steps = steps
+        self.batch, self.group_size, self.capacity = plan["batch"], plan["group_size"], plan["capacity"]
+        self.max_staleness, self.ahead = plan["max_staleness"], plan["ahead"]
+        self.drops, self.drains = bool(plan["pool"]), plan["refit"] == "drain"
+        self.checkpoint_every = plan["checkpoint_every"]
+        self.pool = set(plan["pool"])
+        self.gate: dict[str, Any] | None = plan["gate"]
+        self.stages: dict[str, dict[str, Any]] = {stage["name"]: stage for stage in plan["stages"]}
+        self.worker_groups: dict[str, dict[str, Any]] = {group["name"]: group for group in plan["groups"]}
+        self.fences: list[dict[str, Any]] = plan["fences"]
+        self._weights = set(plan["weights_fields"])
+        self.writer = {field: stage["name"] for stage in plan["stages"] for field in stage["writes"]}
+        self.internal = {name for name, stage in self.stages.items() if stage["shape"] != "external"}
+        self.transfers = [name for name in self.internal if self.stages[name]["shape"] == "transfer"]
+        self.trainers = [name for name in self.internal if self.stages[name]["updates"]]
+        self.stamping = {name for name in self.internal if self.stages[name]["stamps"]}
+        self.stamps = {self.stages[name]["stamps"] for name in self.stamping}
+        self.holding = {name for name in self.internal if self.waits(name) or self.sample_writes(name)}
+        self._before_gate = {name for name in self.holding if self.gate and self.gate["field"] not in self.waits(name)}
+
+    def sample_reads(self, stage: str) -> set[str]:
+        """The fields of samples that a stage is given."""
+        return set(self.stages[stage]["reads"]) - self._weights
+
+    def waits(self, stage: str) -> set[str]:
+        """The fields of samples that must be present for a group before a stage starts on it."""
+        return self.sample_reads(stage) | set(self.stages[stage]["awaits"])
+
+    def sample_writes(self, stage: str) -> set[str]:
+        """The fields of samples that a stage writes."""
+        return set(self.stages[stage]["writes"]) - self._weights
+
+    def weights_reads(self, stage: str) -> set[str]:
+        """The weights of its own step that a stage waits for."""
+        return set(self.stages[stage]["reads"]) & self._weights
+
+    def runs_at(self, stage: str, step: int) -> bool:
+        """Whether a stage sees the batch of a step."""
+        return (step + 1) % self.stages[stage]["every"] == 0 or step == self.steps - 1
+
+    def opens(self, stage: str, start: int) -> bool:
+        """Whether a stage runs once before the first step: what publishes weights, and what reads nothing but them."""
+        reads = set(self.stages[stage]["reads"])
+        published = {field for name in self.transfers for field in self.stages[name]["writes"]}
+        return stage in self.transfers or (start == 0 and bool(reads) and reads <= published)
+
+    def holders(self, step: int) -> set[str]:
+        """The stages that see the groups of a step."""
+        return {name for name in self.holding if self.runs_at(name, step)}
+
+    def is_before_gate(self, stage: str) -> bool:
+        """Whether a stage also sees what the gate drops."""
+        return stage in self._before_gate
+
+    def replicas(self, stage: str) -> int:
+        """Tasks that the worker group of a stage can run side by side."""
+        group = self.worker_groups[self.stages[stage]["groups"][0]]
+        return max(1, group["workers"] // group["model_parallel"])
+
+    def siblings(self, stage: str) -> int:
+        """Workers that hold one model together."""
+        return self.worker_groups[self.stages[stage]["groups"][0]]["model_parallel"]
+
+    def fetched(self, stage: str, groups: int) -> int:
+        """Samples whose columns a task on so many groups fetches."""
+        first = self.stages[stage]["first_groups"]
+        return (groups if first is None else min(first, groups)) * self.group_size if self.sample_reads(stage) else 0
+
+    def checkpoints_before(self, step: int, start: int) -> Iterator[int]:
+        """The steps, from `start` on and before `step`, after which a checkpoint is due."""
+        every = self.checkpoint_every
+        return (done for done in range(start, step) if self.trainers and every and (done + 1) % every == 0)

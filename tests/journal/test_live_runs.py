@@ -1,0 +1,73 @@
+"""Runs of the engine, judged: what the schedule promises holds in what really happened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline import Schedule
+from pipeline.checkpoint import read as read_checkpoint
+from pipeline.engine import Engine
+from pipeline.errors import SluiceError
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan import plan
+from pipeline.record import cut_metrics
+from pipeline.rundir import RunDir
+from tests.journal.checker import audit
+from tests.journal.live import graph
+
+SCHEDULES = {
+    "sync": Schedule(steps=4),
+    "wait": Schedule(steps=6, max_staleness=2),
+    "wait, in flight": Schedule(steps=6, max_staleness=2, refit="in_flight"),
+    "depth": Schedule(steps=6, max_staleness=2, pipeline_depth=1, refit="in_flight"),
+    "drop": Schedule(steps=10, max_staleness=1, on_stale="drop", refit="in_flight"),
+    "drop, drained": Schedule(steps=6, max_staleness=1, on_stale="drop"),
+}
+
+
+def execute(folder: Path, described, start: int = 0) -> RunDir:
+    run_dir = RunDir(folder).create()
+    planned = plan(described)[0]
+    run_dir.plan.write_bytes(msgspec.json.encode(planned))
+    Engine(described, planned, LocalExecutor(), run_dir=run_dir, start=start).execute()
+    return run_dir
+
+
+def dropped(run_dir: RunDir) -> set[str]:
+    events = map(json.loads, run_dir.events.read_text().splitlines())
+    return {event["reason"] for event in events if event["type"] == "dropped"}
+
+
+@pytest.mark.parametrize("sieve", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_keeps_the_invariants(name, sieve, tmp_path):
+    run_dir = execute(tmp_path, graph(SCHEDULES[name], slow=3, sieve=sieve))
+    report = audit(run_dir.path, stall_s=60.0)
+    assert report.violations == [] and report.clean
+    assert sum(report.staleness.values()) == SCHEDULES[name].steps * 4
+    assert ("low score" in dropped(run_dir)) == sieve
+
+
+def test_groups_that_get_too_old_are_given_up(tmp_path):
+    run_dir = execute(tmp_path, graph(SCHEDULES["drop"], slow=3))
+    assert audit(run_dir.path).violations == []
+    assert "cancelled" in dropped(run_dir)
+
+
+@pytest.mark.parametrize("name", ["wait", "drop"])
+@pytest.mark.parametrize("sieve", [False, True])
+def test_a_resumed_run_keeps_them_too(name, sieve, tmp_path):
+    schedule = replace(SCHEDULES[name], checkpoint_every=2)
+    with pytest.raises(SluiceError):
+        execute(tmp_path, graph(schedule, slow=3, sieve=sieve, fails_at=3))
+    assert audit(tmp_path).violations == []
+    start = read_checkpoint(RunDir(tmp_path))[1].steps
+    cut_metrics(RunDir(tmp_path), start)
+    execute(tmp_path, graph(schedule, slow=3, sieve=sieve), start=start)
+    report = audit(tmp_path)
+    assert report.violations == [] and report.clean and report.counts["started"] == 2

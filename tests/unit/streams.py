@@ -1,0 +1,25 @@
+"""What a stream yielded, as one: the columns of all its outputs in the order of the task's samples."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from pipeline import Output
+from pipeline.columns import Columns, concat, take
+
+
+def collected(stream: AsyncIterator[Output]) -> list[Output]:
+    """All outputs of a stream that runs alone."""
+
+    async def collect() -> list[Output]:
+        return [output async for output in stream]
+
+    return asyncio.run(collect())
+
+
+def whole(outputs: Sequence[Output]) -> Columns:
+    """The columns of all samples, in order. Each sample is in one output."""
+    made = [output for output in outputs if not output.cancelled]
+    index = [sample for output in made for sample in output.index or ()]
+    assert len(set(index)) == len(index)
+    order = sorted(range(len(index)), key=index.__getitem__)
+    return {name: take(concat([output.columns[name] for output in made]), order) for name in made[0].columns}

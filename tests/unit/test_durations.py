@@ -1,0 +1,162 @@
+"""Distributions, least squares, and the seconds that a recorded run gives."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import Schedule
+from pipeline.distributions import parse, uniform
+from pipeline.durations import Came, Costs, Drawn, Durations, Line, Recorded
+from pipeline.executors.simulated import Simulation
+from pipeline.least_squares import non_negative
+from pipeline.plan import plan
+from pipeline.recorded import fitted
+from pipeline.stage import Task
+from tests.unit import toy
+
+
+def drawn(text, count, **sizes):
+    distribution = parse(text)
+    sizes = {"groups": 1, "samples": 1} | sizes
+    return [distribution.draw(**sizes, seed=3, counters=(i,)) for i in range(count)]
+
+
+def test_sums_of_fixed_and_proportional_parts():
+    assert drawn("0.2 + 0.001/sample + 0.05/group", 1, groups=2, samples=32) == pytest.approx([0.2 + 0.032 + 0.1])
+    assert parse("0.2@1.5").cores == 1.5
+    assert parse("uniform(1, 1) + 2") == parse("uniform(1,1)+2")
+
+
+@pytest.mark.parametrize(
+    ("text", "mean"),
+    [("lognormal(2.0, 0.8)", 2.0), ("exponential(0.5)", 0.5), ("uniform(1, 3)", 2.0), ("constant(4)", 4.0)],
+)
+def test_distributions_have_the_mean_that_they_say(text, mean):
+    assert statistics.fmean(drawn(text, 20_000)) == pytest.approx(mean, rel=0.03)
+
+
+def test_sigma_is_that_of_the_logarithm():
+    import math
+
+    logs = [math.log(value) for value in drawn("lognormal(2.0, 0.8)", 20_000)]
+    assert statistics.stdev(logs) == pytest.approx(0.8, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is not a number of seconds"),
+        ("-1", "is not a number of seconds"),
+        ("nan", "is not a number of seconds"),
+        ("1e999", "too large"),
+        ("normal(1, 2)", "is not one of"),
+        ("lognormal(1)", "takes 2 numbers"),
+        ("uniform(2, 1)", "low above its high"),
+        ("1 @ 0", "not a number of cores"),
+        ("__import__('os')", "is not a number of seconds"),
+        ("1/token", "is not a number of seconds"),
+    ],
+)
+def test_what_is_no_distribution_is_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        parse(text)
+
+
+@given(st.integers(), st.lists(st.integers(), max_size=4))
+def test_random_numbers_are_functions_of_what_they_are_for(seed, counters):
+    assert 0 < uniform(seed, *counters) < 1
+    assert uniform(seed, *counters) == uniform(seed, *counters)
+    assert uniform(seed, *counters, 1) != uniform(seed, *counters, 2)
+
+
+@given(st.floats(0, 2), st.floats(0, 0.01), st.lists(st.integers(1, 1000), min_size=2, max_size=8, unique=True))
+def test_least_squares_find_a_line(fixed, slope, sizes):
+    if fixed + slope < 1e-6:
+        return
+    rows = [((1.0, float(n)), fixed + slope * n) for n in sizes]
+    (a, b), error = non_negative(rows)
+    assert error < 1e-9
+    assert a + b * 500 == pytest.approx(fixed + slope * 500, rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(1, 100), st.floats(0.1, 10)), min_size=2, max_size=8))
+def test_least_squares_are_not_negative_and_least(points):
+    rows = [((1.0, x), y) for x, y in points]
+    (a, b), error = non_negative(rows)
+    assert a >= 0 and b >= 0
+    for da, db in [(0.01, 0), (-0.01, 0), (0, 0.001), (0, -0.001)]:
+        other = (a + da, b + db)
+        if min(other) >= 0:
+            assert sum(((other[0] + other[1] * x) / y - 1) ** 2 for x, y in points) >= error - 1e-9
+
+
+def test_one_size_is_taken_to_be_in_proportion():
+    assert non_negative([((1.0, 512.0), 0.2), ((1.0, 512.0), 0.2)])[0] == pytest.approx((0.0, 0.2 / 512))
+
+
+def test_recorded_groups_come_as_they_came_and_others_as_one_of_them():
+    times = Recorded(line=Line(fixed_s=1.0, cores=1.0), came={0: Came(0.5, 0.0, 10), 1: Came(1.0, 3.0, 20)})
+    work = times.stream(Task(stage="rollout", step=0, groups=(1, 0)), group_size=2, seed=0)
+    assert [(part.work_s, part.wait_s, part.positions) for part in work.parts] == [(0.5, 0.0, (1,)), (1.0, 3.0, (0,))]
+    assert work.tokens == (20, 10)
+    unknown = times.stream(Task(stage="rollout", step=1, groups=tuple(range(2, 30))), group_size=2, seed=0)
+    assert {(part.work_s, part.wait_s) for part in unknown.parts} == {(0.5, 0.0), (1.0, 3.0)}
+
+
+def test_a_few_steps_have_all_ratios_about_equally_often():
+    ratios = tuple(1 + i / 10 for i in range(10))
+    times = Recorded(line=Line(fixed_s=1.0, cores=1.0, ratios=ratios), batch=4)
+    made = [
+        times.work(Task(stage="train", step=n, groups=(4 * n,)), samples=1, tokens=0, seed=5).work_s for n in range(20)
+    ]
+    assert statistics.fmean(made) == pytest.approx(statistics.fmean(ratios), abs=0.05)
+
+
+SECONDS = {
+    "prompts": "0.001",
+    "rollout": "lognormal(0.5, 0.5)",
+    "reward": "0.01 + 0.002/sample @ 1",
+    "logprobs": "0.05 + 0.01/sample @ 1",
+    "ref": "0.02/sample @ 2",
+    "train": "0.3 @ 2",
+    "refit": "0.07",
+    "evaluate": "0.1 @ 1",
+    "samples": "0.002",
+}
+
+
+def simulate(schedule, times, **options):
+    planned = plan(toy.graph(batch=8, schedule=schedule, **toy.streaming(run_groups=2)))[0]
+    simulation = Simulation(planned, times, **options)
+    return planned, simulation.run(), simulation.now_s
+
+
+def test_a_record_gives_back_the_seconds_that_made_it():
+    costs = Costs(dispatch_s={"train": 0.004}, report_s={"rollout": 0.02}, checkpoint_s=0.5)
+    given_times = Durations({name: Drawn(parse(text)) for name, text in SECONDS.items()}, costs)
+    planned, events, _ = simulate(Schedule(steps=8, checkpoint_every=4), given_times)
+    times, _ = fitted(planned, events)
+    logprobs = times.stages["logprobs"].line
+    assert logprobs.seconds(16, 0, 0.5) == pytest.approx(0.21)
+    assert logprobs.cores == pytest.approx(1.0)
+    assert times.stages["ref"].line.per_sample_s == pytest.approx(0.02, rel=1e-6)
+    assert times.stages["ref"].line.cores == pytest.approx(2.0)
+    assert times.stages["train"].line.seconds(16, 0, 0.5) == pytest.approx(0.3)
+    assert times.stages["refit"].line.cores == 0.0
+    assert times.costs.dispatch_s["train"] == pytest.approx(0.004)
+    assert times.costs.report_s["rollout"] == pytest.approx(0.02)
+    assert times.costs.checkpoint_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(steps=10), Schedule(steps=10, max_staleness=1, refit="in_flight")])
+def test_a_run_is_simulated_from_the_record_of_a_synchronous_one(schedule):
+    times = Durations({name: Drawn(parse(text)) for name, text in SECONDS.items()})
+    planned, events, _ = simulate(Schedule(steps=10), times)
+    again, _ = fitted(planned, events, cores=2)
+    _, _, truth_s = simulate(schedule, times, cores=2)
+    _, _, found_s = simulate(schedule, again, cores=2)
+    assert found_s == pytest.approx(truth_s, rel=0.03)

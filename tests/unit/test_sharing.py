@@ -1,0 +1,105 @@
+"""Processor sharing against small steps of time, and against schedules worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.sharing import Lane, Machine
+
+STEP_S = 1e-3
+
+
+def ends_by_small_steps(jobs, cores):
+    """When each (lane, start, seconds of work, cores, first) ends, integrated in small steps."""
+    left = [work for _, _, work, _, _ in jobs]
+    ends = [None] * len(jobs)
+    now_s = 0.0
+    while None in ends:
+        lanes: dict[int, list[int]] = {}
+        for i, (lane, start_s, *_) in enumerate(jobs):
+            if ends[i] is None and start_s <= now_s + 1e-9:
+                lanes.setdefault(lane, []).append(i)
+        shares, asked = {}, 0.0
+        for members in lanes.values():
+            members = [i for i in members if jobs[i][4]] or members
+            shares.update(dict.fromkeys(members, 1 / len(members)))
+            asked += sum(jobs[i][3] for i in members) / len(members)
+        rate = min(1.0, cores / asked) if asked else 1.0
+        now_s += STEP_S
+        for i, share in shares.items():
+            left[i] -= share * rate * STEP_S
+            if left[i] <= 1e-9:
+                ends[i] = now_s
+    return ends
+
+
+def ends_by_clocks(jobs, cores):
+    machine = Machine(cores)
+    lanes = [Lane(machine) for _ in range(3)]
+    ends = [None] * len(jobs)
+    todo = sorted(range(len(jobs)), key=lambda i: jobs[i][1])
+    while None in ends:
+        next_s = machine.next_s()
+        if todo and jobs[todo[0]][1] <= next_s:
+            i = todo.pop(0)
+            lane, start_s, work_s, parallelism, first = jobs[i]
+            lanes[lane].start(start_s, [(work_s, i)], parallelism=parallelism, first=first)
+        else:
+            ends[machine.pop(next_s)] = next_s
+    return ends
+
+
+JOBS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.integers(0, 50).map(lambda n: n / 100),
+        st.integers(1, 40).map(lambda n: n / 100),
+        st.sampled_from([0.5, 1.0, 2.0]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(JOBS, st.sampled_from([1.0, 2.0, 3.0]))
+def test_clocks_agree_with_small_steps(jobs, cores):
+    expected = ends_by_small_steps(jobs, cores)
+    found = ends_by_clocks(jobs, cores)
+    assert all(abs(a - b) < 0.02 for a, b in zip(expected, found)), (expected, found)
+
+
+def test_two_lanes_that_want_all_cores_take_twice_as_long():
+    assert ends_by_clocks([(0, 0.0, 1.0, 2.0, True), (1, 0.0, 1.0, 2.0, True)], 2.0) == [2.0, 2.0]
+
+
+def test_enough_cores_slow_nobody():
+    assert ends_by_clocks([(0, 0.0, 1.0, 1.0, True), (1, 0.0, 0.5, 1.0, True)], 2.0) == [1.0, 0.5]
+
+
+def test_tasks_of_a_lane_go_before_its_streams():
+    assert ends_by_clocks([(0, 0.0, 1.0, 1.0, False), (0, 0.5, 1.0, 1.0, True)], 8.0) == [2.0, 1.5]
+
+
+def test_streams_of_a_lane_share_it():
+    assert ends_by_clocks([(0, 0.0, 1.0, 1.0, False), (0, 0.0, 1.0, 1.0, False)], 8.0) == [2.0, 2.0]
+
+
+def test_marks_come_in_order_and_what_was_given_up_does_not_come():
+    machine = Machine(None)
+    lane = Lane(machine)
+    lane.start(0.0, [(1.0, "half"), (2.0, "all")], parallelism=1.0, first=False)
+    other = lane.start(0.0, [(1.5, "never")], parallelism=1.0, first=False)
+    assert machine.next_s() == 2.0  # two share the lane
+    assert machine.pop(2.0) == "half"
+    lane.stop(2.5, other)
+    lane.stop(2.5, other)
+    assert machine.next_s() == pytest.approx(3.25)  # 1.25 of 2.0 are done
+    assert machine.pop(3.25) == "all"
+    assert machine.next_s() == math.inf
+    assert machine.demand == 0.0

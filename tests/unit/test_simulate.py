@@ -1,0 +1,357 @@
+"""Virtual time against schedules worked out by hand, faults, what-if changes, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import Schedule, simulate, trace
+from pipeline.distributions import parse
+from pipeline.durations import Costs, Drawn, Durations
+from pipeline.errors import GraphError, StageError
+from pipeline.events import Failed, Finished, Landed
+from pipeline.executors.simulated import Fault, Simulation
+from pipeline.plan import Plan, plan
+from pipeline.whatif import Changes, pool_of
+from tests.unit import toy
+
+GRAPH = """
+from pipeline import Schedule
+from tests.unit import toy
+
+def graph(steps: int = 6, batch: int = 4, max_staleness: int = 0):
+    schedule = Schedule(steps=steps, max_staleness=max_staleness)
+    return toy.graph(batch=batch, schedule=schedule, **toy.streaming())
+"""
+SECONDS = {
+    "prompts": "0", "rollout": "1", "reward": "0", "logprobs": "0.25", "ref": "0.125", "train": "0.5", "refit": "0.125",
+    "evaluate": "0", "samples": "0",
+}  # fmt: skip
+STAGES = [f"--stage={name}={text}" for name, text in SECONDS.items()]
+
+
+def planned(schedule: Schedule, *, batch: int = 4, **changes) -> Plan:
+    return plan(toy.graph(batch=batch, schedule=schedule, **toy.streaming(**changes)))[0]
+
+
+def times(costs: Costs | None = None, **seconds: str) -> Durations:
+    return Durations({name: Drawn(parse(text)) for name, text in (SECONDS | seconds).items()}, costs or Costs())
+
+
+def published(events) -> list[float]:
+    return [event.at_s for event in events if isinstance(event, trace.Published)]
+
+
+def run(schedule: Schedule, durations: Durations, *, batch: int = 4, changes=None, **options) -> list:
+    return Simulation(planned(schedule, batch=batch, **(changes or {})), durations, **options).run()
+
+
+def test_a_synchronous_step_is_the_sum_of_its_stages():
+    step_s = 1 + 0.25 + 0.125 + 0.5 + 0.125  # rollout, prev and ref logprobs on one learner, train, refit
+    assert published(run(Schedule(steps=3), times())) == pytest.approx([0.125 + n * step_s for n in range(4)])
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 3), st.sampled_from(["in_flight", "drain"]))
+@settings(deadline=None, max_examples=25)
+def test_k_batches_ahead_is_the_recursion_by_hand(rollout, train, k, refit):
+    """Batch n is sampled once version n - k is there, trained once it is sampled and version n is there. A refit that
+    drains comes when what is being sampled has ended."""
+    rollout_s, train_s, steps = rollout / 10, train / 10, 8
+    made = times(rollout=f"{rollout_s}", train=f"{train_s}", logprobs="0", ref="0", refit="0")
+    found = published(run(Schedule(steps=steps, max_staleness=k, refit=refit), made))
+    ends: list[float] = [0.0]
+    sampled = [rollout_s] * (k + 1)
+    for n in range(steps):
+        ends.append(max(ends[n], sampled[n]) + train_s)
+        if refit == "drain":
+            ends[-1] = max([ends[-1], *sampled[: min(steps, len(sampled))]])
+        sampled.append(ends[-1] + rollout_s)
+    assert found == pytest.approx(ends)
+
+
+def test_draining_waits_for_the_streams_and_swapping_in_flight_does_not():
+    slow = dict(rollout="lognormal(1, 1.0)", train="0.1")
+    drained = published(run(Schedule(steps=20, max_staleness=1), times(**slow)))[-1]
+    swapped = published(run(Schedule(steps=20, max_staleness=1, refit="in_flight"), times(**slow)))[-1]
+    assert swapped < 0.95 * drained
+
+
+def test_tokens_of_a_group_that_saw_a_swap_have_two_versions():
+    schedule = Schedule(steps=10, max_staleness=1, refit="in_flight")
+    events = run(schedule, times(rollout="lognormal(1, 1.0)", train="0.1"))
+    versions = [pair for e in events if isinstance(e, trace.Put) for pair in e.versions]
+    assert any(old < new for old, new in versions) and all(new - old <= 1 for old, new in versions)
+    trained = [e for e in events if isinstance(e, trace.Trained)]
+    assert {e.version - old for e in trained for old in e.oldest} == {0, 1}
+
+
+def test_what_is_too_old_is_dropped_and_no_staleness_exceeds_the_bound():
+    schedule = Schedule(steps=30, max_staleness=1, on_stale="drop", refit="in_flight")
+    events = run(schedule, times(rollout="lognormal(1, 1.5)", train="0.1"), batch=8)
+    ages = Counter(e.version - old for e in events if isinstance(e, trace.Trained) for old in e.oldest)
+    assert max(ages) == 1
+    reasons = Counter(e.reason for e in events if isinstance(e, trace.Dropped))
+    assert reasons["cancelled"] > 0
+    assert all(all(e.tokens) for e in events if isinstance(e, trace.Dropped) and e.reason == "stale")
+
+
+@pytest.mark.parametrize(("cores", "factor"), [(None, 1.0), (4, 1.0), (2, 2.0), (1, 4.0)])
+def test_stages_that_compute_at_the_same_time_share_the_cores(cores, factor):
+    """Rollout and train both want two cores all the time, on lanes of their own."""
+    schedule = Schedule(steps=6, max_staleness=1, refit="in_flight")
+    made = times(rollout="1 @ 2", train="1 @ 2", logprobs="0", ref="0", refit="0")
+    ends = published(run(schedule, made, cores=cores))
+    assert ends[4] - ends[3] == pytest.approx(factor)
+
+
+def test_waiting_is_not_slowed_down():
+    schedule = Schedule(steps=6, max_staleness=1, refit="in_flight")
+    made = times(rollout="1", train="1 @ 2", logprobs="0", ref="0", refit="0")
+    ends = published(run(schedule, made, cores=2))
+    assert ends[4] - ends[3] == pytest.approx(1.0)
+
+
+def test_the_driver_takes_one_report_after_the_other():
+    free = published(run(Schedule(steps=3), times()))
+    busy = published(run(Schedule(steps=3), times(Costs(driver_s=0.01)), batch=4))
+    reports = 4 + 4 + 1 + 1 + 1 + 1  # on the path of a step: at least the last group of each stage
+    assert busy[-1] > free[-1] + 3 * 5 * 0.01
+    assert busy[-1] < free[-1] + 4 * (reports + 12) * 0.01
+
+
+def test_latencies_and_checkpoints_count():
+    costs = Costs(dispatch_s={"train": 0.5}, report_s={"train": 0.25})
+    ends = published(run(Schedule(steps=3), times(costs)))
+    assert ends == pytest.approx([0.125 + n * (2.0 + 0.75) for n in range(4)])
+    slow = [e for e in run(Schedule(steps=3), times(Costs(checkpoint_s=7.0))) if isinstance(e, trace.Checkpointed)]
+    assert [e.end_s - e.start_s for e in slow] == [7.0]
+
+
+def test_more_workers_take_the_tasks_of_a_step_at_the_same_time():
+    made = times(reward="1/group")
+    one = published(run(Schedule(steps=2), made))[-1]
+    four = published(run(Schedule(steps=2), made, changes={"reward": {"on": toy.WorkerGroup("judge", workers=4)}}))[-1]
+    assert one - four == pytest.approx(2 * 3)
+
+
+def test_the_same_seed_gives_the_same_events_and_another_gives_others():
+    schedule = Schedule(steps=6, max_staleness=2, on_stale="drop", refit="in_flight")
+    made = times(rollout="lognormal(1, 1)", train="uniform(0.1, 0.5)")
+    first, again, other = (run(schedule, made, cores=2, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_group_takes_as_long_under_one_schedule_as_under_another():
+    made = times(rollout="lognormal(1, 1)")
+    delays = []
+    for schedule in (Schedule(steps=4), Schedule(steps=4, max_staleness=2)):
+        events = run(schedule, made)
+        began = {
+            group: e.at_s
+            for e in events
+            if isinstance(e, trace.Submitted) and e.stage == "rollout"
+            for group in e.groups
+        }
+        delays.append(
+            {
+                g: round(e.end_s - began[g], 9)
+                for e in events
+                if isinstance(e, trace.Put) and e.stage == "rollout"
+                for g in e.groups
+            }
+        )
+    assert delays[0] == delays[1] and len(set(delays[0].values())) > 8
+
+
+@pytest.mark.parametrize("kind", ["before_put", "after_put", "mid_stream", "late", "twice"])
+@pytest.mark.parametrize("stage", ["rollout", "logprobs", "train", "refit"])
+def test_a_fault_costs_time_and_loses_nothing(stage, kind):
+    told = []
+
+    def faults(task):
+        hit = task.stage == stage and task.step == 1 and task.attempt == 0
+        return Fault(kind=kind, groups=2, delay_s=0.05) if hit else None
+
+    schedule = Schedule(steps=4, max_staleness=1, refit="in_flight")
+    events = run(schedule, times(rollout="lognormal(1, 0.5)"), faults=faults, watch=lambda *seen: told.append(seen))
+    lost = {e.task for e in events if isinstance(e, trace.Retried)}
+    assert len(lost) == (0 if kind == "twice" else 1)
+    claimed = [group for e in events if isinstance(e, trace.Claimed) for group in e.groups]
+    assert sorted(claimed) == list(range(16))
+    put = Counter((e.stage, g) for e in events if isinstance(e, trace.Put) for g in e.groups)
+    assert set(put.values()) == {1}
+    assert [e.version for e in events if isinstance(e, trace.Published)] == [0, 1, 2, 3, 4]
+    failed = False
+    for _, event, decisions in told:  # what a lost attempt still says changes nothing
+        if failed and isinstance(event, Landed) and event.task in lost:
+            assert not decisions
+        if failed and isinstance(event, Finished) and event.task.number in lost:
+            assert not decisions
+        failed |= isinstance(event, Failed)
+    assert any(isinstance(e, trace.Fenced) for e in events) == (kind == "late")
+
+
+def test_a_straggler_is_slow_and_nothing_else():
+    slow = run(
+        Schedule(steps=2), times(),
+        faults=lambda task: Fault(kind="straggles", factor=3.0) if (task.stage, task.step) == ("train", 1) else None,
+    )  # fmt: skip
+    assert published(slow)[-1] == pytest.approx(0.125 + 2 * 2.0 + 2 * 0.5)
+
+
+def test_a_gate_drops_its_share_and_batches_are_full():
+    kept = toy.Field("kept", dtype="bool")
+    gate = {"filter": dict(reads=(toy.REWARD,), writes=(kept,), gate=kept, per="group")}
+    made = times(Costs(drop_rate=0.4, drop_reason="all alike"), filter="0")
+    events = run(Schedule(steps=20), made, batch=8, changes=gate)
+    claimed = [len(e.groups) for e in events if isinstance(e, trace.Claimed)]
+    assert claimed == [8] * 20
+    dropped = [e for e in events if isinstance(e, trace.Dropped)]
+    count = sum(len(e.groups) for e in dropped)
+    assert {(e.stage, e.reason) for e in dropped} == {("filter", "all alike")}
+    assert count / (count + 160) == pytest.approx(0.4, abs=0.1)
+    with pytest.raises(StageError, match="max_rounds"):
+        run(Schedule(steps=3), times(Costs(drop_rate=1.0), filter="0"), changes=gate)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_a_changed_plan_is_the_plan_of_the_changed_graph(k, on_stale):
+    if k == 0 and on_stale == "drop":
+        return
+    schedule = Schedule(steps=9, max_staleness=k, on_stale=on_stale, refit="in_flight")
+    change = Changes(steps=9, max_staleness=k, on_stale=on_stale, refit="in_flight", groups="2x")
+    expected = planned(schedule, batch=8)
+    found = change.applied(planned(Schedule(steps=3), batch=4), times())[0]
+    assert pool_of(expected) == expected.pool
+    without = {"stages": ()}  # where they were written differs
+    assert msgspec.structs.replace(found, **without) == msgspec.structs.replace(expected, **without)
+
+
+def test_changes_of_seconds():
+    plan_, changed = Changes(refit_s=2.0, speed={"train": 5.0}, stages={"rollout": "3"}).applied(
+        planned(Schedule(steps=2)), times()
+    )
+    ends = published(Simulation(plan_, changed).run())
+    assert ends == pytest.approx([2.0 + n * (3 + 0.25 + 0.125 + 0.1 + 2.0) for n in range(3)])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (Changes(groups="0x"), "neither a number of groups nor a factor"),
+        (Changes(groups="many"), "neither a number of groups nor a factor"),
+        (Changes(max_staleness=-1), "it is 0 or more"),
+        (Changes(workers={"sampleer": 2}), "did you mean sampler"),
+        (Changes(workers={"sampler": 0}), "cannot have 0 workers"),
+        (Changes(speed={"trian": 2.0}), "did you mean train"),
+        (Changes(speed={"train": 0.0}), "no factor"),
+        (Changes(stages={"train": "soon"}), "is not a number of seconds"),
+        (Changes(refit_s=-1.0), "no time"),
+    ],
+)
+def test_what_cannot_be_changed_is_told(change, told):
+    with pytest.raises(GraphError, match=told):
+        change.applied(planned(Schedule(steps=2)), times())
+
+
+@pytest.fixture
+def record(tmp_path) -> Path:
+    """The run directory of a simulated run, as a real one would have left it."""
+    described = planned(Schedule(steps=8))
+    writer = trace.TraceWriter(tmp_path / "events.jsonl")
+    made = times(rollout="lognormal(1, 0.5)", train="0.5 @ 2")
+    Simulation(described, made, cores=2, write=writer.write).run()
+    writer.close()
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(described))
+    (tmp_path / "run.json").write_text(json.dumps({"machine": "x86_64, 2 cores"}))
+    return tmp_path
+
+
+def command(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = simulate.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_recorded_run_is_simulated_as_it_was_and_changed(record, capsys):
+    code, out, _ = command(capsys, str(record), "--max-staleness", "1", "--refit", "in_flight")
+    assert code == 0
+    assert all(column in out for column in ("measured", "simulated as it was", "changed", "rollout-bound"))
+    measured, again, changed = (
+        float(text) for text in out.split("step, mean")[1].split("\n")[0].split() if text != "s"
+    )
+    assert again == pytest.approx(measured, rel=0.03)
+    assert changed < 0.9 * measured
+
+
+def test_json_is_one_object(record, capsys):
+    code, out, _ = command(capsys, str(record), "--json", "--groups", "2x")
+    told = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert {"step_s", "utilisation", "staleness", "dropped", "critical_path"} <= told.keys()
+    assert told["groups"] == 8 and told["cores"] == 2.0
+    assert told["measured"]["step_s"] == pytest.approx(told["step_s"], rel=0.5)
+
+
+def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
+    file = tmp_path / "graph.py"
+    file.write_text(GRAPH)
+    code, out, _ = command(capsys, str(file), "--batch", "8", "--steps", "5", "--max-staleness", "1", "--json", *STAGES)
+    told = json.loads(out)
+    assert (code, told["groups"], told["steps"], told["max_staleness"]) == (0, 8, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no run is named"),
+        (["nowhere"], "there is no such file"),
+        (["{folder}"], "plan.json is not there"),
+        (["{record}", "--max-stalenes", "1"], "did you mean --max-staleness?"),
+        (["{record}", "--on-stale", "keep"], "invalid choice"),
+        (["{record}", "--workers", "sampler"], "it is NAME=VALUE"),
+        (["{record}", "--stage", "rollout=lognormal(1)"], "lognormal takes 2 numbers"),
+        (["{record}", "--cores", "0"], "cores"),
+        (["{graph}"], "how long prompts, rollout"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_told(arguments, told, record, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    graph = tmp_path / "graph.py"
+    graph.write_text(GRAPH)
+    places = {"{folder}": str(empty), "{record}": str(record), "{graph}": str(graph)}
+    code, out, err = command(capsys, *(places.get(text, text) for text in arguments))
+    assert code == 2 and told in err and "Fix: " in err and not out
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("plan.json", "{}", "it cannot be read"),
+        ("events.jsonl", '{"type":"unheard"}\n', "it cannot be read"),
+        ("events.jsonl", "", "fewer than two steps have ended"),
+    ],
+)
+def test_a_record_that_is_damaged_or_too_short_is_told(file, text, told, record, capsys):
+    (record / file).write_text(text)
+    code, _, err = command(capsys, str(record))
+    assert code == 2 and told in err
+
+
+def test_the_command_loads_neither_torch_nor_ray():
+    script = (
+        "import sys, pipeline.simulate, pipeline.analysis\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'transfer_queue', 'numpy', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
