@@ -2,8 +2,8 @@
 
     DelayedRollout(policy, on=sampler, samples_per_prompt=16, max_tokens=5, mean_s=0.5, tail=1.0)
 
-The delay of a group is lognormal, from the run's seed and the group's admission number: the same under every schedule. It
-stands for long responses on a machine that has no time for them; while a group is held back, others are sampled.
+The delay of a group is lognormal, from the run's seed and the group's admission number: the same under every schedule.
+It stands for long responses on a machine that has no time for them; while a group is held back, others are sampled.
 """
 
 from __future__ import annotations

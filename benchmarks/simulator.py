@@ -1,13 +1,15 @@
 """Whether the simulator foretells a run that it was not fitted to, and how fast it is.
 
-python -m benchmarks.simulator [--steps 30] [--rounds 1] [--only speed] [--out FILE]
+python -m benchmarks.simulator [--steps 30] [--only speed] [--out FILE]
 
-Two synchronous runs of the quickstart are recorded on Ray and TransferQueue: as it is, and with groups that come late
-(lognormal, benchmarks/delayed.py). From the records alone three other configurations are predicted, and then run:
+Synchronous runs are recorded on Ray and TransferQueue: of the quickstart as it is; of the quickstart with groups that
+come late (lognormal, benchmarks/delayed.py); and of a graph that only sleeps (benchmarks/asleep.py). From the records
+alone other configurations are predicted, and then run:
 
+    contended        no delays, max_staleness=1: sampler and learner compute at the same time on the same cores
     late, wait       groups come late, max_staleness=1, in-flight refit
     late, drop       groups come late, max_staleness=2, on_stale="drop", in-flight refit
-    contended        no delays, max_staleness=1: sampler and learner compute at the same time on the same cores
+    asleep, ...      the same two where nothing computes, so that a busy machine does not disturb them
 
 Aim: the predicted seconds a step within 15 % of the measured ones. Speed: 1,024 rollout workers for 100 steps of 1,024
 groups in under 30 s of one core.
@@ -22,47 +24,60 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from benchmarks import delayed
+from benchmarks import asleep, delayed
 from benchmarks.report import report
 from graphs import quickstart
-from pipeline import Graph, Schedule, WorkerGroup
+from pipeline import Graph, Schedule
 from pipeline.analysis import Report, analyse
 from pipeline.distributions import parse
 from pipeline.durations import Drawn, Durations
 from pipeline.executors.simulated import Simulation
 from pipeline.plan import Plan, plan
+from pipeline.recording import recorded, simulated
 from pipeline.rundir import RunDir
-from pipeline.simulate import recorded, simulated
 from pipeline.whatif import Changes
 from stages import Rollout
 
 MEAN_S, TAIL = 0.25, 0.8
 AIM, AIM_S = 0.15, 30.0
 CORES = float(len(os.sched_getaffinity(0)))
-RECORDS = {"late": "late, sync", "contended": "sync"}
-RUNS: dict[str, Changes] = {
-    "sync": Changes(),
-    "late, sync": Changes(),
-    "late, wait": Changes(max_staleness=1, refit="in_flight"),
-    "late, drop": Changes(max_staleness=2, on_stale="drop", refit="in_flight"),
-    "contended": Changes(max_staleness=1),
+WAIT = Changes(max_staleness=1, refit="in_flight")
+DROP = Changes(max_staleness=2, on_stale="drop", refit="in_flight")
+RUNS: dict[str, tuple[str, Changes]] = {  # the record that a run is predicted from, and what is changed of it
+    "sync": ("sync", Changes()),
+    "contended": ("sync", Changes(max_staleness=1)),
+    "late, sync": ("late, sync", Changes()),
+    "late, wait": ("late, sync", WAIT),
+    "late, drop": ("late, sync", DROP),
+    "asleep, sync": ("asleep, sync", Changes()),
+    "asleep, wait": ("asleep, sync", WAIT),
+    "asleep, drop": ("asleep, sync", DROP),
 }
 
 
 def described(name: str, steps: int) -> Graph:
-    """The graph of a configuration: the quickstart without its evaluation."""
-    change = RUNS[name]
-    graph = quickstart.graph(
+    """The graph of a configuration: the quickstart without its evaluation, or the sleepers."""
+    change = RUNS[name][1]
+    schedule = Schedule(
         steps=steps,
         max_staleness=change.max_staleness or 0,
         on_stale=change.on_stale or "wait",
         refit=change.refit or "drain",
+    )
+    if name.startswith("asleep"):
+        return asleep.graph(schedule)
+    graph = quickstart.graph(
+        steps=steps,
+        max_staleness=schedule.max_staleness,
+        on_stale=schedule.on_stale,
+        refit=schedule.refit,
         warm_start_steps=40,
         warm_start_until=1.0,
     )
@@ -89,7 +104,7 @@ def run(name: str, steps: int, folder: Path) -> None:
     planned = plan(graph)[0]
     run_dir = RunDir(folder).create()
     run_dir.plan.write_bytes(msgspec.json.encode(planned))
-    Engine(graph, planned, RayExecutor(modules=(delayed,)), run_dir=run_dir).execute()
+    Engine(graph, planned, RayExecutor(modules=(delayed, asleep)), run_dir=run_dir).execute()
 
 
 def measured(name: str, steps: int, folder: Path) -> Path:
@@ -124,14 +139,17 @@ def predicted(record: Path, change: Changes, rounds: int = 5) -> list[Report]:
     return [simulated(recording, change, seed=seed)[1] for seed in range(rounds)]
 
 
-def compared(steps: int, folder: Path) -> list[dict[str, Any]]:
-    """The record of each kind, and what was predicted from it beside what was measured."""
-    records = {name: measured(name, steps, folder) for name in RECORDS.values()}
+def compared(names: Sequence[str], steps: int, folder: Path) -> list[dict[str, Any]]:
+    """What was predicted of each configuration, beside what was measured."""
+    runs: dict[str, Path] = {}
     rows = []
-    for name, change in RUNS.items():
-        record = records[RECORDS[name.partition(",")[0]]] if name not in records else records[name]
-        reports = predicted(record, change)
-        real = read(measured(name, steps, folder) if name not in records else records[name])
+    for name in names:
+        record, change = RUNS[name]
+        for needed in (record, name):
+            if needed not in runs:
+                runs[needed] = measured(needed, steps, folder)
+        reports = predicted(runs[record], change)
+        real = read(runs[name])
         step_s = statistics.fmean(one.steps.mean for one in reports)
         error = step_s / real.steps.mean - 1
         rows.append(
@@ -140,7 +158,7 @@ def compared(steps: int, folder: Path) -> list[dict[str, Any]]:
                 "predicted ms": round(step_s * 1e3, 1),
                 "measured ms": round(real.steps.mean * 1e3, 1),
                 "error %": round(100 * error, 1),
-                "within 15 %": "fitted to it" if name in records else "yes" if abs(error) <= AIM else "NO",
+                "within 15 %": "fitted to it" if name == record else "yes" if abs(error) <= AIM else "NO",
                 "busy, predicted": _busy(reports[0]),
                 "busy, measured": _busy(real),
                 "staleness": f"{reports[0].staleness.mean:.2f} / {real.staleness.mean:.2f}",
@@ -201,7 +219,7 @@ def speed(workers: int = 1024, steps: int = 100) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", choices=("speed", "accuracy"), help="leave the other part out")
+    parser.add_argument("--only", choices=("speed", *RUNS), nargs="+", help="only these configurations")
     parser.add_argument("--run", choices=RUNS, help="run only this configuration, recorded in --folder")
     parser.add_argument("--folder", type=Path, help="keep the run directories here")
     parser.add_argument("--out", help="write JSON here")
@@ -210,15 +228,16 @@ def main() -> None:
         run(options.run, options.steps, options.folder)
         return
     rows: list[dict[str, Any]] = []
-    if options.only != "speed":
-        with tempfile.TemporaryDirectory() as folder:
-            rows += compared(options.steps, options.folder or Path(folder))
-    if options.only != "accuracy":
+    chosen = options.only or [*RUNS, "speed"]
+    with tempfile.TemporaryDirectory() as folder:
+        names = [name for name in chosen if name in RUNS]
+        rows += compared(names, options.steps, options.folder or Path(folder))
+    if "speed" in chosen:
         rows += speed()
     notes = (
-        f"{options.steps} steps of 32 x 16 samples on {CORES:g} cores; delays lognormal, mean {MEAN_S} s, sigma {TAIL}. "
-        "Seconds a step behind the warm-up; predictions are means over 5 seeds, made from the synchronous records alone. "
-        "Staleness in versions and dropped groups: predicted / measured."
+        f"{options.steps} steps of 32 x 16 samples on {CORES:g} cores; delays lognormal, mean {MEAN_S} s, "
+        f"sigma {TAIL}. Means of the steps behind the warm-up; predictions are means over 5 seeds, made from the "
+        "synchronous records alone. Staleness in versions and dropped groups: predicted / measured."
     )
     report("simulator", rows, list(dict.fromkeys(key for row in rows for key in row)), notes, options.out)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data_plane import FIELDS, columns
+from benchmarks.data_plane import FIELDS, columns, timed
 from benchmarks.report import report
 from pipeline import KVBatchMeta
 from pipeline.columns import Columns, take
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.meta import sample_key
+from pipeline.meta import keys_of, sample_key
 
 GROUPS, SAMPLES = 32, 16
 WARM_UP = 3
@@ -176,6 +177,53 @@ def measure(store: str, plane: Any, tokens: int, rounds: int) -> list[dict[str, 
     ]
 
 
+STAGES = (("response_ids", "token_versions", "rollout_logprobs", "truncated"), ("prev_logprobs",), ("reward",))
+
+
+def handles(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """What the driver does with the handles of three stages: make one of all their puts, and send it."""
+    rows = []
+    for parts in (1, 32):
+        puts, keys = _put_by(parts, tokens)
+        joined = _joined(puts, keys)
+        layout = f"3 stages, {parts} put{'s' * (parts > 1)} each"
+        sent = joined.encode()
+        for name, call, argument in (
+            (f"join {layout}", lambda of, keys=keys: _joined(of, keys), puts),
+            (f"encode, decode: {layout}", lambda of: KVBatchMeta.decode(of.encode()), joined),
+        ):
+            taken = [timed(call, argument)[0] for _ in range(rounds)]
+            rows.append({"store": "handle", "operation": name, "ms": statistics.median(taken), "bytes": len(sent)})
+    return rows
+
+
+def _put_by(parts: int, tokens: int) -> tuple[list[list[KVBatchMeta]], tuple[str, ...]]:
+    """The handles of the puts of each stage, in the order in which groups happened to finish, and all keys."""
+    plane = MemoryPlane()
+    plane.register("small", FIELDS, ["bench"])
+    made = columns(GROUPS * SAMPLES, tokens, 8)
+    keys = keys_of(tuple(range(GROUPS)), SAMPLES)
+    size, puts = len(keys) // parts, []
+    for names in STAGES:
+        order = random.Random(0).sample(range(parts), parts)
+        puts.append([
+            plane.put(keys[p * size : (p + 1) * size], _part({name: made[name] for name in names}, p, parts),
+                      partition="small", stage="bench")
+            for p in order
+        ])  # fmt: skip
+    return puts, keys
+
+
+def _joined(puts: list[list[KVBatchMeta]], keys: tuple[str, ...]) -> KVBatchMeta:
+    """One handle in canonical order, as the driver's table makes it."""
+    wholes = [KVBatchMeta.concat(of) if len(of) > 1 else of[0] for of in puts]
+    at = [{key: i for i, key in enumerate(whole.keys)} for whole in wholes]
+    return KVBatchMeta.join([
+        whole if whole.keys == keys else whole.reorder([index[key] for key in keys])
+        for whole, index in zip(wholes, at)
+    ])  # fmt: skip
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,20 +243,22 @@ def main() -> None:
     )  # fmt: skip
     owner = TransferQueuePlane.create()
     uncached = TransferQueuePlane.attach(replace(owner.settings, cache_bytes=0))
-    rows = []
+    rows = handles(args.tokens, args.rounds)
     for store, plane in (("memory", MemoryPlane()), ("TransferQueue", uncached)):
         plane.register("small", FIELDS, ["bench"])
         rows += measure(store, plane, args.tokens, args.rounds)
     for plane in (uncached, owner):
         plane.close()
     ray.shutdown()
-    names = ["store", "operation", "ms", "ratio", "caller_ms", "cpu_ms"]
+    names = ["store", "operation", "ms", "ratio", "caller_ms", "cpu_ms", "bytes"]
     if args.against:
         before = {(row["store"], row["operation"]): row for row in json.loads(args.against.read_text())["rows"]}
         for row in rows:
             earlier = before.get((row["store"], row["operation"]), {})
-            row |= {f"{name}_before": earlier[name] for name in ("ms", "ratio", "caller_ms") if name in earlier}
-        names += ["ms_before", "ratio_before", "caller_ms_before"]
+            row |= {
+                f"{name}_before": earlier[name] for name in ("ms", "ratio", "caller_ms", "bytes") if name in earlier
+            }
+        names += ["ms_before", "ratio_before", "caller_ms_before", "bytes_before"]
     report(
         "small_units", rows, names,
         f"{GROUPS} groups of {SAMPLES} samples, {args.tokens} tokens a response in the mean, 8 columns. Medians of "

@@ -54,8 +54,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drops(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that left without being trained. `share` is of those that left at all; `by_length` is empty where no length
-    is known."""
+    """Groups that left without being trained. `share` is of all that left; `by_length` is empty where no length is
+    known."""
 
     groups: int
     share: float

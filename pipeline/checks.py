@@ -12,7 +12,7 @@ from pipeline.fields import Field
 from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
 from pipeline.parameters import is_whole
-from pipeline.schedule_checks import schedule_problems
+from pipeline.schedule_checks import schedule_problems, timing_problems
 from pipeline.stage import Stage
 from pipeline.structure import is_name
 
@@ -27,6 +27,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
     lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
     found = [
         *schedule_problems(graph),
+        *timing_problems(stages),
         *_source(graph),
         *_writers(stages),
         *_cycles(stages),

@@ -17,8 +17,8 @@ from its start the walk goes on, until the version before. So the seconds of a s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -60,25 +60,21 @@ def critical_path(plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]]) -
     walker = _Walker(plan, tasks)
     steps = [walker.walk(start_s, end_s, step) for (start_s, _), (end_s, step) in pairwise(ends)]
     ends_s = [end_s for end_s, _ in ends]
-    by_stage: Counter[str] = Counter()
-    by_cause: Counter[str] = Counter()
-    for step in steps:
-        for (stage, cause), spent_s in step.items():
-            by_stage[stage] += spent_s / len(steps)
-            by_cause[cause] += spent_s / len(steps)
+    by_stage = _summed((stage, spent_s / len(steps)) for step in steps for (stage, _), spent_s in step.items())
     return CriticalPath(
-        by_stage=dict(by_stage.most_common()),
-        by_cause=dict(by_cause.most_common()),
-        steps=tuple(_of_stages(step) for step in steps),
-        sentence=_sentence(plan, tasks, dict(by_stage.most_common()), ends_s),
+        by_stage=by_stage,
+        by_cause=_summed((cause, spent_s / len(steps)) for step in steps for (_, cause), spent_s in step.items()),
+        steps=tuple(_summed((stage, spent_s) for (stage, _), spent_s in step.items()) for step in steps),
+        sentence=_sentence(plan, tasks, by_stage, ends_s),
     )
 
 
-def _of_stages(step: Counter[tuple[str, str]]) -> dict[str, float]:
-    seconds: Counter[str] = Counter()
-    for (stage, _), spent_s in step.items():
-        seconds[stage] += spent_s
-    return dict(seconds.most_common())
+def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of each name, the largest first."""
+    sums: dict[str, float] = defaultdict(float)
+    for name, value in parts:
+        sums[name] += value
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def _sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Sequence[float]) -> str:
@@ -153,8 +149,8 @@ class _Walker:
             if stage.shape == "stream":
                 self._drained[stage.groups[0]].append((last_s, number))
             else:
-                for group in stage.groups:
-                    self._freed[group, task.replica].append((last_s, number))
+                for name in stage.groups:
+                    self._freed[name, task.replica].append((last_s, number))
             if stage.name in publishes:
                 self._published.append((last_s, number))
         for events in (
@@ -165,15 +161,15 @@ class _Walker:
             self._published,
         ):
             events.sort()
-        for event in self._tasks.others:
-            if isinstance(event, trace.Admitted):
-                self._admitted.update(dict.fromkeys(event.groups, event.at_s))
-            elif isinstance(event, trace.Put):
-                self._outside.update({(event.stage, group): event.end_s for group in event.groups})
+        for other in self._tasks.others:
+            if isinstance(other, trace.Admitted):
+                self._admitted.update(dict.fromkeys(other.groups, other.at_s))
+            elif isinstance(other, trace.Put):
+                self._outside.update({(other.stage, group): other.end_s for group in other.groups})
 
-    def walk(self, start_s: float, end_s: float, step: int) -> Counter[tuple[str, str]]:
+    def walk(self, start_s: float, end_s: float, step: int) -> dict[tuple[str, str], float]:
         """Seconds by (stage, cause) between two times, the later of which is the end of a step."""
-        spent: Counter[tuple[str, str]] = Counter()
+        spent: dict[tuple[str, str], float] = defaultdict(float)
         found = self._ended(step)
         cause, at_s = "field", end_s
         while found is not None and at_s > start_s:
@@ -193,7 +189,7 @@ class _Walker:
                 break
         if at_s > start_s:
             spent[NOBODY, ROOM if cause == ROOM else DRIVER] += at_s - start_s
-        return Counter({key: value for key, value in spent.items() if value > 0})
+        return {key: value for key, value in spent.items() if value > 0}
 
     def _ended(self, step: int) -> int | None:
         """The task whose end is the end of a step: the refit, or without one the last to be acknowledged."""

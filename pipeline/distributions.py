@@ -4,8 +4,8 @@
     parse("0.2 + 0.001/sample @ 2")           0.2 s and 1 ms a sample, on two cores
     parse("uniform(0.1, 0.3) + 0.05/group")
 
-Terms are added. A number, or a distribution, is seconds a task; for a stream they are until a group comes. `@ CORES` says
-that it computes on so many cores; without it the time is spent waiting. Nothing is evaluated as code.
+Terms are added. A number, or a distribution, is seconds a task; for a stream they are until a group comes. `@ CORES`
+says that it computes on so many cores; without it the time is spent waiting. Nothing is evaluated as code.
 """
 
 from __future__ import annotations

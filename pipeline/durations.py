@@ -56,6 +56,9 @@ class StageTimes(Protocol):
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
         """Of a stream on the groups of `task`."""
 
+    def faster(self, factor: float) -> StageTimes:
+        """The same with every second divided."""
+
 
 class Drawn(msgspec.Struct, frozen=True):
     """Seconds from a distribution. `speed` divides them."""
@@ -82,6 +85,9 @@ class Drawn(msgspec.Struct, frozen=True):
             return StreamWork(merged([Part(at_s, 0.0, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
         return StreamWork(merged([Part(0.0, at_s, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
 
+    def faster(self, factor: float) -> Drawn:
+        return msgspec.structs.replace(self, speed=self.speed * factor)
+
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds as fixed + per sample + per token, none of them negative, and how single tasks differed from that.
@@ -99,15 +105,6 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         """At the quantile `u` of what was measured."""
         fitted_s = self.fixed_s + self.per_sample_s * samples + self.per_token_s * tokens
         return fitted_s * self.ratios[int(u * len(self.ratios))]
-
-    def times(self, factor: float) -> Line:
-        """The same with every second multiplied."""
-        return msgspec.structs.replace(
-            self,
-            fixed_s=self.fixed_s * factor,
-            per_sample_s=self.per_sample_s * factor,
-            per_token_s=self.per_token_s * factor,
-        )
 
 
 class Came(NamedTuple):
@@ -148,6 +145,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         cores = self.line.cores
         parts = [Part(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
         return StreamWork(merged(parts), cores, tuple(one.tokens for one in came))
+
+    def faster(self, factor: float) -> Recorded:
+        return msgspec.structs.replace(self, speed=self.speed * factor)
 
     def _quantile(self, task: Task, seed: int) -> float:
         """In (0, 1). From step to step it goes on by the golden ratio, so that a few steps have had all of what was

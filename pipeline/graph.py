@@ -91,7 +91,7 @@ class WorkerGroup(_Located):
     @property
     def data_parallel(self) -> int:
         """Copies of a model, each with its share of a batch."""
-        return self.workers // self.model_parallel
+        return self.workers // max(1, self.model_parallel)
 
 
 HOST = "host"  # the worker group of stages that name none

@@ -15,8 +15,8 @@ def non_negative(rows: Sequence[Row]) -> tuple[tuple[float, ...], float]:
     """The coefficients with the least squared relative error, none of them negative, and that error.
 
     With so few unknowns every subset can be tried: of those whose own solution has no negative part, the best is the
-    answer. Where single ones do equally well (all measurements are of one size), the last is taken: what is in proportion
-    to the size, and not what is fixed.
+    answer. Where single ones do equally well (all measurements are of one size), the last is taken: what is in
+    proportion to the size, and not what is fixed.
     """
     width = len(rows[0][0])
     best, least = (0.0,) * width, float(len(rows))

@@ -3,8 +3,8 @@
     durations, notes = fitted(plan, [event for _, event in trace.read(run_dir.events)])
 
 Each stage's seconds are fitted as fixed + per sample (+ per token where that explains clearly more), with no negative
-part; how single tasks differed from the fit is kept. Of streams, the time at which each group came is kept too. The first
-step is left out: it pays for what is loaded and compiled late. A synchronous run is the best record: where tasks
+part; how single tasks differed from the fit is kept. Of streams, the time at which each group came is kept too. The
+first step is left out: it pays for what is loaded and compiled late. A synchronous run is the best record: where tasks
 contended while they were recorded, the contention is taken for their own time.
 """
 
@@ -145,9 +145,9 @@ def _stream(
         tokens = sum(tasks.tokens.get(group, 0) for group in task.groups) * plan.group_size
         if computed_s > 0:
             points.append((float(task.samples), float(tokens), computed_s))
-        for group, at_s in came_s[task.task].items():
+        for number, at_s in came_s[task.task].items():
             fraction = min(1.0, at_s / computed_s) if computed_s > 0 else 1.0
-            came[group] = Came(fraction, max(0.0, at_s - computed_s), tasks.tokens.get(group, 0))
+            came[number] = Came(fraction, max(0.0, at_s - computed_s), tasks.tokens.get(number, 0))
     return Recorded(line=fit(points, cores=used), batch=plan.batch, came=came), {task.samples for task in ran}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.errors import Problem, shown
 from pipeline.graph import Graph
 from pipeline.parameters import is_whole
+from pipeline.stage import Stage
 
 _WORDS = {"on_stale": ("wait", "drop"), "refit": ("drain", "in_flight")}
 
@@ -78,6 +79,27 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
                 what=f"Schedule(on_stale='drop') and {what}",
                 why="samples are dropped by the age of their oldest token",
                 fix=f"add {fix}, or on_stale='wait'",
+            )
+
+
+def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
+    """What a stage says of runs and versions, where it cannot be."""
+    for stage in stages:
+        where, stamps, run = str(stage.location), stage.stamps, stage.run_samples
+        fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
+        if not fits:
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} stamps {shown(stamps.name if stamps else stamps)}",
+                why="that is a field which it writes, with a whole number for each token: the version that sampled it",
+                fix='Field("token_versions", dtype="int32", dims="N T") among writes, or no stamps',
+            )
+        if run is not None and not is_whole(run, 1):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has run_samples={shown(run)}",
+                why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
+                fix="run_samples=None",
             )
 
 

@@ -132,7 +132,7 @@ class Lane:
 class _Queue:
     """Jobs that share a lane equally; `clock` is the service that each of them has had."""
 
-    __slots__ = ("clock", "jobs", "parallelism", "_marks", "_order")
+    __slots__ = ("_marks", "_order", "clock", "jobs", "parallelism")
 
     def __init__(self) -> None:
         self.clock = 0.0

@@ -1,4 +1,4 @@
-"""What may be changed of a run before it is simulated: the schedule, the batch, the workers, the seconds of stages. Pure.
+"""What may be changed of a run before it is simulated: schedule, batch, workers, the seconds of stages. Pure.
 
     change = Changes(max_staleness=2, on_stale="drop", groups="8x", workers={"sampler": 4}, speed={"train": 2.0})
     plan, durations = change.applied(plan, durations)
@@ -85,7 +85,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
                 if stage.shape == "transfer":
                     stages[stage.name] = _of_seconds(stages.get(stage.name), self.refit_s)
         for name, factor in self.speed.items():
-            stages[name] = replace(stages[name], speed=stages[name].speed * factor)  # type: ignore[type-var,attr-defined]
+            stages[name] = stages[name].faster(factor)
         return Durations(stages, durations.costs)
 
     def _problems(self, plan: Plan, durations: Durations) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ The guarantees, tested by one contract suite against both:
 - Reading what is not present, or was cleared, raises; there is no "all fields". An undeclared reader raises.
 - A fetched column never aliases the store. Dense columns come back dense. Clearing is idempotent.
 - Every call has a deadline; a lost controller or storage unit is `DataPlaneLost`, never a hang.
+- Calls that come from several threads at the same time may share their round trips; each keeps all of the above, and
+  what goes wrong with one of them is told to its own caller and to no other.
 
 How rows look in the store, for a process that is no part of the graph: `row_name(key, attempt)` names the row of a
 group; a field of dims "N" is one tensor [samples of the group]; of dims "N T" one tensor [tokens of all samples, in key

@@ -45,6 +45,7 @@ START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded i
 CLOSE_DEADLINE_S = 10.0
 EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
+SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
 DATA_PLANE_CPUS = 2  # TransferQueue's controller and its storage unit ask for one each
 
 
@@ -246,6 +247,8 @@ class RayExecutor:
         variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         if group.threads:
             variables["OMP_NUM_THREADS"] = str(group.threads)
+        if not group.gpus and "OMP_WAIT_POLICY" not in os.environ:
+            variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
         if ray.util.get_node_ip_address() == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         return [

@@ -114,7 +114,8 @@ class Store:
         self.on_loop(go)
 
     def together(self, lane: Lane, calls: Sequence[Call], first: Call) -> None:
-        """Submit `first`, and `calls` while it is under way; wait for all."""
+        """Submit `first` to the lane at rest, and `calls` while it is under way; wait for all."""
+        self.rested(lane)
         self.hold()
         lane.submit(first)
         self.on_loop(lambda: None)
@@ -123,6 +124,11 @@ class Store:
         self.release()
         for call in (first, *calls):
             call.done.exception(10)
+
+    def rested(self, lane: Lane) -> None:
+        """Wait until nothing is under way."""
+        if lane._work_done is not None:
+            lane._work_done.result(10)
 
     def close(self) -> None:
         self.on_loop(lambda: [task.cancel() for task in asyncio.all_tasks() - {asyncio.current_task()}])
@@ -253,6 +259,18 @@ def test_what_its_caller_has_given_up_is_not_sent(store: Store):
         call.done.result(10)
     assert value_of(store, "r19") == [19, 19]
     assert sum(map(len, store.wire.stored)) == 21
+
+
+def test_callers_that_come_again_share_the_next_batch(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipeline.data_plane.lane.LINGER_S", 0.3)
+    store.together(store.writes, [write("a"), write("b")], write("first"))
+    again = [write("c"), write("d")]
+    for call in again:
+        store.writes.submit(call)
+        store.on_loop(lambda: None)
+    for call in again:
+        call.done.result(10)
+    assert [len(indexes) for indexes in store.wire.stored] == [1, 2, 2]
 
 
 few = st.lists(st.sampled_from("abc"), min_size=1, unique=True)

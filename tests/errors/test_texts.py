@@ -19,13 +19,14 @@ from tests.errors import (
     cases_losses,
     cases_rewards,
     cases_running,
+    cases_schedule,
     resumes,
 )
 from tests.errors.harness import PROBLEM, command, normal
 from tests.optional import need
 
 GOLDEN = Path(__file__).with_name("golden.txt")
-SUBJECTS = (cases_losses, cases_groups, cases_data, cases_rewards, cases_filter, cases_running)
+SUBJECTS = (cases_losses, cases_groups, cases_data, cases_rewards, cases_filter, cases_running, cases_schedule)
 BY_SUBJECT = [case for subject in SUBJECTS for case in subject.CASES]
 ALL = [*cases.CHECKED, *cases.RUNNING, *BY_SUBJECT, *resumes.CASES]
 NEEDS = {"jsonl_named_parquet": ("data", "pyarrow"), "math_verify": ("math", "math_verify")}  # by start of the name
@@ -55,7 +56,9 @@ def assert_nothing_is_lost(folder, problems, stderr):
     assert isinstance(last, trace.Failed)
     assert [" ".join(problem.replace(f"{folder}/", "").splitlines()) for problem in last.problems] == problems
     assert (run / "run.json").is_file() and (run / "graph.py").read_bytes() == (folder / "graph.py").read_bytes()
-    assert printed[-1] == "resume: no checkpoint was written yet; start anew"
+    steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+    told = f"--run-dir run --resume   (from step {steps[-1]})" if steps else "no checkpoint was written yet; start anew"
+    assert printed[-1].startswith("resume: ") and printed[-1].endswith(told)
     saved = [line.rpartition(" ")[2] for line in printed if line.startswith("replay: ")]
     assert [str(path.relative_to(folder)) for path in (run / "failures").iterdir()] == saved
     assert all((folder / name / "task.json").is_file() for name in saved)

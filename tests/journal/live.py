@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Columns
+from pipeline.stage import Per
 
 PROMPT = Field("prompt", dtype="str")
 TOKENS = Field("tokens", dtype="int64", dims="N T")
@@ -44,12 +45,13 @@ class Count(Stage):
 
 @dataclass(frozen=True)
 class Sample(Stage):
-    """Three tokens each; every `slow`-th group takes so long that weights are published in between."""
+    """Three tokens each. Every `slow`-th group takes long; the group `late` does not end before version 3 is served."""
 
     slow: int
+    late: int
     name: str = "sample"
     shape = "stream"
-    per: str = "group"
+    per: Per = "group"
     on: WorkerGroup | None = SAMPLER
     group_size: int | None = SIZE
     reads: Sequence[Field] = (PROMPT,)
@@ -70,12 +72,17 @@ class Sample(Stage):
             versions = []
             for _ in range(3):
                 versions.append(context.shared.get("version", 0))
-                for _ in range(40 if self.slow and group % self.slow == 1 else 1):
+                pauses = 40 if self.slow and group % self.slow == 1 else 1
+                while pauses or (group == self.late and context.shared.get("version", 0) < 3):
                     if group in context.cancelled:
                         return Output(cancelled={position: len(versions)})
+                    pauses = max(0, pauses - 1)
                     await asyncio.sleep(0.002)
             values, lengths = torch.tensor(versions * SIZE, dtype=torch.int32), (3,) * SIZE
-            columns = {"tokens": Ragged(values.to(torch.int64), lengths), "token_versions": Ragged(values, lengths)}
+            columns: Columns = {
+                "tokens": Ragged(values.to(torch.int64), lengths),
+                "token_versions": Ragged(values, lengths),
+            }
             return Output(columns=columns, index=range(position * SIZE, (position + 1) * SIZE))
 
         async def run(columns: Columns, task: Task) -> AsyncIterator[Output]:
@@ -107,7 +114,7 @@ class Sieve(Stage):
     """Drops groups with a low score."""
 
     name: str = "sieve"
-    per: str = "group"
+    per: Per = "group"
     reads: Sequence[Field] = (SCORE,)
     writes: Sequence[Field] = (KEPT,)
     gate: Field | None = KEPT
@@ -122,6 +129,23 @@ class Sieve(Stage):
             return Output(columns={"kept": torch.ones(kept, dtype=torch.bool)}, dropped=low)
 
         return run
+
+
+@dataclass(frozen=True)
+class Look(Stage):
+    """Uses the trainer's weights, as logprobs of a batch do: no step may be trained before it, or while it runs."""
+
+    name: str = "look"
+    per: Per = "batch"
+    on: WorkerGroup | None = LEARNER
+    reads: Sequence[Field] = (TOKENS,)
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        return (POLICY,)
+
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
+        return lambda columns, task: Output(metrics={"version": float(context.shared.get("trained", 0))})
 
 
 class _Trainer:
@@ -150,7 +174,7 @@ class Learn(Stage):
 
     fails_at: int = -1
     name: str = "learn"
-    per: str = "batch"
+    per: Per = "batch"
     on: WorkerGroup | None = LEARNER
     reads: Sequence[Field] = (TOKENS, VERSIONS, SCORE)
     writes: Sequence[Field] = (TRAINED,)
@@ -170,11 +194,12 @@ class Learn(Stage):
 
 @dataclass(frozen=True)
 class Send(Stage):
-    """Hands the version over."""
+    """Hands the version over, and, with `serves`, sees to it that it is sampled with."""
 
+    serves: bool = True
     name: str = "send"
     shape = "transfer"
-    per: str = "batch"
+    per: Per = "batch"
     reads: Sequence[Field] = (TRAINED,)
     writes: Sequence[Field] = (SERVED,)
 
@@ -190,13 +215,17 @@ class Send(Stage):
             if rendezvous.side == "source":
                 rendezvous.offer({"version": context.shared.get("trained", 0)})
                 return Output()
-            version = context.shared["version"] = rendezvous.take()["version"]
+            version = rendezvous.take()["version"]
+            if self.serves:
+                context.shared["version"] = version
             return Output(weights=(version, hashlib.sha256(str(version).encode()).hexdigest()))
 
         return run
 
 
-def graph(schedule: Schedule, *, slow: int = 0, sieve: bool = False, fails_at: int = -1) -> Graph:
+def graph(
+    schedule: Schedule, *, slow: int = 0, late: int = -1, sieve: bool = False, fails_at: int = -1, serves: bool = True
+) -> Graph:
     """Four groups a step."""
-    stages = (Sample(slow), Score(), *((Sieve(),) if sieve else ()), Learn(fails_at), Send())
+    stages = (Sample(slow, late), Score(), *((Sieve(),) if sieve else ()), Look(), Learn(fails_at), Send(serves))
     return Graph(name="live", source=Count(batch=4), stages=stages, schedule=schedule)

@@ -160,7 +160,7 @@ def _line_of(run: MadeUp, *, step: int) -> int:
 
 def test_blind_changes_are_noticed():
     """What is not noticed cannot be known: a missing Ended looks like a killed run, a Fenced is only told."""
-    noticed = shares(*survey(each=60))
+    noticed = shares(*survey(each=40))
     assert noticed["delete"] > 0.75 and noticed["repeat"] > 0.85 and noticed["edit"] > 0.85, noticed
 
 

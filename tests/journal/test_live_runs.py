@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,9 +55,9 @@ def test_a_run_keeps_the_invariants(name, sieve, tmp_path):
 
 
 def test_groups_that_get_too_old_are_given_up(tmp_path):
-    run_dir = execute(tmp_path, graph(SCHEDULES["drop"], slow=3))
+    run_dir = execute(tmp_path, graph(SCHEDULES["drop"], late=1))
     assert audit(run_dir.path).violations == []
-    assert "cancelled" in dropped(run_dir)
+    assert dropped(run_dir) == {"cancelled"}
 
 
 @pytest.mark.parametrize("name", ["wait", "drop"])
@@ -71,3 +72,36 @@ def test_a_resumed_run_keeps_them_too(name, sieve, tmp_path):
     execute(tmp_path, graph(schedule, slow=3, sieve=sieve), start=start)
     report = audit(tmp_path)
     assert report.violations == [] and report.clean and report.counts["started"] == 2
+
+
+def _no_bound(**_: int) -> bool:
+    return False
+
+
+def _much(**_: int) -> int:
+    return 1000
+
+
+@pytest.mark.parametrize(
+    "name, what, broken, invariant",
+    [
+        ("drop", "pipeline.scheduler.too_old", _no_bound, "I1"),
+        ("wait", "pipeline.scheduler.askable", _much, "I1"),
+        ("wait", "pipeline.scheduler.admissible", _much, "I3"),
+        ("wait", "pipeline.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
+        ("sync", "pipeline.board.Board.release", lambda self, groups, holders=1: list(groups), "I7"),
+        ("sync", "pipeline.engine.Engine._clear_rows", lambda *_: None, "I2"),
+    ],
+)
+def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invariant, tmp_path, monkeypatch):
+    monkeypatch.setattr(what, broken)
+    late, slow = (1, 0) if name == "drop" else (-1, 100)  # one group, of the first batch
+    with suppress(Exception):
+        execute(tmp_path, graph(SCHEDULES[name], late=late, slow=slow))
+    assert invariant in {violation.invariant for violation in audit(tmp_path).violations}
+
+
+def test_a_sampler_that_is_not_served_is_found_out(tmp_path):
+    """The refit says that it has published, and the worker goes on with the old weights."""
+    execute(tmp_path, graph(SCHEDULES["sync"], serves=False))
+    assert {violation.invariant for violation in audit(tmp_path).violations} == {"I1", "I4"}

@@ -61,13 +61,15 @@ def trained(step, groups, oldest, *, tokens=0, samples=2):
     count = len(groups)
     return trace.Trained(
         task=1, stage="train", step=step, attempt=0, worker=0, version=step, groups=tuple(groups),
-        samples=(samples,) * count, oldest=tuple(oldest), newest=(step,) * count, entries={"logprobs": tokens}, at_s=0.0,
+        samples=(samples,) * count, oldest=tuple(oldest), newest=(step,) * count, entries={"logprobs": tokens},
+        at_s=0.0,
     )  # fmt: skip
 
 
 def put(groups, tokens):
     return trace.Put(
-        stage="rollout", step=0, attempt=0, fields=("response",), groups=tuple(groups), samples=len(groups), size_bytes=0,
+        stage="rollout", step=0, attempt=0, fields=("response",), groups=tuple(groups), samples=len(groups),
+        size_bytes=0,
         tokens=tuple(tokens), start_s=0.0, end_s=0.0,
     )  # fmt: skip
 

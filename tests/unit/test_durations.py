@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import Schedule
+from pipeline import Schedule, trace
 from pipeline.distributions import parse, uniform
 from pipeline.durations import Came, Costs, Drawn, Durations, Line, Recorded
-from pipeline.executors.simulated import Simulation
+from pipeline.executors.simulated import Fault, Simulation
 from pipeline.least_squares import non_negative
 from pipeline.plan import plan
 from pipeline.recorded import fitted
@@ -141,7 +141,8 @@ def test_a_record_gives_back_the_seconds_that_made_it():
     planned, events, _ = simulate(Schedule(steps=8, checkpoint_every=4), given_times)
     times, _ = fitted(planned, events)
     logprobs = times.stages["logprobs"].line
-    assert logprobs.seconds(16, 0, 0.5) == pytest.approx(0.21)
+    for samples in {e.samples for e in events if isinstance(e, trace.Submitted) and e.stage == "logprobs"}:
+        assert logprobs.seconds(samples, 0, 0.5) == pytest.approx(0.05 + 0.01 * samples)
     assert logprobs.cores == pytest.approx(1.0)
     assert times.stages["ref"].line.per_sample_s == pytest.approx(0.02, rel=1e-6)
     assert times.stages["ref"].line.cores == pytest.approx(2.0)
@@ -160,3 +161,47 @@ def test_a_run_is_simulated_from_the_record_of_a_synchronous_one(schedule):
     _, _, truth_s = simulate(schedule, times, cores=2)
     _, _, found_s = simulate(schedule, again, cores=2)
     assert found_s == pytest.approx(truth_s, rel=0.03)
+
+
+def test_the_first_step_is_left_out():
+    def faults(task):
+        first = task.stage == "train" and task.step == 0
+        return Fault(kind="straggles", factor=20.0) if first else None
+
+    times = Durations({name: Drawn(parse(text)) for name, text in SECONDS.items()})
+    planned, events, _ = simulate(Schedule(steps=4), times, faults=faults)
+    assert fitted(planned, events)[0].stages["train"].line.seconds(16, 0, 0.999) == pytest.approx(0.3)
+
+
+def test_a_stream_is_not_charged_for_what_ran_in_between():
+    """Two groups came at 2.0 s and 5.0 s; a reward held the worker from 1.0 s to 1.5 s and from 3.0 s to 4.0 s."""
+    planned = plan(toy.graph(batch=2, schedule=Schedule(steps=2), **toy.streaming()))[0]
+    named = {"step": 0, "attempt": 0}
+
+    def task(number, stage, groups, start_s, end_s, handed_s, cpu_s=0.0):
+        of = {"task": number, "stage": stage, "groups": groups, **named}
+        place = {"group": "sampler", "replica": 0}
+        return [
+            trace.Submitted(**of, **place, samples=2 * len(groups), version=0, at_s=handed_s),
+            trace.Ran(**of, group="sampler", worker=0, start_s=start_s, end_s=end_s, cpu_s=cpu_s, metrics={}),
+            trace.Acknowledged(**of, at_s=end_s),
+        ]
+
+    def put(group, at_s):
+        of = {"stage": "rollout", "fields": ("response",), "groups": (group,), **named}
+        return trace.Put(**of, samples=2, size_bytes=0, tokens=(10 * group + 10,), start_s=at_s, end_s=at_s)
+
+    events = [
+        trace.Placed(group="sampler", worker=0, node="a", pid=5),
+        *task(1, "rollout", (0, 1), 0.0, 5.0, 0.0, cpu_s=1.5),
+        *task(2, "reward", (7,), 1.0, 1.5, 1.0),
+        *task(3, "reward", (8,), 3.0, 4.0, 1.25),  # handed out while the other ran
+        put(0, 2.0),
+        put(1, 5.0),
+    ]
+    times, _ = fitted(planned, events)
+    rollout = times.stages["rollout"]
+    assert rollout.line.cores == pytest.approx(1.0)  # 1.5 CPU seconds in the 1.5 s until the first group
+    assert rollout.line.seconds(4, 0, 0.5) == pytest.approx(1.5)
+    assert rollout.came == {0: Came(1.0, 0.0, 10), 1: Came(1.0, 2.0, 20)}
+    assert times.costs.dispatch_s["reward"] == pytest.approx((0.0 + 3.0 - 1.25 - 0.25) / 2)

@@ -48,7 +48,7 @@ def rest(world, *stages, but=()):
 def sampled(planned, *steps, **options):
     """A world in which the first weights are served, prompts are made, and whole batches sampled and scored."""
     world = published(planned, **options)
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
     for step in steps:
         world.finish(world.job("rollout", step))
         rest(world, "prompts", "reward")
@@ -58,11 +58,11 @@ def sampled(planned, *steps, **options):
 def trained(world, step, but=()):
     """Everything that the learner and the scorer can do until the weights of a step are served."""
     while (job := next((job for job in world.jobs.values() if job.stage.shape == "transfer"), None)) is None:
-        stages = ("prompts", "reward", "logprobs", "ref", "train", "gain", "critic")
+        stages = ("prompts", "samples", "reward", "logprobs", "ref", "train", "gain", "critic")
         world.finish(next(job for job in world.jobs.values() if job.task.stage in stages and job not in but))
     assert job.task.step == step
     world.finish(job)
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
 
 
 @given(
@@ -274,7 +274,7 @@ def test_a_stage_with_sharding_takes_all_replicas_and_is_not_overtaken():
     assert world.running("logprobs", "ref") == [("ref", 0, (0, 1))]
     world.finish(world.job("ref", 0))
     assert world.running("logprobs", "ref", "judge", "train") == [("judge", 0, (0, 1))], "a replica is kept free"
-    assert ("train", 0, ()) in world.scheduler.waiting()
+    assert (0, "train", ()) in world.scheduler.waiting()
     world.finish(world.job("judge"))
     assert world.running("logprobs", "ref", "judge", "train") == [("train", 0, (0, 1))]
     assert world.job("train").task.replica is None
@@ -294,6 +294,8 @@ def test_a_transfer_takes_both_groups_and_drains_streams_or_does_not(refit):
         world.finish(world.job("prompts", 2))
         assert world.running("rollout") == [("rollout", 1, (1,))], "new ones are held back"
         world.finish(world.job("rollout", 1))
+        assert world.running("refit", "rollout") == [], "the learner has used the time"
+        rest(world, "logprobs", "ref")
     else:
         assert world.running("refit", "rollout") == [("refit", 0, ()), ("rollout", 1, (1,))]
         world.finish(world.job("rollout", 1))
@@ -318,7 +320,7 @@ def test_a_lost_transfer_lets_streams_go_on_and_comes_again():
 
 def test_the_learner_takes_the_earlier_step_and_then_what_is_behind():
     world = published(build(batch=1, streaming={}, schedule={"max_staleness": 1}))
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
     world.finish(world.job("rollout", 0))
     assert world.running("logprobs", "ref") == [("logprobs", 0, (0,))]
     world.finish(world.job("rollout", 1))
@@ -353,6 +355,8 @@ def test_what_no_weights_depend_on_comes_last():
         order += world.running("logprobs", "ref", "judge")
         world.finish(next(job for job in world.jobs.values() if job.task.stage in ("logprobs", "ref", "judge")))
     assert order == [("logprobs", 0, (0,)), ("ref", 0, (0,))]
+    trained(world, 0)
+    assert world.running("logprobs", "ref", "judge") == [("ref", 1, (1,))], "nor before a later step"
     world.run(lambda count: 0).check_end()
 
 
@@ -365,9 +369,9 @@ def test_what_no_weights_depend_on_waits_for_streams_and_never_for_ever():
     assert world.running("refit", "evaluate") == [("evaluate", 0, ())], "the next weights wait for nothing else"
     world.finish(world.job("evaluate"))
     world.finish(world.job("refit"))
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
     assert [stage for stage, _, _ in world.running("rollout", "evaluate")] == ["rollout"] * 3
-    rest(world, "rollout", "prompts")
+    rest(world, "rollout", "prompts", "samples")
     assert world.running("evaluate") == [("evaluate", 1, ())], "no stream runs"
     world.run(lambda count: 0).check_end()
 
@@ -433,10 +437,10 @@ def claims(world):
 
 def sample(world, *groups):
     """These groups are yielded together, with others of their tasks."""
-    for group in groups:
-        job = next(job for job in world.jobs.values() if job.task.stage == "rollout" and group in job.task.groups)
-        if group in job.left:
-            world.finish(job, [g for g in groups if g in job.left])
+    for job in [job for job in world.jobs.values() if job.task.stage == "rollout"]:
+        if mine := [group for group in groups if group in job.left]:
+            world.finish(job, mine)
+    assert all(("rollout", group) in world.acked for group in groups)
 
 
 def streamed(world, *groups):
@@ -448,7 +452,7 @@ def streamed(world, *groups):
 
 def dropping(*more, **options):
     world = published(build(*more, batch=2, streaming={}, changes={"evaluate": None}, **{"schedule": DROP} | options))
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
     return world
 
 
@@ -539,13 +543,13 @@ def test_a_stage_of_the_pool_that_shares_the_sampler_is_not_put_off():
     judge = Toy("judge", reads=(RESPONSE,), writes=(JUDGED,), per="group", on=toy.streaming()["rollout"]["on"])
     world = published(build(judge, batch=1, streaming={}, changes={"evaluate": None}, schedule=DROP))
     assert "judge" in world.plan.pool
-    rest(world, "prompts")
+    rest(world, "prompts", "samples")
     world.land(world.job("rollout"), [0])
     assert world.running("judge") == [("judge", 0, (0,))], "no batch is claimed without it"
 
 
 def test_a_checkpoint_names_what_is_to_come_again():
-    world = dropping(schedule=DROP | {"checkpoint_every": 1, "max_staleness": 2})
+    world = dropping(schedule=DROP | {"checkpoint_every": 1, "max_staleness": 2, "refit": "in_flight"})
     streamed(world, 1, 5)
     streamed(world, 0, 4)
     trained(world, 0)
@@ -557,6 +561,16 @@ def test_a_checkpoint_names_what_is_to_come_again():
         either.finish(either.job("refit"))
     assert list(other.admitted) == [0, 2, 3, 4, 6, 7] and len(fresh.admitted) == 6, "as much as a run that begins"
     other.run(lambda count: 0).check_end()
+
+
+def test_what_is_still_to_come_again_is_named_by_the_next_checkpoint():
+    pending = (2, 3, 5, 7, 8, 9, 10)
+    world = World(build(batch=2, schedule={"steps": 6, "checkpoint_every": 1}), start=1, next_group=12, pending=pending)
+    while not world.saves:
+        world.step(lambda count: 0)
+    assert world.batches[1] == (2, 3) and len(world.admitted) < 7
+    assert world.saves[1] == Save(1, 12, (5, 7, 8, 9, 10))
+    world.run(lambda count: 0).check_end()
 
 
 @given(st.integers(0, 2), st.randoms(use_true_random=False))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import re
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Field, Graph, GraphError, Schedule
+from pipeline import Field, Graph, GraphError, Schedule, WorkerGroup
+from pipeline.events import Admit, Dropped
 from pipeline.plan import plan
-from pipeline.scheduler import Admit, Clear, Dropped, Finished, GiveUp, Landed, Run, Save, Saved, Scheduler, StepDone
 from pipeline.stage import External
 from tests.unit import toy
-from tests.unit.toy import LOGPROBS, PROMPT, RESPONSE, REWARD, Toy
+from tests.unit.toy import LOGPROBS, PROMPT, RESPONSE, REWARD, VERSIONS, Toy
+from tests.unit.world import World
 
 KEPT = Field("kept", dtype="bool")
 OUTSIDE = Field("outside", dtype="float32")
@@ -30,20 +29,6 @@ def graph(*extra, **options):
     schedule = Schedule(**({"steps": 3} | options.pop("schedule", {})))
     made = toy.graph(schedule=schedule, **options)
     return Graph(name="toy", source=made.source, stages=(*made.stages, *(extra or (gate(),))), schedule=schedule)
-
-
-def ancestors(stages, name):
-    """The stages that lead to what `name` reads, by walking back through the fields."""
-    writer = {made.name: stage for stage in stages for made in stage.writes}
-    found, todo = set(), [name]
-    by_name = {stage.name: stage for stage in stages}
-    while todo:
-        for made in by_name[todo.pop()].reads:
-            before = writer[made.name].name
-            if before not in found:
-                found.add(before)
-                todo.append(before)
-    return found
 
 
 def batches(drop, batch, steps, first, limit):
@@ -61,181 +46,30 @@ def batches(drop, batch, steps, first, limit):
     return made
 
 
-@dataclass
-class World:
-    """Runs a plan with a gate in a random order and checks every decision against what it has seen itself."""
+def world_of(described, drop, **options):
+    return World(plan(described)[0], drops=drop.__getitem__, **options)
 
-    graph: Graph
-    drop: list
-    rng: random.Random
-    start: int = 0
-    first: int = 0
-    limit: int = 20_000
-    running: list = field(default_factory=list)
-    landed: set = field(default_factory=set)
-    handed: dict = field(default_factory=dict)
-    acknowledged: dict = field(default_factory=dict)
-    admitted: dict = field(default_factory=dict)
-    dropped: set = field(default_factory=set)
-    cleared: list = field(default_factory=list)
-    saving: list = field(default_factory=list)
-    cursors: dict = field(default_factory=dict)
-    done: list = field(default_factory=list)
-    gave_up: GiveUp | None = None
 
-    def __post_init__(self):
-        self.plan = plan(self.graph)[0]
-        stages = self.graph.all_stages()
-        before = ancestors(stages, "gate")
-        self.external = {stage.name for stage in stages if isinstance(stage, External)}
-        self.before = {name for name in before if name not in self.external} | {"gate"}
-        weights = self.plan.weights_fields
-        holders = {s.name for s in self.plan.stages if any(name not in weights for name in s.reads + s.writes)}
-        self.holders = holders - self.external
-        self.read = {made.name for stage in stages for made in stage.reads}
-        self.scheduler = Scheduler(self.plan, start=self.start, next_group=self.first)
-        self.take(self.scheduler.begin())
-
-    def take(self, decisions):
-        for decision in decisions:
-            match decision:
-                case Admit(step=step, groups=groups):
-                    known = [group for numbers in self.admitted.values() for group in numbers]
-                    assert groups[0] == max(known, default=self.first - 1) + 1, "numbers count up without a gap"
-                    assert groups == tuple(range(groups[0], groups[-1] + 1))
-                    assert max(self.admitted, default=step) in (step, step - 1), "the step before is complete"
-                    self.admitted.setdefault(step, []).extend(groups)
-                case Run(task=task):
-                    self.check_may_start(task)
-                    self.running.append(task)
-                case Clear(groups=groups):
-                    for group in groups:
-                        wanted = self.before if group in self.dropped else self.holders
-                        skipped = {n for n in wanted if not self.plan.stage(n).runs_at(decision.step, self.plan.steps)}
-                        assert {name for name, at in self.acknowledged if at == group} == wanted - skipped
-                    self.cleared += groups
-                case Save(step=step, next_group=next_group):
-                    self.saving.append(step)
-                    self.cursors[step] = next_group
-                case StepDone(step=step):
-                    self.done.append(step)
-                case GiveUp():
-                    self.gave_up = decision
-        live = {group for numbers in self.admitted.values() for group in numbers} - self.dropped - set(self.cleared)
-        assert len(live) <= self.plan.capacity
-        uncleared = len(self.dropped - set(self.cleared))
-        if self.gave_up is None:
-            assert self.scheduler.in_flight == len(live) + uncleared
-
-    def check_may_start(self, task):
-        stage = self.plan.stage(task.stage)
-        fields = [name for name in stage.reads if name not in self.plan.weights_fields]
-        if stage.name in self.holders - self.before:
-            fields.append("kept")
-        if stage.name == "gate":
-            fields += [name for at in self.external for name in self.plan.stage(at).writes if name in self.read]
-        for group in task.groups:
-            assert (task.stage, group) not in self.handed, "handed out twice"
-            self.handed[task.stage, group] = task.step
-            assert all((name, group) in self.landed for name in fields), (task, fields)
-            assert stage.name in self.before or group not in self.dropped, "a dropped group is seen behind the gate"
-        if stage.per == "batch" and stage.name in self.holders:
-            assert list(task.groups) == sorted(task.groups)
-            assert len(task.groups) == self.plan.batch
-
-    def land(self, step, groups, fields):
-        """Fields land group by group, in parts, in any order."""
-        groups = list(groups)
-        self.rng.shuffle(groups)
-        while groups and self.gave_up is None:
-            part = tuple(groups[: self.rng.randint(1, len(groups))])
-            del groups[: len(part)]
-            self.landed |= {(name, group) for name in fields for group in part}
-            self.take(self.scheduler.handle(Landed(step, part, fields)))
-            assert self.scheduler.handle(Landed(step, part, fields)) == [], "what lands again starts nothing"
-
-    def decide(self, task):
-        """What the gate says, in parts and in any order."""
-        kept = [group for group in task.groups if not self.drop[group]]
-        lost = [group for group in task.groups if self.drop[group]]
-        parts = [lambda: self.land(task.step, kept, ("kept",))]
-        while lost:
-            part = [lost.pop() for _ in range(self.rng.randint(1, len(lost)))]
-            parts.append(lambda part=part: self.lose(task.step, part))
-        self.rng.shuffle(parts)
-        for act in parts:
-            if self.gave_up is None:
-                act()
-
-    def lose(self, step, groups):
-        self.dropped |= set(groups)
-        event = Dropped(step, dict.fromkeys(groups, "equal"))
-        self.take(self.scheduler.handle(event))
-        if self.gave_up is None:
-            assert self.scheduler.handle(event) == [], "dropped once"
-
-    def finish(self):
-        task = self.running.pop(self.rng.randrange(len(self.running)))
-        stage = self.plan.stage(task.stage)
-        weights = tuple(name for name in stage.writes if name in self.plan.weights_fields)
-        if weights:
-            self.take(self.scheduler.handle(Landed(task.step, (), weights)))
-        if task.stage == "gate":
-            self.decide(task)
-        else:
-            self.land(task.step, task.groups, tuple(name for name in stage.writes if name not in weights))
-        if self.gave_up is None:
-            self.acknowledged |= dict.fromkeys((task.stage, group) for group in task.groups)
-            self.take(self.scheduler.handle(Finished(task)))
-
-    def from_outside(self):
-        """Something that a process outside has written, if the graph waits for anything."""
-        written = [name for at in sorted(self.external) for name in self.plan.stage(at).writes]
-        for name in sorted(self.read.intersection(written)):
-            for step in self.scheduler.steps_in_flight():
-                if groups := self.scheduler.absent(step, name):
-                    assert not self.dropped & set(groups)
-                    self.land(step, [self.rng.choice(groups)], (name,))
-                    return True
-        return False
-
-    def run(self):
-        for _ in range(self.limit):
-            if self.gave_up is not None:
-                return self
-            choice = self.rng.random()
-            if self.saving and (choice < 0.3 or not self.running):
-                self.take(self.scheduler.handle(Saved(self.saving.pop(0))))
-            elif self.external and (choice < 0.5 or not self.running) and self.from_outside():
-                continue
-            elif self.running:
-                self.finish()
-            else:
-                return self
-        raise AssertionError("it does not end")
-
-    def check_end(self):
-        """Every step has trained what it had to, and nothing is left."""
-        limit = self.plan.gate.max_groups
-        steps = self.plan.steps - self.start
-        expected = batches(self.drop, self.plan.batch, steps, self.first, limit)
-        if len(expected[-1][0]) > limit:
-            assert self.gave_up is not None
-            assert self.gave_up.step == self.start + len(expected) - 1
-            assert sum(map(len, self.admitted.values())) <= sum(len(a) for a, _ in expected[:-1]) + limit
-            return
-        assert self.gave_up is None
-        assert self.scheduler.done, self.scheduler.waiting()
-        assert self.scheduler.in_flight == 0
-        assert sorted(self.cleared) == [group for admitted, _ in expected for group in admitted]
-        assert [step for step in sorted(self.done) if step >= 0] == list(range(self.start, self.plan.steps))
-        for step, (admitted, kept) in enumerate(expected, start=self.start):
-            assert self.admitted[step] == admitted
-            assert self.cursors.get(step, admitted[-1] + 1) == admitted[-1] + 1
-            for name in self.holders:
-                if self.plan.stage(name).runs_at(step, self.plan.steps):
-                    had = sorted(group for (stage, group), at in self.handed.items() if (stage, at) == (name, step))
-                    assert had == (admitted if name in self.before else kept), name
+def check_end(world, drop, first=0):
+    """Every step has the first groups that are kept, and no more were sampled; or the gate gave up where it had to."""
+    limit, batch = world.plan.gate.max_groups, world.plan.batch
+    expected = batches(drop, batch, world.plan.steps - world.start, first, limit)
+    admitted = {step: [g for g, at in world.admitted.items() if at == step] for step in world.admitted.values()}
+    if len(expected[-1][0]) > limit:
+        assert world.gave_up is not None
+        assert world.gave_up.step == world.start + len(expected) - 1
+        assert len(world.admitted) <= sum(len(groups) for groups, _ in expected[:-1]) + limit
+        return
+    assert world.gave_up is None
+    world.check_end()
+    for step, (sampled, kept) in enumerate(expected, start=world.start):
+        assert admitted[step] == sampled and list(world.batches[step]) == kept
+        if step in world.saves:
+            assert world.saves[step].next_group == sampled[-1] + 1 and not world.saves[step].pending
+        for name in world.holding:
+            if world.runs_at(name, step):
+                had = sorted(group for stage, group in world.acked if stage == name and group in sampled)
+                assert had == (sampled if name in world.before_gate else kept), name
 
 
 @st.composite
@@ -280,90 +114,197 @@ def graphs(draw, staleness=0):
 
 
 @given(st.data(), st.integers(0, 2), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.2, 0.6, 0.9]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_graph_in_any_order_trains_the_first_groups_that_are_kept(data, staleness, rng, rate):
     described = data.draw(graphs(staleness))
     drop = [rng.random() < rate for _ in range(400)] + [False] * 200
-    World(described, drop, random.Random(rng.random())).run().check_end()
+    check_end(world_of(described, drop).run(rng.randrange, limit=20_000), drop)
 
 
 @given(st.integers(1, 5), st.lists(st.booleans(), min_size=0, max_size=40), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_batch_does_not_depend_on_the_order(batch, pattern, rng):
     drop = pattern + [False] * 100
     described = graph(gate(max_rounds=100), batch=batch, schedule={"steps": 2})
-    worlds = [World(described, drop, random.Random(seed)).run() for seed in (rng.random(), rng.random())]
+    worlds = [world_of(described, drop).run(rng.randrange) for _ in range(2)]
     for world in worlds:
-        world.check_end()
-    trained = [{(group, step) for (name, group), step in world.handed.items() if name == "train"} for world in worlds]
-    assert trained[0] == trained[1]
+        check_end(world, drop)
+    assert worlds[0].batches == worlds[1].batches
 
 
 @given(st.lists(st.booleans(), min_size=20, max_size=20), st.randoms(use_true_random=False), st.integers(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_resumed_run_goes_on_with_the_next_number(pattern, rng, staleness):
     drop = pattern + [False] * 100
     changes = {"train": {"corrects_off_policy": True}}
     schedule = {"steps": 4, "checkpoint_every": 2, "max_staleness": staleness}
     described = graph(gate(max_rounds=100), batch=2, schedule=schedule, **changes)
-    whole = World(described, drop, random.Random(rng.random())).run()
-    whole.check_end()
-    resumed = World(described, drop, random.Random(rng.random()), start=2, first=whole.cursors[1]).run()
-    resumed.check_end()
-    assert resumed.admitted == {step: groups for step, groups in whole.admitted.items() if step >= 2}
-    assert resumed.cursors[3] == whole.cursors[3]
+    whole = world_of(described, drop).run(rng.randrange)
+    check_end(whole, drop)
+    first = whole.saves[1].next_group
+    resumed = world_of(described, drop, start=2, next_group=first).run(rng.randrange)
+    check_end(resumed, drop, first)
+    assert resumed.batches == {step: groups for step, groups in whole.batches.items() if step >= 2}
+    assert resumed.saves[3] == whole.saves[3]
 
 
 def test_a_gate_that_drops_everything_ends_the_run_and_says_so():
-    world = World(graph(gate(max_rounds=3), batch=2), [True] * 50, random.Random(0)).run()
+    world = world_of(graph(gate(max_rounds=3), batch=2), [True] * 50).run(lambda count: 0)
     assert world.gave_up is not None
     told = r"stage 'gate' dropped (5|6) of 6 groups at step 1 and the batch of 2 is not full: \1 \(equal\)"
     assert re.fullmatch(told, world.gave_up.problem.what)
     assert world.gave_up.problem.why.startswith("max_rounds=3 allows 6 groups a step")
-    assert len(world.admitted[0]) == 6
+    assert len([group for group, step in world.admitted.items() if step == 0]) == 6
 
 
 def test_the_last_group_that_max_rounds_allows_is_sampled():
     drop = [True, True, True, True, False, False]
-    World(graph(gate(max_rounds=3), batch=2, schedule={"steps": 1}), drop, random.Random(0)).run().check_end()
+    world = world_of(graph(gate(max_rounds=3), batch=2, schedule={"steps": 1}), drop)
+    check_end(world.run(lambda count: 0), drop)
 
 
-def test_a_dropped_group_is_replaced_in_the_same_transaction():
-    scheduler = Scheduler(plan(graph(batch=2))[0])
-    begun = scheduler.begin()
-    assert [d.groups for d in begun if isinstance(d, Admit)] == [(0, 1)], "the next batch has no numbers yet"
-    scheduler.handle(Landed(-1, (), ("served_weights",)))
-    after = scheduler.handle(Dropped(0, {1: "equal"}))
-    assert after[0] == Admit(0, (2,))
-    assert [(d.task.stage, d.task.groups) for d in after[1:]] == [("prompts", (2,))]
-    assert scheduler.in_flight == 3, "the dropped group still lies in the data plane"
+def scored(world, step=0):
+    """The gate can decide on all groups of a step."""
+    for stage in ("refit", "evaluate", "prompts", "rollout", "reward"):
+        while any(job.task.stage == stage and job.task.step <= step for job in world.jobs.values()):
+            world.finish(world.job(stage))
+    return world.job("gate")
+
+
+def admits(world):
+    return [decision for _, told in world.log for decision in told if isinstance(decision, Admit)]
+
+
+def test_what_is_dropped_is_replaced_when_the_round_is_decided():
+    """Without staleness: what replaces it is decoded together, in any order of decisions."""
+    world = world_of(graph(batch=3), [True, False, True] + [False] * 20)
+    job = scored(world)
+    world.land(job, [0])
+    world.land(job, [2])
+    assert admits(world) == [], "group 1 may be dropped too"
+    world.land(job, [1])
+    assert admits(world) == [Admit(0, (3, 4))]
+    assert world.scheduler.in_flight == 5, "the dropped groups still lie in the data plane"
+
+
+def test_what_is_dropped_is_replaced_at_once_where_rollout_may_run_ahead():
+    schedule = {"max_staleness": 1}
+    world = world_of(graph(batch=3, schedule=schedule, train={"corrects_off_policy": True}), [True] + [False] * 20)
+    world.land(scored(world), [0])
+    assert admits(world) == [Admit(0, (3,))]
 
 
 def test_the_next_step_is_admitted_when_the_batch_is_kept():
-    scheduler = Scheduler(plan(graph(batch=2, schedule={"capacity": 8}))[0])
-    scheduler.begin()
-    assert scheduler.handle(Landed(0, (0,), ("kept",))) == []
-    scheduler.handle(Dropped(0, {1: "equal"}))
-    after = scheduler.handle(Landed(0, (2,), ("kept",)))
-    assert [d for d in after if isinstance(d, Admit)] == [Admit(1, (3, 4))]
+    world = world_of(graph(batch=2, schedule={"capacity": 8}), [False, True] + [False] * 20)
+    job = scored(world)
+    world.land(job, [0, 1])
+    assert admits(world) == [Admit(0, (2,))], "the next batch has no numbers yet"
+    world.acknowledge(job, [0, 1])
+    world.finish(world.job("prompts"))
+    world.finish(world.job("rollout"))
+    world.finish(world.job("reward"))
+    world.land(world.job("gate"), [2])
+    assert admits(world)[1:] == [Admit(1, (3, 4))] and world.batches == {0: (0, 2)}
+
+
+def test_the_gate_decides_once():
+    """An attempt that is lost after it has decided changes nothing by what the next one says."""
+    world = world_of(graph(batch=2), [False] * 20)
+    job = scored(world)
+    world.land(job, [0])
+    world.fail(job)
+    again = world.job("gate")
+    assert again.task.groups == (0, 1)
+    assert world.tell(Dropped(0, {0: "other"}, task=again.task.number)) == []
+    world.run(lambda count: 0).check_end()
+    assert world.batches[0] == (0, 1)
+
+
+def test_a_lost_attempt_at_a_dropped_group_is_not_missed():
+    """A stage before the gate wrote what the gate reads, and was lost before it acknowledged: it is over."""
+    slow = Field("slow", dtype="float32")
+    early = Toy("early", reads=(RESPONSE,), writes=(slow,), per="group", on=WorkerGroup("other"))
+    world = world_of(graph(early, gate(REWARD, slow), batch=2), [False, True] + [False] * 20)
+    for stage in ("refit", "evaluate", "prompts", "rollout"):
+        world.finish(world.job(stage))
+    job = world.job("early")
+    world.land(job, [0, 1])
+    world.finish(world.job("reward"))
+    world.finish(world.job("gate"))
+    world.fail(job)
+    assert world.job("early").task.groups == (0,), "nobody wants the other"
+    world.run(lambda count: 0).check_end()
+
+
+def test_a_stage_is_over_when_its_last_attempt_at_a_dropped_group_is_lost():
+    slow = Field("slow", dtype="float32")
+    early = Toy("early", reads=(RESPONSE,), writes=(slow,), per="group", on=WorkerGroup("other", workers=2))
+    world = world_of(graph(early, gate(REWARD, slow), batch=2, schedule={"steps": 1}), [False, True] + [False] * 20)
+    for stage in ("refit", "evaluate", "prompts"):
+        world.finish(world.job(stage))
+    world.land(world.job("rollout"), [0, 1])
+    kept, lost = (job for job in world.jobs.values() if job.task.stage == "early")
+    world.land(lost, [1])
+    world.finish(kept)
+    while others := [job for job in world.jobs.values() if job is not lost]:
+        world.finish(others[0])
+    assert world.batches == {0: (0, 2)} and world.done == [-1]
+    world.fail(lost)
+    world.run(lambda count: 0).check_end()
+
+
+def test_a_dropped_group_that_waits_for_its_next_attempt_is_not_missed():
+    slow, late = Field("slow", dtype="float32"), Field("late", dtype="float32")
+    other = WorkerGroup("other")
+    early = Toy("early", reads=(RESPONSE,), writes=(slow,), per="group", on=other)
+    later = Toy("later", reads=(LOGPROBS,), writes=(late,), per="group", on=other)
+    train = {"reads": (LOGPROBS, late), "corrects_off_policy": True}
+    described = graph(early, later, gate(REWARD, slow), batch=2, schedule={"max_staleness": 1}, train=train)
+    world = world_of(described, [False, False, False, True] + [False] * 20)
+    for stage in ("refit", "evaluate", "prompts", "rollout", "early", "reward", "gate", "prompts", "rollout"):
+        world.finish(world.job(stage))
+    job = world.job("early", 1)
+    world.land(job, [2, 3])
+    while not world.running("gate"):
+        world.finish(next(job for job in world.jobs.values() if job.task.stage in ("samples", "reward")))
+    world.finish(world.job("logprobs", 0))
+    world.fail(job)
+    assert world.running("early", "later") == [("later", 0, (0, 1))], "the earlier step has the worker"
+    world.finish(world.job("gate", 1))
+    world.finish(world.job("later"))
+    again = world.job("early").task
+    assert (again.groups, again.attempt) == ((2,), 1)
+    world.run(lambda count: 0).check_end()
+
+
+def test_a_gate_before_the_rollout_leaves_a_smaller_lot():
+    """What is left of the groups that were admitted together is decoded together, though none of it came last."""
+    fit = Toy("gate", reads=(PROMPT,), writes=(KEPT,), gate=KEPT, per="group")
+    described = graph(fit, batch=3, rollout={"shape": "stream", "stamps": VERSIONS, "writes": (RESPONSE, VERSIONS)})
+    for order in ([0, 1, 2], [1, 0, 2], [2, 0, 1]):
+        world = world_of(described, [False, True, False] + [False] * 20)
+        for stage in ("refit", "evaluate", "prompts"):
+            world.finish(world.job(stage))
+        job = world.job("gate")
+        for group in order:
+            world.land(job, [group])
+        assert world.running("rollout") == [("rollout", 0, (0, 2))]
+        world.run(lambda count: 0).check_end()
 
 
 def test_waiting_names_the_gate():
-    scheduler = Scheduler(plan(graph(batch=1))[0])
-    scheduler.begin()
-    scheduler.handle(Landed(-1, (), ("served_weights",)))
-    for name in ("prompt", "response", "reward"):
-        scheduler.handle(Landed(0, (0,), (name,)))
-    waits = {stage: what for step, stage, what in scheduler.waiting() if step == 0}
-    assert waits["logprobs"] == ("kept",)
-    assert waits["samples"] == ("kept",)
-    scheduler.handle(Dropped(0, {0: "equal"}))
-    waits = {stage: what for step, stage, what in scheduler.waiting() if step == 0}
+    world = world_of(graph(batch=1, schedule={"steps": 1}), [True] + [False] * 20)
+    job = scored(world)
+    waits = {stage: what for step, stage, what in world.scheduler.waiting() if step == 0}
+    assert waits["logprobs"] == waits["samples"] == ("kept",)
+    world.land(job, [0])
+    waits = {stage: what for step, stage, what in world.scheduler.waiting() if step == 0}
     assert waits["logprobs"] == ("response", "kept")
-    for name in ("prompt", "response", "reward", "kept"):
-        scheduler.handle(Landed(0, (1,), (name,)))
-    waits = {stage: what for step, stage, what in scheduler.waiting() if step == 0}
-    assert waits["train"] == ("logprobs 0", "refit -1", "logprobs"), "it no longer waits for what was dropped"
+    world.acknowledge(job, [0])
+    scored(world)
+    world.finish(world.job("gate"))
+    waits = {stage: what for step, stage, what in world.scheduler.waiting() if step == 0}
+    assert waits["train"] == ("logprobs 0", "logprobs"), "it no longer waits for what was dropped"
 
 
 def test_the_plan_says_who_waits_for_the_gate():

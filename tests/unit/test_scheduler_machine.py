@@ -197,6 +197,7 @@ class Disorder(RuleBasedStateMachine):
     def it_acknowledges_later(self, data):
         job = self.job(data, lambda job: job.landed.intersection(job.left))
         if job:
+            self.world.land_weights(job)
             self.world.acknowledge(job, self.some(data, [group for group in job.left if group in job.landed]))
 
     @rule(data=st.data())

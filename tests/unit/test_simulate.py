@@ -120,11 +120,18 @@ def test_waiting_is_not_slowed_down():
 
 
 def test_the_driver_takes_one_report_after_the_other():
-    free = published(run(Schedule(steps=3), times()))
-    busy = published(run(Schedule(steps=3), times(Costs(driver_s=0.01)), batch=4))
-    reports = 4 + 4 + 1 + 1 + 1 + 1  # on the path of a step: at least the last group of each stage
-    assert busy[-1] > free[-1] + 3 * 5 * 0.01
-    assert busy[-1] < free[-1] + 4 * (reports + 12) * 0.01
+    judges = {"reward": {"on": toy.WorkerGroup("judge", workers=4)}}
+    events = run(Schedule(steps=1), times(Costs(driver_s=0.01), reward="1/group"), changes=judges)
+    ends = [e.end_s for e in events if isinstance(e, trace.Ran) and e.stage == "reward"]
+    told = [e.at_s for e in events if isinstance(e, trace.Acknowledged) and e.stage == "reward"]
+    assert len(set(ends)) == 1  # all at the same time
+    assert told == pytest.approx([ends[0] + n * 0.01 for n in (1, 2, 3, 4)])
+
+
+def test_a_batch_is_divided_over_the_workers_of_a_sharded_stage():
+    made = times(train="0.1/sample", logprobs="0", ref="0")
+    one, two = (published(run(Schedule(steps=1), made, changes={"learner": n}))[-1] for n in (1, 2))
+    assert one - two == pytest.approx(8 * 0.1 / 2)
 
 
 def test_latencies_and_checkpoints_count():
@@ -234,6 +241,13 @@ def test_a_changed_plan_is_the_plan_of_the_changed_graph(k, on_stale):
     assert pool_of(expected) == expected.pool
     without = {"stages": ()}  # where they were written differs
     assert msgspec.structs.replace(found, **without) == msgspec.structs.replace(expected, **without)
+
+
+def test_rollout_is_never_further_ahead_than_staleness_allows():
+    deep = planned(Schedule(steps=3, max_staleness=3, pipeline_depth=2))
+    assert Changes(max_staleness=1).applied(deep, times())[0].ahead == 1
+    assert Changes(max_staleness=5).applied(deep, times())[0].ahead == 2
+    assert Changes(max_staleness=2, pipeline_depth=9).applied(deep, times())[0].ahead == 2
 
 
 def test_changes_of_seconds():

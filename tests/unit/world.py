@@ -476,7 +476,8 @@ class World:
 
     def step(self, choose: Callable[[int], int], slow: Container[int] = ()) -> bool:
         """One report, without a fault: `choose(count)` says which. A stream yields one group or all that it has, but
-        neither it nor the outside those that are slow. False where there is nothing to report."""
+        neither it nor the outside those that are slow; another task may write a group before it acknowledges all.
+        False where there is nothing to report."""
         jobs = [
             job for job in self.jobs.values() if job.stage.shape != "stream" or self.quick(job, slow) or not job.left
         ]
@@ -487,8 +488,11 @@ class World:
         index = choose(count)
         if index < len(jobs):
             job = jobs[index]
+            fresh = [group for group in job.left if group not in job.landed]
             if quick := self.quick(job, slow):
                 self.finish(job, [quick[choose(len(quick))]] if choose(2) else quick)
+            elif job.stage.shape == "map" and fresh and not choose(3):
+                self.land(job, [fresh[choose(len(fresh))]])
             else:
                 self.finish(job)
         elif index < len(jobs) + len(self.saving):

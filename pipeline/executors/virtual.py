@@ -1,0 +1,274 @@
+"""Workers that only take time: what happens between the hand-out of a task and its reports, in virtual time.
+
+They know durations, lanes and faults; not the scheduler. They tell the driver through two calls: `report(attempt,
+groups, written)` when groups are done, with what a real worker would have recorded, and `lost(attempt, reason)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+from zlib import crc32
+
+import msgspec
+
+from pipeline import trace
+from pipeline.distributions import uniform
+from pipeline.durations import Durations, Part
+from pipeline.plan import Plan, PlannedStage
+from pipeline.sharing import Job, Lane, Machine
+from pipeline.stage import Task
+from pipeline.virtual_time import Clock
+
+Written: TypeAlias = trace.Got | trace.Put | trace.Ran
+LOST = ("before_put", "after_put", "mid_stream")
+ALONE = "simulated"  # the machine of workers that nobody placed
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """What befalls one attempt.
+
+    before_put, after_put   its worker is lost when it has computed, before or after its columns were put
+    mid_stream              the same for a stream, when `groups` of its groups were reported
+    late                    it is taken for lost `delay_s` after its start, and reports nevertheless
+    twice                   each of its reports comes again `delay_s` later
+    straggles               it takes `factor` times as long
+    """
+
+    kind: Literal["before_put", "after_put", "mid_stream", "late", "twice", "straggles"]
+    groups: int = 1
+    delay_s: float = 0.0
+    factor: float = 1.0
+
+
+class Attempt:
+    """A task on its workers. `samples` and `tokens` are what each of them gets."""
+
+    __slots__ = (
+        "begun_s", "cores", "fault", "fetches", "jobs", "lanes", "left", "lost", "owed", "pieces", "replaced",
+        "samples", "stage", "stamped", "task", "tokens", "work_s",
+    )  # fmt: skip
+
+    def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
+        self.task, self.stage, self.samples, self.tokens, self.fault = task, stage, samples, tokens, fault
+        self.lanes: Sequence[tuple[str, int, Lane]] = ()
+        self.fetches: trace.Got | None = None  # until it is told
+        self.begun_s = 0.0
+        self.work_s, self.cores = 0.0, 0.0
+        self.left = dict.fromkeys(task.groups)  # groups that the worker has not done
+        self.owed = dict.fromkeys(task.groups)  # groups that the driver has not acknowledged
+        self.jobs: list[tuple[Lane, Job]] = []
+        self.pieces = 0  # workers that are not done
+        self.stamped = 0  # the version that its worker served when it began
+        self.lost = False  # its worker is gone
+        self.replaced = False  # the driver has heard so
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes."""
+        return self.fault.factor if self.fault and self.fault.kind == "straggles" else 1.0
+
+
+class Workers:
+    """All workers of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        durations: Durations,
+        *,
+        seed: int,
+        cores: float | None,
+        nodes: Mapping[tuple[str, int], str],
+        one_process: bool,
+        report: Callable[[Attempt, tuple[int, ...], Sequence[Written]], None],
+        lost: Callable[[Attempt, str], None],
+    ) -> None:
+        self._plan, self._durations, self._seed = plan, durations, seed
+        self._report, self._lost = report, lost
+        machines: dict[str, Machine] = {}
+        self.lanes: dict[str, list[tuple[str, int, Lane]]] = {group.name: [] for group in plan.groups}
+        lane: Lane | None = None
+        for group in plan.groups:
+            for rank in range(group.workers):
+                machine = machines.setdefault(nodes.get((group.name, rank), ALONE), Machine(cores))
+                lane = lane if lane and one_process else Lane(machine)
+                self.lanes[group.name].append((group.name, rank, lane))
+        self.clock = Clock(list(machines.values()))
+        self._beside = Lane(next(iter(machines.values()))) if durations.costs.beside_cpu_s else None
+        self._parallel = {group.name: group.model_parallel for group in plan.groups}
+        self._weights = frozenset(plan.weights_fields)
+        self._served = {stage.groups[-1]: 0 for stage in plan.stages if stage.shape == "transfer"}
+        self._gate = plan.gate.stage if plan.gate else ""
+        self._fields = {  # what a stage fetches and what it puts
+            stage.name: tuple(
+                tuple(field for field in fields if field not in self._weights) for fields in (stage.reads, stage.writes)
+            )
+            for stage in plan.stages
+        }
+
+    def begin(self, attempt: Attempt) -> None:
+        """A task arrives at its workers."""
+        task, stage, clock = attempt.task, attempt.stage, self.clock
+        attempt.lanes = self._lanes_of(task, stage)
+        attempt.begun_s = clock.now_s
+        if fields := self._fields[task.stage][0]:
+            groups = len(task.groups) if stage.first_groups is None else min(len(task.groups), stage.first_groups)
+            attempt.fetches = trace.Got(
+                stage=task.stage, step=task.step, fields=fields, samples=groups * self._plan.group_size, size_bytes=0,
+                start_s=clock.now_s, end_s=clock.now_s,
+            )  # fmt: skip
+        attempt.stamped = self._served.get(stage.groups[0], task.version)
+        if attempt.fault and attempt.fault.kind == "late":
+            clock.after(attempt.fault.delay_s, self._lost, attempt, "no sign of life")
+        if self._beside:
+            marks = [(self._durations.costs.beside_cpu_s, (_nothing, ()))]
+            self._beside.start(clock.now_s, marks, parallelism=1.0)
+        if stage.shape == "stream":
+            return self._stream(attempt)
+        times = self._durations.stages[task.stage]
+        work = times.work(task, samples=attempt.samples, tokens=attempt.tokens, seed=self._seed)
+        attempt.work_s, attempt.cores = work.work_s * attempt.factor, work.cores
+        attempt.pieces = len(attempt.lanes)
+        for *_, lane in attempt.lanes:
+            if work.wait_s:
+                clock.after(work.wait_s * attempt.factor, self._compute, attempt, lane)
+            else:
+                self._compute(attempt, lane)
+
+    def cancel(self, attempt: Attempt, groups: Sequence[int]) -> None:
+        """A stream is to give groups up."""
+        given_up = tuple(group for group in groups if group in attempt.left)
+        if given_up and not attempt.lost:
+            for group in given_up:
+                del attempt.left[group]
+            if not attempt.left:
+                self._stop(attempt)
+            self._send(attempt, given_up, () if attempt.left else self._ran(attempt))
+
+    def _lanes_of(self, task: Task, stage: PlannedStage) -> Sequence[tuple[str, int, Lane]]:
+        if task.replica is None:
+            return [lane for name in dict.fromkeys(stage.groups) for lane in self.lanes[name]]
+        width = self._parallel[stage.groups[0]]
+        return self.lanes[stage.groups[0]][task.replica * width : (task.replica + 1) * width]
+
+    # Maps and transfers.
+
+    def _compute(self, attempt: Attempt, lane: Lane) -> None:
+        if attempt.work_s:
+            marks = [(attempt.work_s, (self._piece_done, (attempt,)))]
+            attempt.jobs.append((lane, lane.start(self.clock.now_s, marks, parallelism=attempt.cores)))
+        else:
+            self.clock.after(0.0, self._piece_done, attempt)
+
+    def _piece_done(self, attempt: Attempt) -> None:
+        attempt.pieces -= 1
+        if attempt.pieces == 0:
+            self._done(attempt)
+
+    def _done(self, attempt: Attempt) -> None:
+        """All workers of a map or a transfer have computed."""
+        task, stage, fault = attempt.task, attempt.stage, attempt.fault
+        if fault and fault.kind in LOST:
+            return self._lost(attempt, _told(fault))
+        attempt.left.clear()
+        kept: Sequence[int] = task.groups
+        rate = self._durations.costs.drop_rate
+        if task.stage == self._gate and rate:
+            kept = [group for group in task.groups if uniform(self._seed, crc32(b"gate"), group) >= rate]
+        written: list[Written] = [self._put(task, stage, kept)] if kept and self._fields[task.stage][1] else []
+        if stage.shape == "transfer":
+            self._served[stage.groups[-1]] = task.step + 1
+        self._send(attempt, task.groups, [*written, *self._ran(attempt)])
+
+    # Streams.
+
+    def _stream(self, attempt: Attempt) -> None:
+        task, now_s = attempt.task, self.clock.now_s
+        times = self._durations.stages[task.stage]
+        work = times.stream(task, group_size=self._plan.group_size, seed=self._seed)
+        lane, factor = attempt.lanes[0][2], attempt.factor
+        marks = [(part.work_s * factor, (self._computed, (attempt, part, work.tokens))) for part in work.parts]
+        attempt.work_s, attempt.cores = marks[-1][0], work.cores
+        if attempt.work_s and work.cores:
+            attempt.jobs.append((lane, lane.start(now_s, marks, parallelism=work.cores, first=False)))
+            return
+        for work_s, (call, arguments) in marks:
+            self.clock.after(work_s, call, *arguments)
+
+    def _computed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
+        """Groups are sampled; what is left of them is waiting."""
+        if part.wait_s:
+            self.clock.after(part.wait_s * attempt.factor, self._streamed, attempt, part, tokens)
+        else:
+            self._streamed(attempt, part, tokens)
+
+    def _streamed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
+        """Groups are put."""
+        task, fault, left = attempt.task, attempt.fault, attempt.left
+        positions = [i for i in part.positions if task.groups[i] in left]
+        if not positions or attempt.lost:
+            return
+        if fault and fault.kind in LOST:
+            done = len(task.groups) - len(left) + len(positions)
+            if fault.kind != "mid_stream" or done > fault.groups:
+                attempt.lost = True
+                self._stop(attempt)
+                return self._lost(attempt, _told(fault))
+        groups = tuple(task.groups[i] for i in positions)
+        for group in groups:
+            del left[group]
+        written: list[Written] = []
+        if self._fields[task.stage][1]:
+            stage, lengths = attempt.stage, tuple(tokens[i] for i in positions)
+            newest = self._served.get(stage.groups[0], task.version)
+            written.append(self._put(task, stage, groups, (attempt.stamped, newest), lengths))
+        self._send(attempt, groups, written if left else [*written, *self._ran(attempt)])
+
+    def _stop(self, attempt: Attempt) -> None:
+        for lane, job in attempt.jobs:
+            lane.stop(self.clock.now_s, job)
+
+    # What is written down.
+
+    def _send(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> None:
+        if attempt.fetches:
+            written = [attempt.fetches, *written]
+            attempt.fetches = None
+        self._report(attempt, groups, written)
+        if attempt.fault and attempt.fault.kind == "twice":
+            self.clock.after(attempt.fault.delay_s, self._report, attempt, groups, written)
+
+    def _put(
+        self,
+        task: Task,
+        stage: PlannedStage,
+        groups: Sequence[int],
+        versions: tuple[int, int] = (0, 0),
+        tokens: tuple[int, ...] = (),
+    ) -> trace.Put:
+        return trace.Put(
+            stage=task.stage, step=task.step, attempt=task.attempt, fields=self._fields[task.stage][1],
+            groups=tuple(groups), samples=len(groups) * self._plan.group_size, size_bytes=0,
+            versions=(versions,) * len(groups) if stage.stamps else (), tokens=tokens if stage.stamps else (),
+            start_s=self.clock.now_s, end_s=self.clock.now_s,
+        )  # fmt: skip
+
+    def _ran(self, attempt: Attempt) -> list[trace.Ran]:
+        task, now_s = attempt.task, self.clock.now_s
+        cpu_s = attempt.work_s * attempt.cores
+        return [
+            trace.Ran(
+                task=task.number, stage=task.stage, step=task.step, attempt=task.attempt, group=group, worker=rank,
+                groups=task.groups, start_s=attempt.begun_s, end_s=now_s, cpu_s=cpu_s, metrics={},
+            )
+            for group, rank, _ in attempt.lanes
+        ]  # fmt: skip
+
+
+def _told(fault: Fault) -> str:
+    return f"worker lost {fault.kind.replace('_', ' ')}"
+
+
+def _nothing() -> None:
+    """What follows from work that nobody waits for."""

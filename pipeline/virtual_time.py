@@ -1,0 +1,52 @@
+"""A clock that jumps from one event to the next. Knows timers and machines; not what they are for.
+
+    clock = Clock([Machine(cores=2)])
+    clock.at(1.5, print, "half past one")
+    clock.run()                                  # until nothing is left to happen
+
+What is given with a mark of a machine's lane is (call, arguments), as with a timer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from pipeline.sharing import Machine
+
+
+class Clock:
+    """`now_s` is the time of the event that is being handled. Events of one time come in the order of their timers."""
+
+    def __init__(self, machines: Sequence[Machine]) -> None:
+        self.now_s = 0.0
+        self._machines = tuple(machines)
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+
+    def at(self, at_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call this at a time, which is not before now."""
+        heapq.heappush(self._timers, (at_s, next(self._order), call, arguments))
+
+    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call this so many seconds from now."""
+        heapq.heappush(self._timers, (self.now_s + seconds, next(self._order), call, arguments))
+
+    def run(self) -> None:
+        """Let time pass until nothing is left to happen."""
+        machines, timers = self._machines, self._timers
+        while True:
+            timer_s = timers[0][0] if timers else math.inf
+            machine = min(machines, key=Machine.next_s) if len(machines) > 1 else machines[0]
+            mark_s = machine.next_s()
+            if mark_s < timer_s:
+                self.now_s = mark_s
+                call, arguments = machine.pop(mark_s)
+            elif timers:
+                self.now_s, _, call, arguments = heapq.heappop(timers)
+            else:
+                return
+            call(*arguments)
