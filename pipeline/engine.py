@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -42,6 +42,7 @@ from pipeline.rundir import RunDir
 from pipeline.scheduler import CANCELLED, Scheduler
 from pipeline.stage import Task
 from pipeline.tally import Tally
+from pipeline.usage import Usage
 from pipeline.worker import TaskResult, WorkerSettings, register
 
 CLEARS_AT_ONCE = 2
@@ -80,6 +81,7 @@ class Engine:
         self._failed: Task | None = None
         self._last_progress_s = time.monotonic()
         self._outside = Outside(plan, self.handles)
+        self._usage = Usage()
         stamps = next((stage.stamps for stage in graph.all_stages() if stage.stamps), None)
         self._tokens = stamps.ragged if stamps else None  # the dimension of tokens
 
@@ -98,6 +100,8 @@ class Engine:
             self.scheduler = Scheduler(
                 self.plan, start=self.start, next_group=manifest.next_group, pending=manifest.pending
             )
+        if self.run_dir:
+            self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
         self._trace.write(
             trace.Started(
                 graph=self.plan.name,
@@ -137,27 +141,33 @@ class Engine:
 
     def _loop(self) -> None:
         self._last_progress_s = time.monotonic()
-        decisions = self.scheduler.begin()
+        self._carry_out(self.scheduler.begin())
         while True:
-            while decisions:
-                events = [event for decision in decisions for event in self._act(decision)]
-                decisions = [decision for event in events for decision in self.scheduler.handle(event)]
             self._take_clears()
             self._trace.flush()
             if self.scheduler.done:
                 return self._take_clears(wait=True)
             results = self.executor.wait(EVERY_S)
-            events = [event for result in results for event in self._take(result)]
+            found = []
+            for result in results:  # what follows from one report comes before the next
+                self._handle(self._take(result))
             if self._outside.due():
                 found = self._outside.ask(self.executor.plane, self.scheduler, self._tally.last_admitted_s())
                 for landed, put in found:
                     self._trace.write(put)
-                    events.append(landed)
-            if results or events:
+                    self._handle([landed])
+            if results or found:
                 self._last_progress_s = time.monotonic()
             else:
                 self._check_progress()
-            decisions = [decision for event in events for decision in self.scheduler.handle(event)]
+
+    def _handle(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._carry_out(self.scheduler.handle(event))
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            self._handle(self._act(decision))
 
     def _act(self, decision: Decision) -> list[Event]:
         now_s = time.monotonic()
@@ -248,7 +258,7 @@ class Engine:
         return events
 
     def _fence(self, result: TaskResult) -> list[Event]:
-        """A report of an attempt that was replaced: what it has put is swept. A stream's last words are no such thing."""
+        """A report of an attempt that was replaced: what it has put is swept. The end of a stream is none."""
         task = result.task
         if result.finished or result.handles:
             self._trace.write(
@@ -346,6 +356,7 @@ class Engine:
 
     def _save(self, decision: Save) -> Saved:
         if self.run_dir:
+            self._trace.flush()  # a checkpoint is never ahead of the record
             start_s = time.monotonic()
             try:
                 folder, manifest = checkpoint.write(
@@ -383,7 +394,16 @@ class Engine:
         if self.run_dir:
             with self.run_dir.metrics.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
-        self._trace.write(trace.StepEnded(step=step, metrics=metrics, at_s=time.monotonic()))
+        driver_cpu_s, processes_cpu_s = self._usage.read()
+        self._trace.write(
+            trace.StepEnded(
+                step=step,
+                metrics=metrics,
+                at_s=time.monotonic(),
+                driver_cpu_s=driver_cpu_s,
+                processes_cpu_s=processes_cpu_s,
+            )
+        )
         if self.on_step:
             self.on_step(step, metrics)
 

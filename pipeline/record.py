@@ -53,7 +53,7 @@ class _Sizes(msgspec.Struct):
 def describe(
     run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
 ) -> None:
-    """Write run.json, plan.json and the copy of the graph file."""
+    """Write run.json and the copy of the graph file."""
     record = RunRecord(
         graph=planned.name,
         file=str(file.path),
@@ -68,7 +68,6 @@ def describe(
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
     run_dir.run_json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(planned)))
     shutil.copyfile(file.path, run_dir.graph)
 
 

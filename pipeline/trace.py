@@ -273,10 +273,17 @@ _DECODER = msgspec.json.Decoder(TraceEvent)
 
 
 class TraceWriter:
-    """Appends events. `flush` hands the queued lines to the operating system."""
+    """Appends events. `flush` hands the queued lines to the operating system.
+
+    A last line that a killed run left unfinished is cut off.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("ab") if path else None
+        if path and self._file and path.stat().st_size:
+            written = path.read_bytes()
+            if not written.endswith(b"\n"):
+                self._file.truncate(written.rfind(b"\n") + 1)
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 

@@ -15,6 +15,8 @@ REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
     sys.path.insert(0, REPOSITORY)
 
+pytest_plugins = ["tests.journal.plugin"]  # every real run of a test is judged by its record
+
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Runs a graph in this process: one worker a worker group, one task after the other, columns in memory.
 
-A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. Tasks run in
-the order of submission; streams go on while there is no other task, and take turns where they await.
+A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. Tasks run
+in the order of submission; streams go on while there is no other task, and take turns where they await.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pipeline.plan import Plan, PlannedStage, with_samples, worker_groups
 from pipeline.stage import Task
 from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
-
 
 LINGER_S = 0.2  # a stream reports when it ends or waits: nothing else could run while it computes
 

@@ -420,8 +420,10 @@ class _Actor(_Hosted):
 
 @ray.remote
 class _StreamActor(_Hosted):
-    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens. Other
-    tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding."""
+    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens.
+
+    Other tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding.
+    """
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
         super().__init__(rank, hosted, stages, settings)

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipeline import trace
@@ -33,7 +32,6 @@ def execute(
     graph = load(file).build(flags)
     planned = plan(graph)[0]
     run_dir = RunDir(folder).create()
-    run_dir.plan.write_bytes(msgspec.json.encode(planned))
     engine = Engine(graph, planned, executor or LocalExecutor(), run_dir=run_dir, start=start, on_step=on_step)
     engine.execute()
     return run_dir
