@@ -125,29 +125,28 @@ def _stream(
 ) -> tuple[Recorded, set[int]]:
     group = next(group for group in plan.groups if group.name == stage.groups[0])
     busy = _busy(plan, tasks)
-    came_s: dict[int, dict[int, float]] = {}  # task -> group -> seconds after the start, without those of other tasks
-    for task in ran:
-        span = tasks.ran[task.task][0]
-        own = busy[tasks.process.get((span.group, span.worker), 0)]
-        came_s[task.task] = {
-            group: put.end_s - span.start_s - own.within(span.start_s, put.end_s)
-            for put in tasks.puts[task.task]
-            for group in put.groups
-        }
-    firsts = [min(came.values()) for came in came_s.values() if came]
-    cpu_s = {task.task: tasks.ran[task.task][0].cpu_s for task in ran}
+    spans = {task.task: tasks.ran[task.task][0] for task in ran}
+    own = {n: busy[tasks.process.get((span.group, span.worker), 0)] for n, span in spans.items()}
+    firsts = []
+    for n, span in spans.items():
+        first_s = min((put.end_s for put in tasks.puts[n]), default=span.end_s)
+        firsts.append(first_s - span.start_s - own[n].within(span.start_s, first_s))
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
     # A group cannot come before its computing, so what comes first bounds how long that took.
-    used = min(most, max(sum(cpu_s.values()) / max(sum(firsts), 1e-9), 1e-9))
+    used = min(most, max(sum(span.cpu_s for span in spans.values()) / max(sum(firsts), 1e-9), 1e-9))
     points, came = [], {}
     for task in ran:
-        computed_s = min(cpu_s[task.task] / used, max(came_s[task.task].values(), default=0.0))
-        tokens = sum(tasks.tokens.get(group, 0) for group in task.groups) * plan.group_size
+        n, span = task.task, spans[task.task]
+        computed_s = min(span.cpu_s / used, span.end_s - span.start_s)
+        computed_at_s = own[n].behind(span.start_s, computed_s)
+        tokens = sum(tasks.tokens.get(number, 0) for number in task.groups) * plan.group_size
         if computed_s > 0:
             points.append((float(task.samples), float(tokens), computed_s))
-        for number, at_s in came_s[task.task].items():
-            fraction = min(1.0, at_s / computed_s) if computed_s > 0 else 1.0
-            came[number] = Came(fraction, max(0.0, at_s - computed_s), tasks.tokens.get(number, 0))
+        for put in tasks.puts[n]:
+            took_s = put.end_s - span.start_s - own[n].within(span.start_s, put.end_s)
+            fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
+            wait_s = max(0.0, put.end_s - computed_at_s)  # what else runs on the worker delays computing, not waiting
+            came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
     return Recorded(line=fit(points, cores=used), batch=plan.batch, came=came), {task.samples for task in ran}
 
 
@@ -229,6 +228,16 @@ class _Spans:
                 break
             covered_s += min(end_s, ended_s) - max(start_s, begun_s)
         return covered_s
+
+    def behind(self, start_s: float, seconds: float) -> float:
+        """When so many seconds that no span covers have passed since `start_s`."""
+        at_s = start_s
+        for begun_s, ended_s in self._spans[bisect_left(self._ends, start_s) :]:
+            if begun_s - at_s >= seconds:
+                break
+            seconds -= max(0.0, begun_s - at_s)
+            at_s = max(at_s, ended_s)
+        return at_s + seconds
 
 
 def _busy(plan: Plan, tasks: Tasks) -> dict[int, _Spans]:

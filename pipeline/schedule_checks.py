@@ -94,6 +94,20 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="that is a field which it writes, with a whole number for each token: the version that sampled it",
                 fix='Field("token_versions", dtype="int32", dims="N T") among writes, or no stamps',
             )
+        if stage.shape == "transfer" and is_whole(stage.every, 2):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} publishes weights at every {stage.every}-th step",
+                why="a version is one step: the next batch waits for it",
+                fix="every=1",
+            )
+        if stage.shape == "stream" and stage.per == "batch":
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} is a stream per batch",
+                why="a stream yields groups as they finish",
+                fix="per='group'",
+            )
         if run is not None and not is_whole(run, 1):
             yield Problem(
                 where=where,

@@ -64,6 +64,18 @@ CASES = [
     ),
     stamped("stamps_a_field_that_it_does_not_write", "Field('age', dtype='int32', dims='N T')"),
     stamped("stamps_a_number_a_sample", "Field('truncated', dtype='bool')"),
+    Case(
+        "weights_now_and_then",
+        {"refit": "Seldom(policy, source=learner, target=sampler)"},
+        ("refit",),
+        top="class Seldom(Refit):\n    every = 2\n\n\n",
+    ),
+    Case(
+        "rollout_per_batch",
+        {"rollout": "Whole(policy, on=sampler, samples_per_prompt=2, max_tokens=3)"},
+        ("rollout",),
+        top="class Whole(Rollout):\n    per = 'batch'\n\n\n",
+    ),
     Case("scored_at_once_below_zero", {"prev": "PrevLogprobs(policy, on=learner, at_once=-1)"}),
     Case("scored_at_once_is_a_text", {"prev": "PrevLogprobs(policy, on=learner, at_once='8')"}),
     Case(

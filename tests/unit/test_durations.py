@@ -203,5 +203,8 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
     rollout = times.stages["rollout"]
     assert rollout.line.cores == pytest.approx(1.0)  # 1.5 CPU seconds in the 1.5 s until the first group
     assert rollout.line.seconds(4, 0, 0.5) == pytest.approx(1.5)
-    assert rollout.came == {0: Came(1.0, 0.0, 10), 1: Came(1.0, 2.0, 20)}
+    assert rollout.came == {
+        0: Came(1.0, 0.0, 10),
+        1: Came(1.0, 3.0, 20),
+    }  # which was waiting while the other reward ran
     assert times.costs.dispatch_s["reward"] == pytest.approx((0.0 + 3.0 - 1.25 - 0.25) / 2)

@@ -65,7 +65,17 @@ def test_metrics_of_ranks_are_weighted_by_samples() -> None:
 def test_handles_and_events_of_all_ranks_are_kept_and_the_first_error() -> None:
     spans = [
         trace.Ran(
-            task=1, stage="s", step=0, attempt=0, group="g", worker=i, groups=(), start_s=0, end_s=1, cpu_s=0, metrics={}
+            task=1,
+            stage="s",
+            step=0,
+            attempt=0,
+            group="g",
+            worker=i,
+            groups=(),
+            start_s=0,
+            end_s=1,
+            cpu_s=0,
+            metrics={},
         )
         for i in range(2)
     ]

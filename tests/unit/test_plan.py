@@ -227,12 +227,6 @@ def scheduled(**numbers):
     return toy.graph(schedule=Schedule(**({"steps": 3} | numbers)))
 
 
-class Sharded(Toy):
-    """A stage whose batch is divided."""
-
-    sharding = Sharding()
-
-
 OTHER = WorkerGroup("other", backend="torch")
 STRUCTURE = {
     "graph name 'a/b' is not usable as a folder name": lambda: named(name="a/b"),
@@ -296,7 +290,7 @@ CHECKS = {
         Toy("again", trains=Model("other"), on=WorkerGroup("many", backend="torch", workers=2))
     ),
     "stage 'again' has sharding; it is a map stage per sample and reads nothing": lambda: grown(
-        Sharded("again", on=LEARNER)
+        Toy("again", on=LEARNER, sharding=Sharding())
     ),
     "worker group 'scorers' has 3 workers, and 2 tensor x 1 context x 1 pipeline parallel": lambda: on(
         workers=3, tensor_parallel=2

@@ -157,6 +157,21 @@ def test_a_gate_that_drops_everything_ends_the_run_and_says_so():
     assert len([group for group, step in world.admitted.items() if step == 0]) == 6
 
 
+def dropping(drop):
+    """Batches of one group that are claimed, of which the gate may refuse two."""
+    schedule = {"steps": 4, "max_staleness": 1, "on_stale": "drop"}
+    return world_of(graph(gate(max_rounds=3), batch=1, schedule=schedule, **toy.streaming()), drop)
+
+
+def test_max_rounds_counts_what_was_refused_since_the_last_claim():
+    world = dropping([True, False] * 4 + [False] * 40).run(lambda count: 0)
+    assert list(world.dropped.values()) == ["equal"] * 4
+    world.check_end()
+    world = dropping([False] + [True] * 40).run(lambda count: 0)
+    assert world.gave_up is not None and world.gave_up.step == 1
+    assert "dropped 3 of " in world.gave_up.problem.what
+
+
 def test_the_last_group_that_max_rounds_allows_is_sampled():
     drop = [True, True, True, True, False, False]
     world = world_of(graph(gate(max_rounds=3), batch=2, schedule={"steps": 1}), drop)

@@ -22,10 +22,12 @@ from pipeline.executors.simulated import Fault, Simulation
 from pipeline.plan import Plan, plan
 from pipeline.whatif import Changes, pool_of
 from tests.unit import toy
+from tests.unit.simulated_runs import write_run
 
 GRAPH = """
 from pipeline import Schedule
 from tests.unit import toy
+from tests.unit.simulated_runs import write_run
 
 def graph(steps: int = 6, batch: int = 4, max_staleness: int = 0):
     schedule = Schedule(steps=steps, max_staleness=max_staleness)
@@ -277,17 +279,16 @@ def test_what_cannot_be_changed_is_told(change, told):
         change.applied(planned(Schedule(steps=2)), times())
 
 
+def recorded_in(folder: Path) -> Path:
+    """The run directory of a simulated run, as a real one would have left it."""
+    made = times(rollout="lognormal(1, 0.5)", train="0.5 @ 2")
+    (folder / "run.json").write_text(json.dumps({"machine": "x86_64, 2 cores"}))
+    return write_run(folder, planned(Schedule(steps=8)), made, cores=2)
+
+
 @pytest.fixture
 def record(tmp_path) -> Path:
-    """The run directory of a simulated run, as a real one would have left it."""
-    described = planned(Schedule(steps=8))
-    writer = trace.TraceWriter(tmp_path / "events.jsonl")
-    made = times(rollout="lognormal(1, 0.5)", train="0.5 @ 2")
-    Simulation(described, made, cores=2, write=writer.write).run()
-    writer.close()
-    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(described))
-    (tmp_path / "run.json").write_text(json.dumps({"machine": "x86_64, 2 cores"}))
-    return tmp_path
+    return recorded_in(tmp_path)
 
 
 def command(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -356,7 +357,8 @@ def test_mistakes_on_the_command_line_are_told(arguments, told, record, tmp_path
         ("events.jsonl", "", "fewer than two steps have ended"),
     ],
 )
-def test_a_record_that_is_damaged_or_too_short_is_told(file, text, told, record, capsys):
+def test_a_record_that_is_damaged_or_too_short_is_told(file, text, told, tmp_path_factory, capsys):
+    record = recorded_in(tmp_path_factory.mktemp("damaged"))  # not where every run of a test is judged
     (record / file).write_text(text)
     code, _, err = command(capsys, str(record))
     assert code == 2 and told in err

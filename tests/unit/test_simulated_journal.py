@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline import Schedule, trace
+from pipeline import Schedule
 from pipeline.distributions import parse, uniform
 from pipeline.durations import Costs, Drawn, Durations
-from pipeline.events import Save
-from pipeline.executors.simulated import Fault, Simulation
+from pipeline.executors.simulated import Fault
 from pipeline.plan import Plan, plan
 from tests.journal.checker import audit
 from tests.unit import toy
+from tests.unit.simulated_runs import write_run
 
 SECONDS = {"rollout": "lognormal(1.0, 1.0)", "reward": "0.01/group @ 1", "logprobs": "0.1 @ 1", "train": "0.2 @ 2"}
 KINDS = ("before_put", "after_put", "mid_stream", "late", "twice", "straggles")
@@ -55,28 +55,6 @@ def simulate(seed: int, folder: Path, *, faulty: bool) -> Path:
     run_dir = folder / str(seed)
     run_dir.mkdir()
 
-    def save(_now_s, _event, decisions):
-        for decision in decisions:
-            if isinstance(decision, Save):
-                done = decision.step + 1
-                manifest = {
-                    "steps": done,
-                    "version": done,
-                    "next_group": decision.next_group,
-                    "pending": decision.pending,
-                }
-                (run_dir / "checkpoints" / f"step_{done:06d}").mkdir(parents=True)
-                path = run_dir / "checkpoints" / f"step_{done:06d}" / "manifest.json"
-                path.write_bytes(msgspec.json.encode(manifest))
-
-    writer = trace.TraceWriter(run_dir / "events.jsonl")
-    lines = []
-
-    def write(event):
-        writer.write(event)
-        if isinstance(event, trace.StepEnded):
-            lines.append(msgspec.json.encode({"step": event.step + 1, "version": event.step + 1, **event.metrics}))
-
     costs = Costs(
         dispatch_s={"rollout": 0.002},
         report_s={"rollout": 0.01, "train": 0.003},
@@ -86,11 +64,7 @@ def simulate(seed: int, folder: Path, *, faulty: bool) -> Path:
     )
     times = Durations({s.name: Drawn(parse(SECONDS.get(s.name, "0.05"))) for s in described.stages}, costs)
     cores = rng.choice([None, 1.0, 2.0])
-    Simulation(described, times, seed=seed, cores=cores, faults=faults, write=write, watch=save).run()
-    writer.close()
-    (run_dir / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    (run_dir / "plan.json").write_bytes(msgspec.json.encode(described))
-    return run_dir
+    return write_run(run_dir, described, times, seed=seed, cores=cores, faults=faults)
 
 
 @pytest.mark.parametrize("faulty", [False, True])
