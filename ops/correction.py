@@ -26,7 +26,7 @@ LEVELS = ("token", "sequence")
 def moments(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> tuple[float, float, float]:
     """Sum of w, sum of w squared, and the largest w, of tokens without padding, any shape; in float64.
 
-    (sum w)^2 / sum w^2 is the effective sample size: as many equally weighted tokens would estimate as well (Kish 1965).
+    (sum w)^2 / sum w^2 is the effective sample size: as many equally weighted tokens estimate as well (Kish 1965).
     """
     ratio = (prev_logprobs.double() - rollout_logprobs.double()).exp()
     return ratio.sum().item(), ratio.square().sum().item(), ratio.max().item()

@@ -95,6 +95,7 @@ def resumed(run_dir: RunDir, to: Path) -> RunDir:
     return copy
 
 
+@pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
 def test_local_equals_the_handwritten_loop_and_so_does_its_resumption(by_hand, tmp_path):
     run_dir = RunDir(tmp_path / "local")
     execute(LocalExecutor(), run_dir)
@@ -121,6 +122,7 @@ def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ra
     assert [event.rows_left for event in events if isinstance(event, trace.Ended)] == [0]
 
 
+@pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
 def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor
 
