@@ -82,6 +82,7 @@ def _much(**_: int) -> int:
     return 1000
 
 
+@pytest.mark.journal_expected
 @pytest.mark.parametrize(
     "name, what, broken, invariant",
     [
@@ -101,6 +102,7 @@ def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invari
     assert invariant in {violation.invariant for violation in audit(tmp_path).violations}
 
 
+@pytest.mark.journal_expected
 def test_a_sampler_that_is_not_served_is_found_out(tmp_path):
     """The refit says that it has published, and the worker goes on with the old weights."""
     execute(tmp_path, graph(SCHEDULES["sync"], serves=False))
