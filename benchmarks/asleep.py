@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
 from pipeline.columns import Ragged
-from pipeline.distributions import Distribution, Term
+from pipeline.simulation.distributions import Distribution, Term
 
 PROMPT = Field("prompt", dtype="str")
 RESPONSE = Field("response", dtype="str")

@@ -16,8 +16,8 @@ from typing import Any
 
 from pipeline import Graph, Output, StageContext, Task
 from pipeline.columns import Columns, take
-from pipeline.distributions import Distribution, Term
 from pipeline.errors import Problem
+from pipeline.simulation.distributions import Distribution, Term
 from stages import Rollout
 from stages.vocabulary import RESPONSE_IDS
 

@@ -36,13 +36,13 @@ from benchmarks.report import report
 from graphs import quickstart
 from pipeline import Graph, Schedule
 from pipeline.analysis import Report, analyse
-from pipeline.distributions import parse
-from pipeline.durations import Drawn, Durations
 from pipeline.executors.simulated import Simulation
 from pipeline.plan import Plan, plan
-from pipeline.recording import recorded, simulated
 from pipeline.rundir import RunDir
-from pipeline.whatif import Changes
+from pipeline.simulation.distributions import parse
+from pipeline.simulation.durations import Drawn, Durations
+from pipeline.simulation.recording import recorded, simulated
+from pipeline.simulation.whatif import Changes
 from stages import Rollout
 
 MEAN_S, TAIL = 0.25, 0.8

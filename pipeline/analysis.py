@@ -18,7 +18,7 @@ import msgspec
 from pipeline import trace
 from pipeline.critical_path import CriticalPath, critical_path
 from pipeline.plan import Plan
-from pipeline.recorded import Tasks
+from pipeline.simulation.recorded import Tasks
 
 LENGTH_BUCKETS = 4
 

@@ -26,7 +26,7 @@ import msgspec
 
 from pipeline import trace
 from pipeline.plan import Plan, PlannedStage
-from pipeline.recorded import Tasks
+from pipeline.simulation.recorded import Tasks
 
 DRIVER, ROOM = "driver", "room"
 NOBODY = "no stage"

@@ -21,13 +21,13 @@ import msgspec
 from pipeline import console
 from pipeline.analysis import Report, analyse
 from pipeline.command import Parser
-from pipeline.distributions import GRAMMAR
-from pipeline.durations import Durations
 from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.load import add_flags, load
 from pipeline.plan import Plan, plan
-from pipeline.recording import Recording, recorded, simulated
-from pipeline.whatif import Changes
+from pipeline.simulation.distributions import GRAMMAR
+from pipeline.simulation.durations import Durations
+from pipeline.simulation.recording import Recording, recorded, simulated
+from pipeline.simulation.whatif import Changes
 
 NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 

@@ -6,8 +6,8 @@ real run writes, so that whatever reads the record of a run reads that of a simu
     simulation = Simulation(plan, Durations({"rollout": Drawn(parse("lognormal(1.0, 0.8)")), ...}))
     events = simulation.run()
 
-Tasks that compute at the same time share the cores of their machine (`pipeline.sharing`). The driver takes one report
-after the other. `faults` makes attempts fail; see `Fault`.
+Tasks that compute at the same time share the cores of their machine (`pipeline.simulation.sharing`). The driver takes
+one report after the other. `faults` makes attempts fail; see `Fault`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline import trace
-from pipeline.durations import Durations, Recorded
 from pipeline.errors import Problem, StageError
 from pipeline.events import (
     Admit,
@@ -35,9 +34,10 @@ from pipeline.events import (
     Saved,
     StepDone,
 )
-from pipeline.executors.virtual import ALONE, Attempt, Fault, Workers, Written
 from pipeline.plan import Plan, PlannedStage
 from pipeline.scheduler import Scheduler
+from pipeline.simulation.durations import Durations, Recorded
+from pipeline.simulation.workers import ALONE, Attempt, Fault, Workers, Written
 from pipeline.stage import Task
 
 __all__ = ["Fault", "Simulation"]

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from pipeline import trace
-from pipeline.durations import Durations
 from pipeline.events import Save
 from pipeline.executors.simulated import Simulation
 from pipeline.plan import Plan
+from pipeline.simulation.durations import Durations
 
 
 def write_run(folder: Path, plan: Plan, durations: Durations, **options: Any) -> Path:

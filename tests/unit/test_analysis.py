@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from pipeline import Schedule, trace
 from pipeline.analysis import analyse, drops, staleness, utilisation
-from pipeline.distributions import parse
-from pipeline.durations import Costs, Drawn, Durations
 from pipeline.executors.simulated import Fault, Simulation
 from pipeline.plan import Plan, plan
-from pipeline.recorded import Tasks, last_run
+from pipeline.simulation.distributions import parse
+from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.recorded import Tasks, last_run
 from tests.unit import toy
 
 

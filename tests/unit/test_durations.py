@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import Schedule, trace
-from pipeline.distributions import parse, uniform
-from pipeline.durations import Came, Costs, Drawn, Durations, Line, Recorded
 from pipeline.executors.simulated import Fault, Simulation
-from pipeline.least_squares import non_negative
 from pipeline.plan import plan
-from pipeline.recorded import fitted
+from pipeline.simulation.distributions import parse, uniform
+from pipeline.simulation.durations import Came, Costs, Drawn, Durations, Line, Recorded
+from pipeline.simulation.least_squares import non_negative
+from pipeline.simulation.recorded import fitted
 from pipeline.stage import Task
 from tests.unit import toy
 

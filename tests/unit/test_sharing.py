@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.sharing import Lane, Machine
+from pipeline.simulation.sharing import Lane, Machine
 
 STEP_S = 1e-3
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import Schedule, simulate, trace
-from pipeline.distributions import parse
-from pipeline.durations import Costs, Drawn, Durations
 from pipeline.errors import GraphError, StageError
 from pipeline.events import Failed, Finished, Landed
 from pipeline.executors.simulated import Fault, Simulation
 from pipeline.plan import Plan, plan
-from pipeline.whatif import Changes, pool_of
+from pipeline.simulation.distributions import parse
+from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.whatif import Changes, pool_of
 from tests.unit import toy
 from tests.unit.simulated_runs import write_run
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from pipeline import Schedule
-from pipeline.distributions import parse, uniform
-from pipeline.durations import Costs, Drawn, Durations
 from pipeline.executors.simulated import Fault
 from pipeline.plan import Plan, plan
+from pipeline.simulation.distributions import parse, uniform
+from pipeline.simulation.durations import Costs, Drawn, Durations
 from tests.journal.checker import audit
 from tests.unit import toy
 from tests.unit.simulated_runs import write_run

@@ -14,13 +14,13 @@ import msgspec
 
 from pipeline import trace
 from pipeline.analysis import Report, analyse
-from pipeline.durations import Durations
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.simulated import Simulation
 from pipeline.plan import Plan
-from pipeline.recorded import fitted, last_run
 from pipeline.rundir import RunDir
-from pipeline.whatif import Changes
+from pipeline.simulation.durations import Durations
+from pipeline.simulation.recorded import fitted, last_run
+from pipeline.simulation.whatif import Changes
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):

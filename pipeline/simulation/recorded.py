@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from pipeline import trace
-from pipeline.durations import Came, Costs, Durations, Line, Recorded, StageTimes
-from pipeline.least_squares import non_negative
 from pipeline.plan import Plan, PlannedStage
+from pipeline.simulation.durations import Came, Costs, Durations, Line, Recorded, StageTimes
+from pipeline.simulation.least_squares import non_negative
 
 TOKENS_PAY = 0.8  # a fit by tokens is taken where it leaves less than this share of the squared error,
 WORTH = 0.01  # and the relative error without tokens is above this

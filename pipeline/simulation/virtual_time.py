@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from pipeline.sharing import Machine
+from pipeline.simulation.sharing import Machine
 
 
 class Clock:

@@ -13,12 +13,12 @@ from zlib import crc32
 import msgspec
 
 from pipeline import trace
-from pipeline.distributions import uniform
-from pipeline.durations import Durations, Part
 from pipeline.plan import Plan, PlannedStage
-from pipeline.sharing import Job, Lane, Machine
+from pipeline.simulation.distributions import uniform
+from pipeline.simulation.durations import Durations, Part
+from pipeline.simulation.sharing import Job, Lane, Machine
+from pipeline.simulation.virtual_time import Clock
 from pipeline.stage import Task
-from pipeline.virtual_time import Clock
 
 Written: TypeAlias = trace.Got | trace.Put | trace.Ran
 LOST = ("before_put", "after_put", "mid_stream")

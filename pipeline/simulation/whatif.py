@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from pipeline.distributions import GRAMMAR, Distribution, Term, parse
-from pipeline.durations import Drawn, Durations, Line, Recorded, StageTimes
 from pipeline.errors import GraphError, Problem
 from pipeline.gate import ADDED
 from pipeline.plan import Plan, PlannedStage
+from pipeline.simulation.distributions import GRAMMAR, Distribution, Term, parse
+from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
