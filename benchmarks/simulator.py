@@ -142,11 +142,13 @@ def predicted(record: Path, change: Changes, rounds: int = 5) -> list[Report]:
 def compared(names: Sequence[str], steps: int, folder: Path) -> list[dict[str, Any]]:
     """What was predicted of each configuration, beside what was measured."""
     runs: dict[str, Path] = {}
+    loads: dict[str, float] = {}
     rows = []
     for name in names:
         record, change = RUNS[name]
         for needed in (record, name):
             if needed not in runs:
+                loads[needed] = os.getloadavg()[0]
                 runs[needed] = measured(needed, steps, folder)
         reports = predicted(runs[record], change)
         real = read(runs[name])
@@ -163,6 +165,7 @@ def compared(names: Sequence[str], steps: int, folder: Path) -> list[dict[str, A
                 "busy, measured": _busy(real),
                 "staleness": f"{reports[0].staleness.mean:.2f} / {real.staleness.mean:.2f}",
                 "dropped %": f"{100 * reports[0].dropped.share:.1f} / {100 * real.dropped.share:.1f}",
+                "load before": f"{loads[record]:.1f} / {loads[name]:.1f}",
                 "bound by": real.critical_path.sentence,
             }
         )
@@ -237,7 +240,8 @@ def main() -> None:
     notes = (
         f"{options.steps} steps of 32 x 16 samples on {CORES:g} cores; delays lognormal, mean {MEAN_S} s, "
         f"sigma {TAIL}. Means of the steps behind the warm-up; predictions are means over 5 seeds, made from the "
-        "synchronous records alone. Staleness in versions and dropped groups: predicted / measured."
+        "synchronous records alone. Staleness in versions and dropped groups: predicted / measured. Load: that of the "
+        "machine in the minute before the record / the run; what others compute is taken for the run's own."
     )
     report("simulator", rows, list(dict.fromkeys(key for row in rows for key in row)), notes, options.out)
 

@@ -7,7 +7,6 @@ Exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4 
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pipeline import console
+from pipeline.command import Parser
 from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.graph import Graph
 from pipeline.load import GraphFile, add_flags, load
@@ -76,8 +76,8 @@ def _main(argv: list[str], started_s: float) -> int:
     return _run(file, graph, planned, values, options, record, argv, started_s)
 
 
-def _parser(*, add_help: bool) -> _Parser:
-    parser = _Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False)
+def _parser(*, add_help: bool) -> Parser:
+    parser = Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False)
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check the graph and stop; starts nothing")
@@ -96,23 +96,6 @@ def _parser(*, add_help: bool) -> _Parser:
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="give up when no task finishes for so long")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of a live one")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    graph_file = "GRAPH"
-
-    def error(self, message: str) -> Any:
-        flag, _, expected = message.removeprefix("argument ").partition(": ")
-        unknown = expected.partition(" ")[0].partition("=")[0] if flag == "unrecognized arguments" else ""
-        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.75)
-        raise GraphError(
-            Problem(
-                where=flag if flag.startswith("-") else "command line",
-                what=expected if flag.startswith("-") else message,
-                why="the flags are those of --help",
-                fix=f"did you mean {near[0]}?" if near else f"see {self.prog} {self.graph_file} --help",
-            )
-        )
 
 
 def _replay(graph: Graph, folder: Path) -> int:

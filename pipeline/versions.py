@@ -11,7 +11,8 @@ from pipeline.meta import groups_of
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """Of one group: how many of its samples are here, and the oldest and newest version among their tokens.
+    """Of one group: how many of its samples are here, the oldest and newest version among their tokens, and how many
+    tokens the longest of them has.
 
     A group without a single token has the versions 0.
     """
@@ -19,6 +20,7 @@ class Versions(msgspec.Struct, frozen=True):
     samples: int
     oldest: int
     newest: int
+    longest: int
 
 
 def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
@@ -26,8 +28,11 @@ def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
     import numpy as np
 
     counts = groups_of(tuple(keys))
+    if not counts:
+        return {}
     lengths = np.fromiter(column.lengths, dtype=np.int64, count=len(column.lengths))
     ends = np.cumsum(np.fromiter(counts.values(), dtype=np.int64, count=len(counts)))
+    longest = np.maximum.reduceat(lengths, np.concatenate([[0], ends[:-1]]))
     tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]  # tokens up to the end of each group
     starts = np.concatenate([[0], tokens[:-1]])
     filled = tokens > starts
@@ -37,6 +42,5 @@ def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
         values = column.values.numpy()
         oldest[filled] = np.minimum.reduceat(values, starts[filled])
         newest[filled] = np.maximum.reduceat(values, starts[filled])
-    return {
-        group: Versions(count, int(low), int(high)) for (group, count), low, high in zip(counts.items(), oldest, newest)
-    }
+    numbers = zip(counts.items(), oldest.tolist(), newest.tolist(), longest.tolist())
+    return {group: Versions(count, low, high, tokens) for (group, count), low, high, tokens in numbers}

@@ -349,6 +349,7 @@ class Worker:
                 samples=len(chosen),
                 size_bytes=sum(map(size_bytes, columns.values())),
                 versions=tuple((of.oldest, of.newest) for of in versions.values()),
+                tokens=tuple(of.longest for of in versions.values()),
                 start_s=start_s,
                 end_s=time.monotonic(),
             )
