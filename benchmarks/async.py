@@ -65,7 +65,6 @@ def measured(run_dir: RunDir, delays: DelayedRollout, seed: int) -> dict[str, An
     """Speed, age, reward and losses of a run, from its files."""
     lines = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["step"] > 0]
     steady = lines[5:] or lines
-    rewards = [line["reward/mean"] for line in lines[-len(lines) // 3 :] if "reward/mean" in line]
     events = [event for _, event in trace.read(run_dir.events)]
     sampled = [group for event in events if isinstance(event, trace.Admitted) for group in event.groups]
     lost = {group for event in events if isinstance(event, trace.Dropped) for group in event.groups}
@@ -76,7 +75,7 @@ def measured(run_dir: RunDir, delays: DelayedRollout, seed: int) -> dict[str, An
         "steps/s": round(len(steady) / sum(line["time/step_s"] for line in steady), 3),
         "age": round(statistics.fmean(line["train/staleness_mean"] for line in steady), 2),
         "oldest": max(line["train/staleness_max"] for line in lines),
-        "reward": round(statistics.fmean(rewards), 3),
+        "reward": round(statistics.fmean(line["reward/mean"] for line in lines[-len(lines) // 3 :]), 3),
         "mismatch KL": round(statistics.fmean(line["train/mismatch_kl"] for line in steady), 5),
         "lost %": round(100 * len(lost) / len(sampled), 1),
         **{

@@ -176,6 +176,7 @@ class Engine:
                 self._tally.admitted(step, len(groups), now_s)
                 self._trace.write(trace.Admitted(step=step, groups=groups, version=self.scheduler.version, at_s=now_s))
             case Claim(step=step, groups=groups):
+                self._tally.claimed(step, groups)
                 self._trace.write(trace.Claimed(step=step, groups=groups, at_s=now_s))
             case Run():
                 self._submit(decision.task)
@@ -294,7 +295,8 @@ class Engine:
     def _measure(self, result: TaskResult) -> None:
         """Count the metrics of a task, and the seconds of its slowest worker."""
         task = result.task
-        self._tally.report(task.step, result.metrics, result.samples if task.groups else 0)
+        groups = [group for group in result.finished if group not in result.cancelled]
+        self._tally.report(task, result.metrics, result.samples if task.groups else 0, groups)
         taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
         for event in result.events:
             if isinstance(event, trace.Ran):
@@ -310,7 +312,7 @@ class Engine:
         """Record groups that leave without being trained."""
         if tokens is None:
             tokens = self.handles.longest(groups, self._tokens) if self._tokens else ()
-        self._tally.dropped(step, len(groups), stage or reason)
+        self._tally.dropped(step, groups, stage or reason)
         self._trace.write(
             trace.Dropped(
                 stage=stage,

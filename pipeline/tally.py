@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from pipeline.plan import Plan
+from pipeline.stage import Task
 
 
 class _Numbers:
@@ -26,6 +28,8 @@ class Tally:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._steps: dict[int, _Numbers] = {}
+        self._pooled: dict[int, list[tuple[dict[str, float], float]]] = {}  # by group, until a step claims it
+        self._claimed: dict[int, int] = {}  # the step of each claimed group of a step in flight
         self._done = -2  # the last step that was taken
 
     def admitted(self, step: int, groups: int, at_s: float) -> None:
@@ -41,17 +45,34 @@ class Tally:
         times = {step: numbers.last_admitted_s for step, numbers in self._steps.items()}
         return {step: at_s for step, at_s in times.items() if at_s is not None}
 
-    def dropped(self, step: int, groups: int, reason: str) -> None:
+    def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
         """Groups left without being trained: `reason` is the gate, "stale" or "cancelled"."""
-        self._of(step).dropped[reason] += groups
+        self._of(step).dropped[reason] += len(groups)
+        for group in groups:
+            self._pooled.pop(group, None)
 
-    def report(self, step: int, metrics: dict[str, float], samples: int) -> None:
-        """What a task says about so many samples; 0 for one that has none."""
-        numbers = self._of(step)
-        weight = float(samples or 1)
-        for name, value in metrics.items():
-            numbers.sums[name] = numbers.sums.get(name, 0.0) + weight * value
-            numbers.weights[name] = numbers.weights.get(name, 0.0) + weight
+    def claimed(self, step: int, groups: Sequence[int]) -> None:
+        """A step has claimed groups out of the pool: what was said of them counts for it."""
+        for group in groups:
+            self._claimed[group] = step
+            for metrics, weight in self._pooled.pop(group, ()):
+                self._add(step, metrics, weight)
+
+    def report(self, task: Task, metrics: dict[str, float], samples: int, groups: Sequence[int]) -> None:
+        """What a task says of so many samples, those of `groups`; 0 for one that has none.
+
+        What a stage of the pool says waits for the step that claims the groups.
+        """
+        if not metrics:
+            return
+        if task.stage not in self._plan.pool or not groups:
+            return self._add(task.step, metrics, float(samples or 1))
+        weight = samples / len(groups)
+        for group in groups:
+            if group in self._claimed:
+                self._add(self._claimed[group], metrics, weight)
+            else:
+                self._pooled.setdefault(group, []).append((metrics, weight))
 
     def took(self, step: int, what: str, seconds: float) -> None:
         """Seconds add up: `time/<what>_s`."""
@@ -63,6 +84,7 @@ class Tally:
         numbers = self._of(step)
         self._steps.pop(step, None)
         self._done = max(self._done, step)
+        self._claimed = {group: of for group, of in self._claimed.items() if of > step}
         metrics = {name: value / numbers.weights[name] for name, value in numbers.sums.items()}
         if numbers.first_admitted_s is not None:
             numbers.seconds.setdefault("step", now_s - numbers.first_admitted_s)
@@ -77,6 +99,12 @@ class Tally:
         if self._plan.pool:
             metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in ("stale", "cancelled")}
         return dict(sorted(metrics.items()))
+
+    def _add(self, step: int, metrics: dict[str, float], weight: float) -> None:
+        numbers = self._of(step)
+        for name, value in metrics.items():
+            numbers.sums[name] = numbers.sums.get(name, 0.0) + weight * value
+            numbers.weights[name] = numbers.weights.get(name, 0.0) + weight
 
     def _of(self, step: int) -> _Numbers:
         """What comes for a step that is done, of groups that it did not claim, counts for the next one."""
