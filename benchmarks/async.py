@@ -19,19 +19,17 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.delayed import DelayedRollout
+from benchmarks.delayed import DelayedRollout, with_delays
 from benchmarks.report import report
 from graphs import quickstart
 from pipeline import Graph, trace
 from pipeline.engine import Engine
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
-from stages import Rollout
 
 MEAN_S = 0.25
 ARMS: list[tuple[int, Literal["wait", "drop"], Literal["drain", "in_flight"]]] = [
@@ -44,21 +42,7 @@ ARMS: list[tuple[int, Literal["wait", "drop"], Literal["drain", "in_flight"]]] =
 def described(steps: int, tail: float, staleness: int, on_stale: Any, refit: Any) -> Graph:
     """The quickstart with groups that come late, and without its evaluation."""
     graph = quickstart.graph(steps=steps, max_staleness=staleness, on_stale=on_stale, refit=refit, threads=1)
-    stages = [
-        DelayedRollout(
-            stage.model,
-            on=stage.on,
-            samples_per_prompt=stage.samples_per_prompt,
-            max_tokens=stage.max_tokens,
-            mean_s=MEAN_S,
-            tail=tail,
-        )
-        if isinstance(stage, Rollout)
-        else stage
-        for stage in graph.stages
-        if stage.name != "evaluate"
-    ]
-    return replace(graph, stages=tuple(stages))
+    return with_delays(graph, mean_s=MEAN_S, tail=tail)
 
 
 def measured(run_dir: RunDir, delays: DelayedRollout, seed: int) -> dict[str, Any]:

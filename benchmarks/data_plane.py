@@ -164,13 +164,8 @@ def measure(systems: dict[str, Any], samples: int, tokens: int, fields: int, rou
     return rows
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no case above 10 MB")
-    parser.add_argument("--rounds", type=int, default=None, help="measured rounds a case")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    args = parser.parse_args()
+def start_ray(*, object_store_bytes: int) -> None:
+    """A Ray of this process alone, with what TransferQueue reads from the environment."""
     os.environ.update(environment(), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
     import ray
     import torch
@@ -178,8 +173,19 @@ def main() -> None:
     torch.set_num_threads(1)
     ray.init(
         address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
-        object_store_memory=2**30, _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment()},
+        object_store_memory=object_store_bytes, _node_ip_address="127.0.0.2",
+        runtime_env={"env_vars": environment()},
     )  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no case above 10 MB")
+    parser.add_argument("--rounds", type=int, default=None, help="measured rounds a case")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    args = parser.parse_args()
+    start_ray(object_store_bytes=2**30)
     start_s, owner = timed(TransferQueuePlane.create)
     settings = owner.settings
     planes = [owner, *(TransferQueuePlane.attach(_with_cache(settings, size)) for size in (0, 2**30))]
@@ -196,6 +202,8 @@ def main() -> None:
     rows = [row for case in cases for row in measure(systems, *case, rounds)]
     for plane in reversed(planes):
         plane.close()
+    import ray
+
     ray.shutdown()
     report(
         "data_plane", rows,

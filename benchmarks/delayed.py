@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from pipeline import Graph, Output, StageContext, Task
@@ -92,6 +92,25 @@ class DelayedRollout(Rollout):
                 await asyncio.gather(sampling, *held, return_exceptions=True)
 
         return run
+
+
+def with_delays(graph: Graph, *, mean_s: float, tail: float) -> Graph:
+    """The same graph, its groups held back, and without its evaluation."""
+    stages = [
+        DelayedRollout(
+            stage.model,
+            on=stage.on,
+            samples_per_prompt=stage.samples_per_prompt,
+            max_tokens=stage.max_tokens,
+            mean_s=mean_s,
+            tail=tail,
+        )
+        if isinstance(stage, Rollout)
+        else stage
+        for stage in graph.stages
+        if stage.name != "evaluate"
+    ]
+    return replace(graph, stages=tuple(stages))
 
 
 async def _at_once(output: Output) -> Output:

@@ -43,7 +43,6 @@ from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Drawn, Durations
 from pipeline.simulation.recording import recorded, simulated
 from pipeline.simulation.whatif import Changes
-from stages import Rollout
 
 MEAN_S, TAIL = 0.25, 0.8
 AIM, AIM_S = 0.15, 30.0
@@ -81,18 +80,9 @@ def described(name: str, steps: int) -> Graph:
         warm_start_steps=40,
         warm_start_until=1.0,
     )
-    stages = [stage for stage in graph.stages if stage.name != "evaluate"]
     if name.startswith("late"):
-        stages = [late(stage) if isinstance(stage, Rollout) else stage for stage in stages]
-    return replace(graph, stages=tuple(stages))
-
-
-def late(stage: Rollout) -> Rollout:
-    """The same rollout, whose groups are held back."""
-    return delayed.DelayedRollout(
-        stage.model, on=stage.on, samples_per_prompt=stage.samples_per_prompt, max_tokens=stage.max_tokens,
-        mean_s=MEAN_S, tail=TAIL,
-    )  # fmt: skip
+        return delayed.with_delays(graph, mean_s=MEAN_S, tail=TAIL)
+    return replace(graph, stages=tuple(stage for stage in graph.stages if stage.name != "evaluate"))
 
 
 def run(name: str, steps: int, folder: Path) -> None:

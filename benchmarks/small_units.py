@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data_plane import FIELDS, columns, timed
+from benchmarks.data_plane import FIELDS, columns, start_ray, timed
 from benchmarks.report import report
 from pipeline import KVBatchMeta
 from pipeline.columns import Columns, take
 from pipeline.data_plane.memory import MemoryPlane
-from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
+from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.meta import keys_of, sample_key
 
 GROUPS, SAMPLES = 32, 16
@@ -232,15 +232,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, default=None, help="JSON of this benchmark, to compare with")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
-    os.environ.update(environment(), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
-    import ray
-    import torch
-
-    torch.set_num_threads(1)
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
-        object_store_memory=2**28, _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment()},
-    )  # fmt: skip
+    start_ray(object_store_bytes=2**28)
     owner = TransferQueuePlane.create()
     uncached = TransferQueuePlane.attach(replace(owner.settings, cache_bytes=0))
     rows = handles(args.tokens, args.rounds)
@@ -249,6 +241,8 @@ def main() -> None:
         rows += measure(store, plane, args.tokens, args.rounds)
     for plane in (uncached, owner):
         plane.close()
+    import ray
+
     ray.shutdown()
     names = ["store", "operation", "ms", "ratio", "caller_ms", "cpu_ms", "bytes"]
     if args.against:

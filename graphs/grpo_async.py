@@ -3,72 +3,8 @@
 python -m pipeline.run graphs/grpo_async.py --model Qwen/Qwen3-0.6B --data train.jsonl
 """
 
-from ops.rewards import exact_match
-from pipeline import Graph, Model, Schedule, WorkerGroup
-from stages import (
-    Advantage,
-    ClippedLoss,
-    PrevLogprobs,
-    Prompts,
-    Refit,
-    RefLogprobs,
-    Reward,
-    Rollout,
-    Train,
-    TruncatedIS,
-)
+from functools import partial
 
+from graphs import grpo
 
-def graph(
-    model: str = "Qwen/Qwen3-0.6B",
-    data: str = "train.jsonl",
-    generator: str = "torch",
-    trainer: str = "torch",
-    sampler_gpus: int = 0,
-    learner_gpus: int = 0,
-    steps: int = 100,
-    max_staleness: int = 1,
-    seed: int = 0,
-    prompts_per_step: int = 32,
-    samples_per_prompt: int = 8,
-    max_tokens: int = 512,
-    microbatch: int = 8,
-    minibatches: int = 4,
-    lr: float = 1e-6,
-    kl: float = 0.001,
-) -> Graph:
-    """Group-relative policy optimisation with an exact-match reward.
-
-    model               a folder, or a hub name
-    data                a JSONL file
-    generator, trainer  backends that sample and that train
-    sampler_gpus, learner_gpus  0 computes on the CPU, 1 on a GPU; the same for both
-    steps               batches to train on
-    max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
-    seed                of every random number
-    prompts_per_step    groups of a batch
-    samples_per_prompt  responses to each prompt
-    max_tokens          of a response
-    microbatch          samples in one pass of the trainer
-    minibatches         optimizer updates of each batch
-    lr                  learning rate
-    kl                  weight of the divergence from the model as it was before training; above 0
-    """
-    policy = Model(model)
-    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
-    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
-    loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 where nothing is stale
-    return Graph(
-        name="grpo",
-        source=Prompts(data, batch=prompts_per_step),
-        stages=(
-            Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
-            Reward(exact_match),
-            PrevLogprobs(policy, on=learner, microbatch=microbatch),
-            RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
-            Advantage("group_relative"),
-            Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=microbatch),
-            Refit(policy, source=learner, target=sampler),
-        ),
-        schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
-    )
+graph = partial(grpo.graph, max_staleness=1)

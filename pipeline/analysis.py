@@ -17,8 +17,8 @@ import msgspec
 
 from pipeline import trace
 from pipeline.critical_path import CriticalPath, critical_path
+from pipeline.history import Tasks
 from pipeline.plan import Plan
-from pipeline.simulation.recorded import Tasks
 
 LENGTH_BUCKETS = 4
 

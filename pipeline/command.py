@@ -1,12 +1,28 @@
-"""The command lines' parser: an unknown or wrong flag is a `GraphError` like every other mistake of the user."""
+"""What the commands share: a parser whose complaints are `GraphError`s like every other mistake of the user, and the
+exit code."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.errors import GraphError, Problem
+from pipeline import console
+from pipeline.errors import GraphError, Problem, SluiceError
+
+
+def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
+    """Run a command on `argv`, or what the process was given; its exit code, what is wrong printed."""
+    try:
+        return command(list(sys.argv[1:] if argv is None else argv))
+    except SluiceError as error:
+        console.print_problems(error.problems)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 class Parser(argparse.ArgumentParser):

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline import trace
+from pipeline.history import Tasks
 from pipeline.plan import Plan, PlannedStage
-from pipeline.simulation.recorded import Tasks
 
 DRIVER, ROOM = "driver", "room"
 NOBODY = "no stage"

@@ -16,6 +16,7 @@ import msgspec
 from pipeline import checkpoint, trace
 from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
 from pipeline.events import (
+    CANCELLED,
     Admit,
     Cancel,
     Claim,
@@ -39,7 +40,7 @@ from pipeline.meta import KVBatchMeta
 from pipeline.outside import EVERY_S, Outside
 from pipeline.plan import Plan, with_samples
 from pipeline.rundir import RunDir
-from pipeline.scheduler import CANCELLED, Scheduler
+from pipeline.scheduler import Scheduler
 from pipeline.stage import Task
 from pipeline.tally import Tally
 from pipeline.usage import Usage
@@ -205,10 +206,7 @@ class Engine:
         meta = self.handles.handle(groups, fields) if fields and groups else None
         self._trace.write(
             trace.Submitted(
-                task=task.number,
-                stage=task.stage,
-                step=task.step,
-                attempt=task.attempt,
+                **trace.of(task),
                 group=planned.groups[0],
                 replica=task.replica,
                 groups=task.groups,
@@ -247,10 +245,7 @@ class Engine:
         if result.finished or not task.groups:
             self._trace.write(
                 trace.Acknowledged(
-                    task=task.number,
-                    stage=task.stage,
-                    step=task.step,
-                    attempt=task.attempt,
+                    **trace.of(task),
                     groups=result.finished,
                     at_s=time.monotonic(),
                 )
@@ -264,10 +259,7 @@ class Engine:
         if result.finished or result.handles:
             self._trace.write(
                 trace.Fenced(
-                    task=task.number,
-                    stage=task.stage,
-                    step=task.step,
-                    attempt=task.attempt,
+                    **trace.of(task),
                     groups=result.finished,
                     at_s=time.monotonic(),
                 )

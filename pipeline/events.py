@@ -12,6 +12,9 @@ import msgspec
 from pipeline.errors import Problem
 from pipeline.stage import Task
 
+STALE = "stale"  # why groups leave that were ready: too old for the next batch
+CANCELLED = "cancelled"  # and those that were still being sampled
+
 
 class Landed(msgspec.Struct, frozen=True):
     """Fields are present for whole groups (or, with no groups, for the step: weights).

@@ -8,6 +8,7 @@ docstring that names parameters and, after two spaces, says something is their h
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import inspect
 import re
@@ -77,6 +78,12 @@ class GraphFile:
     function: Callable[..., Graph]
     flags: tuple[Flag, ...]
 
+    @property
+    def says(self) -> str:
+        """What the file says of its graph: the first paragraph of the function, or of the file."""
+        own = None if isinstance(self.function, functools.partial) else self.function.__doc__
+        return (own or self.module.__doc__ or "").strip().partition("\n\n")[0]
+
     def build(self, values: Mapping[str, Any]) -> Graph:
         """Call graph(). Raises GraphError where it raises anything, or returns something else than a Graph."""
         try:
@@ -128,8 +135,8 @@ def load(path: Path) -> GraphFile:
     if not path.is_file():
         raise GraphError(_no_file(path))
     module = _import(path)
-    function = vars(module).get("graph")
-    if not isinstance(function, types.FunctionType):
+    function: Any = vars(module).get("graph")
+    if not isinstance(_plain(function), types.FunctionType):
         raise GraphError(
             Problem(
                 where=str(path),
@@ -212,10 +219,10 @@ def _import(path: Path) -> types.ModuleType:
     return module
 
 
-def _flags(path: Path, function: types.FunctionType) -> list[Flag]:
+def _flags(path: Path, function: Callable[..., Graph]) -> list[Flag]:
     where = _line(path, function)
     try:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(_plain(function))
     except Exception as error:
         raise GraphError(
             Problem(
@@ -225,7 +232,7 @@ def _flags(path: Path, function: types.FunctionType) -> list[Flag]:
                 fix=f"types that are {_KNOWN_TYPES}",
             )
         ) from error
-    said = _said(function.__doc__ or "")
+    said = _said(_plain(function).__doc__ or "")
     found = [
         _flag(parameter, hints, where, said.get(parameter.name, ""))
         for parameter in inspect.signature(function).parameters.values()
@@ -303,9 +310,14 @@ def _shown(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
+def _plain(function: Any) -> Any:
+    """graph() itself, where it is another graph's with other defaults: partial(grpo.graph, max_staleness=1)."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _line(path: Path, function: Callable[..., Any]) -> str:
     """Where a function of the graph file is defined."""
-    code = inspect.unwrap(function).__code__
+    code = inspect.unwrap(_plain(function)).__code__
     own = Path(code.co_filename).resolve() == path.resolve()
     return f"{path if own else code.co_filename}:{code.co_firstlineno}"
 

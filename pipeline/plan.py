@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import networkx as nx
+from msgspec.structs import replace
 
 from pipeline import checks
 from pipeline.errors import GraphError, Problem
@@ -244,7 +245,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         )
         for field in fields
     )
-    return Plan(
+    made = Plan(
         name=graph.name,
         source=graph.source.name,
         batch=graph.batch,
@@ -278,8 +279,8 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         ),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
         gate=gate_of(stages, graph.batch),
-        pool=pooled(stages, dag, fences) if schedule.on_stale == "drop" and schedule.max_staleness else (),
     )
+    return with_pool(made)
 
 
 def run_groups(stage: Stage, graph: Graph) -> int | None:
@@ -312,20 +313,22 @@ def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> 
     return path
 
 
-def pooled(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> tuple[str, ...]:
-    """The stages that need to know neither the batch nor the step of a group: they run before it is claimed."""
-    bound = {name for fence in fences for name in (fence.before, fence.after)}
-    pool: list[str] = []
-    for name in nx.topological_sort(dag):
-        stage = next(stage for stage in stages if stage.name == name)
-        if stage.shape == "external":
-            continue
-        free = stage.per != "batch" and stage.every == 1 and stage.shape != "transfer" and name not in bound
-        held = all(not field.per_step for field in (*stage.reads, *stage.writes))
-        before = {other.name for other in stages if other.name in dag.pred[name] and other.shape != "external"}
-        if free and held and before <= set(pool):
-            pool.append(name)
-    return tuple(stage.name for stage in stages if stage.name in pool)
+def with_pool(made: Plan) -> Plan:
+    """The plan with its pool: the stages that need to know neither the batch nor the step of a group."""
+    if made.on_stale != "drop" or not made.max_staleness:
+        return replace(made, pool=())
+    bound = {name for fence in made.fences for name in (fence.before, fence.after)}
+    external = {stage.name for stage in made.stages if stage.shape == "external"}
+    writer = {field: stage.name for stage in made.stages for field in stage.writes}
+    weights = set(made.weights_fields)
+    pool: set[str] = set()
+    for stage in sorted(made.stages, key=lambda stage: stage.layer):
+        free = stage.per != "batch" and stage.every == 1 and stage.shape not in ("transfer", "external")
+        before = {writer[field] for field in (*stage.reads, *stage.awaits)} - external
+        apart = stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes))
+        if free and apart and before <= pool:
+            pool.add(stage.name)
+    return replace(made, pool=tuple(stage.name for stage in made.stages if stage.name in pool))
 
 
 def _fences(stages: Sequence[Stage]) -> list[Fence]:
@@ -350,6 +353,8 @@ def _fences(stages: Sequence[Stage]) -> list[Fence]:
                 fences.append(
                     Fence(before=transfer.name, after=trainer.name, lag=1, why="the weights must not change while sent")
                 )
+        if not any(fence.after == trainer.name and fence.lag for fence in fences):
+            fences.append(Fence(before=trainer.name, after=trainer.name, lag=1, why="one step follows the other"))
     for transfer in transfers:
         target = transfer.groups()[1:]
         for user in stages:

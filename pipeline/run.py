@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from pipeline import console
-from pipeline.command import Parser
+from pipeline.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.graph import Graph
 from pipeline.load import GraphFile, add_flags, load
@@ -28,19 +28,11 @@ from pipeline.rundir import RunDir
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    return exit_code(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
     started_s = time.monotonic()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _main(argv, started_s)
-    except SluiceError as error:
-        console.print_problems(error.problems)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def _main(argv: list[str], started_s: float) -> int:
     first = _parser(add_help=False).parse_known_args(argv)[0]
     if first.graph is None:
         _parser(add_help=True).parse_args(argv)
@@ -55,7 +47,7 @@ def _main(argv: list[str], started_s: float) -> int:
     file = load(Path(first.graph))
     parser = _parser(add_help=True)
     parser.graph_file = first.graph
-    parser.description = (file.function.__doc__ or file.module.__doc__ or "").strip().partition("\n\n")[0]
+    parser.description = file.says
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
     given = {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.")}

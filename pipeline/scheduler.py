@@ -28,6 +28,8 @@ from collections.abc import Iterable, Sequence
 from pipeline.board import Board, Step
 from pipeline.errors import Problem
 from pipeline.events import (
+    CANCELLED,
+    STALE,
     Admit,
     Cancel,
     Claim,
@@ -50,9 +52,6 @@ from pipeline.plan import Plan, PlannedStage
 from pipeline.readiness import Reader
 from pipeline.stage import Task
 from pipeline.staleness import admissible, askable, too_old
-
-STALE = "stale"
-CANCELLED = "cancelled"
 
 
 class Scheduler:
@@ -80,10 +79,6 @@ class Scheduler:
         for fence in plan.fences:
             self._before[fence.after].append((fence.before, fence.lag))
             self._after[fence.before].append((fence.after, fence.lag))
-        for name in self._trainers:
-            if not any(lag for _, lag in self._before[name]):  # with no weights to send, it waits for itself
-                self._before[name].append((name, 1))
-                self._after[name].append((name, 1))
         self._saving: set[int] = set()
         self._next_batch = start  # the first batch that is not admitted; with a pool, not claimed
         self._pending = deque(pending)

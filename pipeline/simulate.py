@@ -20,8 +20,8 @@ import msgspec
 
 from pipeline import console
 from pipeline.analysis import Report, analyse
-from pipeline.command import Parser
-from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.command import Parser, exit_code
+from pipeline.errors import GraphError, Problem
 from pipeline.load import add_flags, load
 from pipeline.plan import Plan, plan
 from pipeline.simulation.distributions import GRAMMAR
@@ -34,15 +34,7 @@ NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _main(argv)
-    except SluiceError as error:
-        console.print_problems(error.problems)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

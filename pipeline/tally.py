@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from pipeline.events import CANCELLED, STALE
 from pipeline.plan import Plan
 from pipeline.stage import Task
 
@@ -46,7 +47,7 @@ class Tally:
         return {step: at_s for step, at_s in times.items() if at_s is not None}
 
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
-        """Groups left without being trained: `reason` is the gate, "stale" or "cancelled"."""
+        """Groups left without being trained: `reason` is the gate, STALE or CANCELLED."""
         self._of(step).dropped[reason] += len(groups)
         for group in groups:
             self._pooled.pop(group, None)
@@ -97,7 +98,7 @@ class Tally:
                 f"{name}/acceptance": 1 - numbers.dropped[name] / numbers.admitted,
             }
         if self._plan.pool:
-            metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in ("stale", "cancelled")}
+            metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in (STALE, CANCELLED)}
         return dict(sorted(metrics.items()))
 
     def _add(self, step: int, metrics: dict[str, float], weight: float) -> None:

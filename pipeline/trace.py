@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+
+from pipeline.stage import Task
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True):
@@ -65,16 +68,26 @@ class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True):
     at_s: float
 
 
-class Submitted(msgspec.Struct, tag="submitted", frozen=True, kw_only=True):
-    """A task was handed to a worker group: to one of its data-parallel replicas, or (`replica` None) to all."""
+class _OfTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of a task, or of some of its groups."""
 
     task: int
     stage: str
     step: int
     attempt: int
+    groups: tuple[int, ...]
+
+
+def of(task: Task) -> dict[str, Any]:
+    """The fields that name a task in what is said of it."""
+    return {"task": task.number, "stage": task.stage, "step": task.step, "attempt": task.attempt}
+
+
+class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True):
+    """A task was handed to a worker group: to one of its data-parallel replicas, or (`replica` None) to all."""
+
     group: str
     replica: int | None
-    groups: tuple[int, ...]
     samples: int
     version: int
     at_s: float
@@ -112,51 +125,36 @@ class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True):
     end_s: float
 
 
-class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
+class Ran(_OfTask, tag="ran", frozen=True, kw_only=True):
     """A task finished on a worker. The span holds its gets, its work and its puts.
 
     `cpu_s` are CPU seconds of the worker's process in the span, over all threads, without those of other tasks that ran
     inside it.
     """
 
-    task: int
-    stage: str
-    step: int
-    attempt: int
     group: str
     worker: int
-    groups: tuple[int, ...]
     start_s: float
     end_s: float
     cpu_s: float
     metrics: dict[str, float]
 
 
-class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, kw_only=True):
+class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True):
     """The driver has taken a report: the task reads these groups no more, and what it writes of them is present."""
 
-    task: int
-    stage: str
-    step: int
-    attempt: int
-    groups: tuple[int, ...]
     at_s: float
 
 
-class Trained(msgspec.Struct, tag="trained", frozen=True, kw_only=True):
+class Trained(_OfTask, tag="trained", frozen=True, kw_only=True):
     """What one rank trained on, seen in the columns themselves.
 
     `version` is that of the weights before the update. One entry a group in `samples`, `oldest` and `newest` (versions
     of its tokens); `entries` counts the values of every column that has one a token.
     """
 
-    task: int
-    stage: str
-    step: int
-    attempt: int
     worker: int
     version: int
-    groups: tuple[int, ...]
     samples: tuple[int, ...]
     oldest: tuple[int, ...]
     newest: tuple[int, ...]
@@ -164,26 +162,16 @@ class Trained(msgspec.Struct, tag="trained", frozen=True, kw_only=True):
     at_s: float
 
 
-class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
+class Retried(_OfTask, tag="retried", frozen=True, kw_only=True):
     """An attempt at a task is lost; its groups are handed out again, and what it may still report is ignored."""
 
-    task: int
-    stage: str
-    step: int
-    attempt: int
-    groups: tuple[int, ...]
     reason: str
     at_s: float
 
 
-class Fenced(msgspec.Struct, tag="fenced", frozen=True, kw_only=True):
+class Fenced(_OfTask, tag="fenced", frozen=True, kw_only=True):
     """A report of an attempt that is no longer current was ignored."""
 
-    task: int
-    stage: str
-    step: int
-    attempt: int
-    groups: tuple[int, ...]
     at_s: float
 
 
@@ -269,6 +257,7 @@ TraceEvent = (
     | Failed
     | Ended
 )
+BLOCK = 1 << 16  # bytes that are looked at together
 _DECODER = msgspec.json.Decoder(TraceEvent)
 
 
@@ -280,10 +269,8 @@ class TraceWriter:
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("ab") if path else None
-        if path and self._file and path.stat().st_size:
-            written = path.read_bytes()
-            if not written.endswith(b"\n"):
-                self._file.truncate(written.rfind(b"\n") + 1)
+        if path and self._file:
+            self._file.truncate(_whole_lines(path))
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 
@@ -307,6 +294,18 @@ class TraceWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def _whole_lines(path: Path) -> int:
+    """The bytes of a file up to the end of its last whole line."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for start in range((size - 1) // BLOCK * BLOCK, -1, -BLOCK):
+            file.seek(start)
+            newline = file.read(min(BLOCK, size - start)).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+    return 0
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:

@@ -49,7 +49,6 @@ class TaskResult(msgspec.Struct, kw_only=True):
     """What a worker reports of a task: all of it, or, of a stream, what has come since the last report.
 
     finished   groups that the task has behind it, by admission number
-    over       whether this is the last report of the task on this worker
     samples    that the metrics are the mean of
     dropped    why a gate dropped groups
     cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
@@ -60,7 +59,6 @@ class TaskResult(msgspec.Struct, kw_only=True):
     task: Task
     handles: list[KVBatchMeta] = []
     finished: tuple[int, ...] = ()
-    over: bool = True
     samples: int = 0
     metrics: dict[str, float] = {}
     weights: tuple[int, str] | None = None
@@ -161,7 +159,7 @@ class Worker:
         outputs become few puts.
         """
         stage, start_s = self.stages[task.stage], self._begin(task, alone=False)
-        result = TaskResult(task=task, over=False)
+        result = TaskResult(task=task)
         self._streaming.update(task.groups)
         metrics: dict[str, float] = {}
         samples = 0
@@ -177,14 +175,13 @@ class Worker:
                 samples += result.samples
                 left.difference_update(result.finished)
                 yield result
-                result = TaskResult(task=task, over=False)
+                result = TaskResult(task=task)
             if left:
                 raise _unfinished(stage, left)
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
         self._cancelled.difference_update(task.groups)
-        result.over = True
         self._end(task, result, start_s, {name: value / samples for name, value in metrics.items()} if samples else {})
         yield result
 
@@ -362,10 +359,7 @@ class Worker:
         per_token = [field.name for field in stage.reads if field.ragged == self._stamps.ragged]
         lengths: dict[str, Any] = {name: columns[name] for name in per_token}
         return trace.Trained(
-            task=task.number,
-            stage=stage.name,
-            step=task.step,
-            attempt=task.attempt,
+            **trace.of(task),
             worker=self.rank,
             version=task.step,
             groups=tuple(versions),
@@ -398,10 +392,7 @@ class Worker:
         """The task is over, on this worker."""
         result.events.append(
             trace.Ran(
-                task=task.number,
-                stage=task.stage,
-                step=task.step,
-                attempt=task.attempt,
+                **trace.of(task),
                 group=self.group.name,
                 worker=self.rank,
                 groups=task.groups,

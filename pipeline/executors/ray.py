@@ -313,7 +313,7 @@ class RayExecutor:
             name = self._planned[task.stage].groups[0]
             doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
             return TaskResult(task=task, error=_lost(doing, error))
-        return report if leads else TaskResult(task=task, events=report.events, error=report.error, over=False)
+        return report if leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
         """What a task has come to, once all of its ranks have answered or the first one failed; None until then."""

@@ -16,10 +16,11 @@ from pipeline import trace
 from pipeline.analysis import Report, analyse
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.simulated import Simulation
+from pipeline.history import last_run
 from pipeline.plan import Plan
 from pipeline.rundir import RunDir
 from pipeline.simulation.durations import Durations
-from pipeline.simulation.recorded import fitted, last_run
+from pipeline.simulation.recorded import fitted
 from pipeline.simulation.whatif import Changes
 
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pipeline.errors import GraphError, Problem
 from pipeline.gate import ADDED
-from pipeline.plan import Plan, PlannedStage
+from pipeline.plan import Plan, PlannedStage, with_pool
 from pipeline.simulation.distributions import GRAMMAR, Distribution, Term, parse
 from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
 
@@ -73,7 +73,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
             gate=replace(plan.gate, max_groups=plan.gate.max_groups // plan.batch * batch) if plan.gate else None,
             groups=tuple(replace(group, workers=self.workers.get(group.name, group.workers)) for group in plan.groups),
         )
-        return replace(changed, pool=pool_of(changed))
+        return with_pool(changed)
 
     def _durations(self, plan: Plan, durations: Durations) -> Durations:
         stages = {ADDED: Drawn(parse("0"))} | dict(
@@ -174,27 +174,6 @@ def distribution_problem(name: str, text: str) -> Problem | None:
             where=f"--stage {name}={text}", what=str(error), why="a stage takes a sum of such seconds", fix=GRAMMAR
         )
     return None
-
-
-def pool_of(plan: Plan) -> tuple[str, ...]:
-    """The stages that run before a group is claimed for a step: `pipeline.plan.pooled`, of a plan."""
-    if plan.on_stale != "drop" or not plan.max_staleness:
-        return ()
-    bound = {name for fence in plan.fences for name in (fence.before, fence.after)}
-    external = {stage.name for stage in plan.stages if stage.shape == "external"}
-    writer = {field: stage.name for stage in plan.stages for field in stage.writes}
-    weights = set(plan.weights_fields)
-    pool: set[str] = set()
-
-    def joins(stage: PlannedStage) -> bool:
-        free = stage.per != "batch" and stage.every == 1 and stage.shape not in ("transfer", "external")
-        before = {writer[field] for field in (*stage.reads, *stage.awaits)} - external
-        return free and stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes)) and before <= pool
-
-    for stage in sorted(plan.stages, key=lambda stage: stage.layer):
-        if joins(stage):
-            pool.add(stage.name)
-    return tuple(stage.name for stage in plan.stages if stage.name in pool)
 
 
 def _batch(text: str | None, batch: int) -> int:

@@ -259,7 +259,7 @@ class Workers:
         cpu_s = attempt.work_s * attempt.cores
         return [
             trace.Ran(
-                task=task.number, stage=task.stage, step=task.step, attempt=task.attempt, group=group, worker=rank,
+                **trace.of(task), group=group, worker=rank,
                 groups=task.groups, start_s=attempt.begun_s, end_s=now_s, cpu_s=cpu_s, metrics={},
             )
             for group, rank, _ in attempt.lanes

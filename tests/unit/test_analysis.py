@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pipeline import Schedule, trace
 from pipeline.analysis import analyse, drops, staleness, utilisation
 from pipeline.executors.simulated import Fault, Simulation
+from pipeline.history import Tasks, last_run
 from pipeline.plan import Plan, plan
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
-from pipeline.simulation.recorded import Tasks, last_run
 from tests.unit import toy
 
 

@@ -46,6 +46,7 @@ CORE = (
     "meter",
     "analysis",
     "critical_path",
+    "history",
     "rundir",
     "columns",
     "sharding",
