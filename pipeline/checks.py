@@ -269,6 +269,14 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                 why="workers are data x tensor x context x pipeline parallel",
                 fix=f"workers={group.model_parallel} or a multiple",
             )
+        elif group.data_parallel * group.context_parallel % group.expert_parallel:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has expert_parallel={group.expert_parallel} "
+                f"and {group.data_parallel} data-parallel replicas",
+                why="experts are divided over the workers that hold the same part of everything else",
+                fix="expert_parallel=1, or a divisor of the data-parallel size",
+            )
         elif graph.batch % group.data_parallel:
             alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
             yield Problem(
@@ -304,7 +312,7 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
             why="it names the logs of its workers",
             fix="use letters, digits, '-' and '_'",
         )
-    parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1))
+    parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1), ("expert_parallel", 1))
     for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
         value = getattr(group, name)
         if not is_whole(value, low):

@@ -57,14 +57,15 @@ class WorkerGroup(_Located):
     """Processes that share a backend.
 
     name       in this graph
-    backend    who computes: "torch" for models, "python" for plain functions
-    workers    processes: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
-               together, each on its share of the batch
+    backend    who computes: "torch", "vllm" (samples) and "megatron" (trains) for models, "python" for plain functions
+    workers    ranks: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
+               together, each on its share of the batch. None is one a GPU, and one without GPUs
     gpus       of the whole group, divided evenly over its workers
     cpus       of each worker, for Ray's placement
     threads    torch threads of each worker; 0 leaves torch's choice
     tensor_parallel, context_parallel, pipeline_parallel   workers that hold one model together, by kind; what is left
                is data parallel
+    expert_parallel   data-parallel workers among which the experts of a mixture are divided
     fetch      among workers that need the same samples: "independent", each gets them from the data plane; "leader",
                the first does and broadcasts; "auto" is leader where there are several
     fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
@@ -73,15 +74,26 @@ class WorkerGroup(_Located):
 
     name: str
     backend: str = "python"
-    workers: int = 1
+    workers: int = None  # type: ignore[assignment] # given its number as soon as it is built
     gpus: int = 0
     cpus: float = 1.0
     threads: int = 0
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
     fetch: Literal["auto", "independent", "leader"] = "auto"
     fully_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            gpus = self.gpus if isinstance(self.gpus, int) and self.backend != "python" else 0
+            object.__setattr__(self, "workers", max(1, gpus))
+
+    @property
+    def processes(self) -> int:
+        """Processes that are started for it. A backend of `LEADS` starts the other ranks of a replica itself."""
+        return self.data_parallel if self.backend in LEADS else self.workers
 
     @property
     def model_parallel(self) -> int:
@@ -94,6 +106,7 @@ class WorkerGroup(_Located):
         return self.workers // max(1, self.model_parallel)
 
 
+LEADS = ("vllm",)  # backends of which one process leads all ranks of a replica
 HOST = "host"  # the worker group of stages that name none
 
 

@@ -90,7 +90,7 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker group and the stages that it hosts."""
+    """A worker group and the stages that it hosts. `workers` are its processes, `model_parallel` those of a replica."""
 
     name: str
     backend: str
@@ -268,11 +268,11 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             PlacedGroup(
                 name=group.name,
                 backend=group.backend,
-                workers=group.workers,
+                workers=group.processes,
                 gpus=group.gpus,
-                cpus=group.cpus,
+                cpus=group.cpus * group.workers / group.processes,
                 threads=group.threads,
-                model_parallel=group.model_parallel,
+                model_parallel=group.processes // group.data_parallel,
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
             )
             for group in worker_groups(stages, graph.host)

@@ -42,7 +42,9 @@ class Layout:
 
     @staticmethod
     def of(group: WorkerGroup) -> Layout:
-        """The layout of a worker group that the checks have passed."""
+        """The layout of a worker group that the checks have passed; of its processes, where each leads a replica."""
+        if group.processes < group.workers:
+            return Layout(data=group.processes)
         return Layout(
             data=group.data_parallel,
             tensor=group.tensor_parallel,

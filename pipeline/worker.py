@@ -95,14 +95,14 @@ class Worker:
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
         """Open the store at which the ranks of this group meet; its port on `host`. For rank 0, before `join`."""
-        self._store = open_store(host, self.group.workers, deadline_s=deadline_s)
+        self._store = open_store(host, self.group.processes, deadline_s=deadline_s)
         return self._store.port
 
     def join(self, host: str, port: int, deadline_s: float) -> None:
         """Meet the other ranks of the group. Exchanges among them end after `deadline_s` with an error."""
         store = self._store
         if store is None:
-            store = reach_store(host, port, self.group.workers, deadline_s=deadline_s)
+            store = reach_store(host, port, self.group.processes, deadline_s=deadline_s)
         device = "cuda" if self.group.gpus else "cpu"
         layout, fetch = Layout.of(self.group), self.group.fetch
         self.ranks = Ranks.join(layout, self.rank, store, device=device, deadline_s=deadline_s, fetch=fetch)

@@ -74,7 +74,7 @@ class Evaluate(Stage):
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, ranges, and that there are held-out prompts."""
         where = str(self.location)
-        yield from backend_problems(self.on, self)
+        yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
         for name, value, least in (
             ("prompts", self.prompts, 1),

@@ -52,11 +52,12 @@ class _Logprobs(Stage):
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]
         """Each worker may have another number of microbatches, unless they hold the weights together."""
-        return sharding(self.microbatch, equal=self.on is not None and self.on.fully_sharded)
+        together = self.on is not None and (self.on.fully_sharded or self.on.expert_parallel > 1)
+        return sharding(self.microbatch, equal=together)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, ranges, and the rollout's temperature."""
-        yield from backend_problems(self.on, self)
+        yield from backend_problems(self.on, self, "score")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         if not is_whole(self.at_once, 0):

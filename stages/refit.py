@@ -49,9 +49,8 @@ class Refit(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Both backends; the model; weights that are the same type at both ends."""
-        yield from backend_problems(self.source, self)
-        if self.target != self.source:
-            yield from backend_problems(self.target, self)
+        yield from backend_problems(self.source, self, "train")
+        yield from backend_problems(self.target, self, "sample")
         yield from model_problems(self.model)
         if (self.source.gpus > 0) != (self.target.gpus > 0):
             yield Problem(
@@ -68,17 +67,14 @@ class Refit(Stage):
         def run(rendezvous: Rendezvous, task: Task) -> Output:
             version = task.step + 1
             if rendezvous.side == "source":
-                if context.ranks.rank > 0 and not self.source.fully_sharded:
-                    return Output()  # rank 0 has the whole model, and sends it
                 weights = backend.trained_weights(self.model)
                 if context.ranks.rank > 0:
-                    return Output()  # it gave its share
+                    return Output()  # rank 0 has the whole model, and sends it
                 rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})
                 return Output()
             payload = rendezvous.take()
-            backend.serve(self.model, payload["weights"], version)
-            served = backend.served_weights(self.model)
-            sha256 = backend.weight_hash(served)
+            weights = payload["weights"]
+            sha256 = backend.serve(self.model, weights, version)
             if (version, sha256) != (payload["version"], payload["sha256"]):
                 raise StageError(
                     Problem(
@@ -89,7 +85,7 @@ class Refit(Stage):
                         fix="resume from the last checkpoint; if it comes again, the transfer is broken",
                     )
                 )
-            size = sum(tensor.numel() * tensor.element_size() for tensor in served.values())
+            size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
             return Output(metrics={"size_bytes": float(size)}, weights=(version, sha256))
 
         return run

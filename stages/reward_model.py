@@ -60,7 +60,7 @@ class RewardModel(Stage):
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, group, model and ranges."""
         where = str(self.location)
-        found = list(backend_problems(self.on, self))
+        found = list(backend_problems(self.on, self, "reward"))
         yield from found
         yield from model_problems(self.model)
         group = self.on

@@ -18,7 +18,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.columns import Column, Columns, take
 from pipeline.errors import Problem, shown
 from pipeline.parameters import is_number, is_whole
-from stages.backends import STREAM_ROLLOUT, Cancelled, Sampling, backend_problems, engine, model_problems, samples_of
+from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
 from stages.vocabulary import (
     MADE_BY,
     MESSAGES,
@@ -42,8 +42,9 @@ class Rollout(Stage):
 
     max_tokens    tokens of a response at most, the closing one included
     temperature   divides the logits; logprobs are taken at it too, over the whole vocabulary
-    top_p, top_k  cut the tail off; 1.0 and 0 keep it. The logprobs do not change, so training is slightly off-policy
-    stop          texts that end a response besides the model's own end of sequence, each one token
+    top_p, top_k, min_p   cut the tail off; 1.0, 0 and 0.0 keep it. The logprobs do not change, so training is slightly
+                  off-policy
+    stop          texts that end a response besides the model's own end of sequence; on the torch backend one token each
     decode_batch  groups that are decoded together, of those that a task has; 0 is all of them
     chat          prompts are lists of messages (`Prompts(..., chat=True)`), in the chat template of the model
 
@@ -60,6 +61,7 @@ class Rollout(Stage):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     decode_batch: int = 0
     chat: bool = False
@@ -83,7 +85,7 @@ class Rollout(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model and the ranges of the sampling parameters."""
-        yield from backend_problems(self.on, self)
+        yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
         stop: Any = self.stop
         texts = isinstance(stop, tuple | list) and all(isinstance(text, str) and text for text in stop)
@@ -92,6 +94,7 @@ class Rollout(Stage):
             ("temperature", self.temperature, is_number(self.temperature) and self.temperature > 0, "a number above 0"),
             ("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("top_k", self.top_k, is_whole(self.top_k, 0), "a whole number, 0 (off) or more"),
+            ("min_p", self.min_p, is_number(self.min_p) and 0 <= self.min_p < 1, "a number from 0 (off) to below 1"),
             ("decode_batch", self.decode_batch, is_whole(self.decode_batch, 0), "a whole number, 0 is all of the task"),
             ("stop", stop, texts, "a tuple of texts"),
             ("chat", self.chat, isinstance(self.chat, bool), "True or False"),
@@ -125,8 +128,6 @@ class Rollout(Stage):
         self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
         """The groups at these positions of the task as one decode batch, without those that are cancelled already."""
-        from ops.random import uniform
-
         size = context.group_size
         wanted = [position for position in positions if task.groups[position] not in context.cancelled]
         if len(wanted) < len(positions):
@@ -138,14 +139,8 @@ class Rollout(Stage):
         stream = backend.stream(
             self.model,
             prompt_ids,
-            Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop),
-            uniform(
-                context.seed,
-                STREAM_ROLLOUT,
-                [task.groups[i // size] for i in index],
-                [i % size for i in index],
-                self.max_tokens,
-            ),
+            self._sampling(),
+            Draws(context.seed, tuple(task.groups[i // size] for i in index), tuple(i % size for i in index)),
             group_size=size,
             version=task.version,
             unwanted=lambda group: task.groups[wanted[group]] in context.cancelled,
@@ -158,6 +153,16 @@ class Rollout(Stage):
                 samples = samples_of(event.groups, size)
                 ids = prompt_ids if len(samples) == len(index) else take(prompt_ids, samples)
                 yield self._output(backend, ids, event.made, [index[i] for i in samples])
+
+    def _sampling(self) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+            min_p=self.min_p,
+        )
 
     def _output(self, backend: Engine, prompt_ids: Column, made: Generation, index: list[int]) -> Output:
         lengths = made.response_ids.lengths

@@ -132,7 +132,7 @@ class Train(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Backend, model, and every range."""
-        yield from backend_problems(self.on, self)
+        yield from backend_problems(self.on, self, "train")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         yield from loss_problems(self.loss, str(self.location))

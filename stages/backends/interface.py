@@ -22,9 +22,9 @@ STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any o
 class Sampling:
     """How tokens are chosen.
 
-    Probabilities are softmax(logits / temperature); `top_k` (0 is all) and then `top_p` cut the tail off and what is
-    left is normalised again. `greedy` takes the most probable token instead and ignores the rest. A response ends
-    with an end-of-sequence token, with one of the `stop` texts (each one token of the tokenizer), or after
+    Probabilities are softmax(logits / temperature); `min_p` (a share of the largest one), then `top_k` (0 is all), then
+    `top_p` cut the tail off and what is left is normalised again. `greedy` takes the most probable token
+    instead and ignores the rest. A response ends with an end-of-sequence token, with one of the `stop` texts, or after
     `max_tokens` tokens.
     """
 
@@ -34,6 +34,29 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     greedy: bool = False
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the random numbers of samples come from: the run's seed, and of each sample the admission number of its
+    group and its index in it. A sample depends on these three, and on nothing beside it."""
+
+    seed: int
+    groups: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    def uniforms(self, tokens: int) -> np.ndarray:
+        """Numbers [N, tokens] in (0, 1)."""
+        from ops.random import uniform
+
+        return uniform(self.seed, STREAM_ROLLOUT, self.groups, self.samples, tokens)
+
+    def seeds(self) -> list[int]:
+        """One a sample, below 2**63, for an engine with generators of its own."""
+        from ops.random import seeds
+
+        return seeds(self.seed, STREAM_ROLLOUT, self.groups, self.samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +180,8 @@ class Learner(Protocol):
         """What `save` wrote. Raises CheckpointError where the files are not whole."""
 
 
-class Engine(Protocol):
-    """What a backend can do. One engine holds the models of all stages on its worker.
-
-    Of one model there are up to three copies: the one that is trained, the one that is served to rollout, and the
-    frozen one. They start equal.
-    """
+class Texts(Protocol):
+    """Texts and tokens of a model."""
 
     def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
         """Token ids of each text; with `chat`, of each list of messages, as JSON, in the model's chat template."""
@@ -170,15 +189,19 @@ class Engine(Protocol):
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
 
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
-        """Responses of the served copy. `uniforms` [N, max_tokens] in (0, 1) choose the tokens; greedy needs none."""
+
+class Sampler(Texts, Protocol):
+    """An engine that samples from the served copy of a model."""
+
+    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
+        """Responses of the served copy. `draws` choose the tokens; greedy needs none."""
 
     def stream(
         self,
         model: Model,
         prompt_ids: Ragged,
         sampling: Sampling,
-        uniforms: np.ndarray | None,
+        draws: Draws | None,
         *,
         group_size: int,
         version: int = 0,
@@ -186,10 +209,27 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """The same responses, each run of `group_size` samples as soon as all of them have ended.
 
-        It awaits between two tokens: other tasks of the worker run there, and `serve` there changes the weights of the
+        It awaits between tokens: other tasks of the worker run there, and `serve` there changes the weights of the
         tokens to come. `version` stamps the tokens of a copy that was never served. A group that is `unwanted`, by its
-        position, is given up at the next token. The order of what is yielded depends on the samples only.
+        position, is soon given up.
         """
+
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
+        """Load weights of a policy version into the served copy, also while a stream of it is between two tokens.
+
+        Returns the `weight_hash` of what it has loaded. Raises StageError where names, shapes or dtypes differ; the
+        copy and its version are then what they were.
+        """
+
+    def served_version(self, model: Model, default: int = 0) -> int:
+        """The version that was served last; `default` where none was, and for a frozen model."""
+
+    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
+
+
+class Trainer(Texts, Protocol):
+    """An engine that trains a model and scores with it, or with its frozen copy. The copies start equal."""
 
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
@@ -197,11 +237,18 @@ class Engine(Protocol):
         """Logprobs of the response tokens: of the trained copy, or of a frozen model's frozen one. The shard cuts the
         samples into microbatches."""
 
-    def reward(
-        self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
-    ) -> torch.Tensor:
-        """The scores [N] of a reward model, float32 on the CPU; of torch only. The first call for a model loads it,
-        also one without samples."""
+    def learner(self, model: Model, optimization: Optimization) -> Learner:
+        """The trained copy with an optimizer. One a model."""
+
+    def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
+        """The trained copy's weights on the CPU, by their names in a Hugging Face folder; a tied tensor once.
+        A snapshot: later updates do not show.
+
+        All ranks call it together; rank 0 gets the weights, the others nothing.
+        """
+
+    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Floating point operations of a forward and a backward pass over these samples, without padding and
@@ -210,26 +257,16 @@ class Engine(Protocol):
     def peak_tflops(self) -> float | None:
         """What this worker's device can do, dense in bfloat16; None where that is not known."""
 
-    def learner(self, model: Model, optimization: Optimization) -> Learner:
-        """The trained copy with an optimizer. One a model."""
 
-    def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """The trained copy's weights on the CPU, by name; a tied tensor once. A snapshot: later updates do not show.
+class Judge(Protocol):
+    """An engine that scores texts with a reward model."""
 
-        All ranks call it together.
-        """
+    def reward(
+        self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
+    ) -> torch.Tensor:
+        """The scores [N] of a reward model, float32 on the CPU; of torch only. The first call for a model loads it,
+        also one without samples."""
 
-    def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """The same of the served copy."""
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load weights of a policy version into the served copy, also while a stream of it is between two tokens.
-
-        Raises StageError where names, shapes or dtypes differ; the copy and its version are then what they were.
-        """
-
-    def served_version(self, model: Model, default: int = 0) -> int:
-        """The version that was served last; `default` where none was, and for a frozen model."""
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
+class Engine(Sampler, Trainer, Judge, Protocol):
+    """All of it. One engine holds the models of all stages on its worker; a backend may have a part only."""

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 from pipeline import Model, Output, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
 from stages import Refit, Rollout
-from stages.backends import Cancelled, Decoded, Sampling, engine, samples_of
+from stages.backends import Cancelled, Decoded, Draws, Sampling, engine, samples_of
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -117,8 +116,8 @@ def test_the_seam_is_where_the_weights_changed_and_the_cache_before_it_stays(sea
     new = other_weights(old)
     backend.serve(POLICY, old, 4)
     prompt_ids = backend.encode(POLICY, [text for text in PROMPTS for _ in range(G)])
-    numbers = np.random.default_rng(0).uniform(size=(len(prompt_ids), 12))
-    stream = backend.stream(POLICY, prompt_ids, Sampling(12, stop=STOP), numbers, group_size=G)
+    draws = Draws(0, tuple(range(len(prompt_ids))), (0,) * len(prompt_ids))
+    stream = backend.stream(POLICY, prompt_ids, Sampling(12, stop=STOP), draws, group_size=G)
     events = together(stream, after(seam - 1, lambda: backend.serve(POLICY, new, 5)))
     network = backend.network(POLICY, "served")
     crossed = 0
@@ -203,20 +202,20 @@ def test_groups_that_come_early_are_those_of_generate_bit_for_bit() -> None:
     backend: Any = engine(context())
     passes = Passes(backend)
     texts = [text for text in PROMPTS * 2 for _ in range(G)]
-    numbers = np.random.default_rng(5).uniform(size=(len(texts), 30))
+    draws = Draws(5, tuple(range(len(texts))), (0,) * len(texts))
     sampling = Sampling(30, stop=STOP)
     prompt_ids = backend.encode(POLICY, texts)
     seen_after: dict[int, int] = {}
     events: list[Decoded] = []
 
     async def collect() -> None:
-        async for event in backend.stream(POLICY, prompt_ids, sampling, numbers, group_size=G):
+        async for event in backend.stream(POLICY, prompt_ids, sampling, draws, group_size=G):
             events.append(event)
             seen_after.update(dict.fromkeys(event.groups, len(passes.rows)))
 
     asyncio.run(collect())
     in_stream, passes.rows[:] = list(passes.rows), []
-    made = backend.generate(POLICY, prompt_ids, sampling, numbers)
+    made = backend.generate(POLICY, prompt_ids, sampling, draws)
     assert passes.rows == in_stream  # the same decode batches, so the same rounding
     assert in_stream == decode_batches(len(texts) // 2 // G, made.response_ids.lengths)
     assert sorted(seen_after) == list(range(12)) and len(events) > 3
@@ -308,14 +307,14 @@ def test_groups_that_are_cancelled_before_their_decode_batch_cost_nothing() -> N
 def test_a_group_that_has_ended_is_not_cancelled_any_more() -> None:
     backend: Any = engine(context())
     texts = [text for text in PROMPTS for _ in range(G)]
-    numbers = np.random.default_rng(5).uniform(size=(len(texts), 30))
+    draws = Draws(5, tuple(range(len(texts))), (0,) * len(texts))
     unwanted: set[int] = set()
     prompt_ids, sampling = backend.encode(POLICY, texts), Sampling(30, stop=STOP)
 
     async def collect() -> list[Any]:
         events = []
         stream = backend.stream(
-            POLICY, prompt_ids, sampling, numbers, group_size=G, unwanted=lambda group: group in unwanted
+            POLICY, prompt_ids, sampling, draws, group_size=G, unwanted=lambda group: group in unwanted
         )
         async for event in stream:
             events.append(event)

@@ -1,8 +1,8 @@
 """Sampling and scoring of the torch backend."""
 
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +10,7 @@ from pipeline import Model, StageError, WorkerGroup
 from pipeline.columns import Ragged
 from pipeline.sharding import Plain, Sharding
 from pipeline.stage import StageContext
-from stages.backends import Sampling, engine, one_shard
+from stages.backends import Draws, Sampling, engine, one_shard
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.generate import choose, generate
 from tests.unit.tiny import QWEN3
@@ -28,8 +28,9 @@ def backend() -> Any:
     return engine(context)
 
 
-def uniforms(count: int, tokens: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(1e-9, 1 - 1e-9, (count, tokens))
+def draws(count: int, seed: int = 0) -> Draws:
+    """Of so many samples, each in a group of its own."""
+    return Draws(seed, tuple(range(count)), (0,) * count)
 
 
 RAGGED = ["1", "0123456789", "abc", "77", "abcabc"]
@@ -43,7 +44,7 @@ def test_rollout_logprobs_are_those_of_scoring(
     backend: TorchEngine, texts: list[str], temperature: float, microbatch: int
 ) -> None:
     prompts = backend.encode(POLICY, texts)
-    made = backend.generate(POLICY, prompts, Sampling(9, temperature), uniforms(len(texts), 9))
+    made = backend.generate(POLICY, prompts, Sampling(9, temperature), draws(len(texts), seed=1))
     again = backend.score(
         POLICY,
         prompts,
@@ -72,22 +73,21 @@ def test_scores_are_those_of_each_sequence_alone(backend: TorchEngine) -> None:
 
 def test_a_sample_depends_on_its_own_random_numbers_only(backend: TorchEngine) -> None:
     prompts = backend.encode(POLICY, SHARED)
-    first = uniforms(len(SHARED), 9)
-    second = uniforms(len(SHARED), 9, seed=1)
-    second[4] = first[4]
+    first = draws(len(SHARED))
+    second = replace(first, groups=tuple(4 if i == 4 else 100 + i for i in range(len(SHARED))))
     rows = [
-        [row.tolist() for row in backend.generate(POLICY, prompts, Sampling(9), numbers).response_ids.rows()]
-        for numbers in (first, second)
+        [row.tolist() for row in backend.generate(POLICY, prompts, Sampling(9), chosen).response_ids.rows()]
+        for chosen in (first, second)
     ]
     assert rows[0][4] == rows[1][4]
     assert sum(a != b for a, b in zip(*rows)) >= 5
-    alone = backend.generate(POLICY, backend.encode(POLICY, SHARED[4:5]), Sampling(9), first[4:5])
+    alone = backend.generate(POLICY, backend.encode(POLICY, SHARED[4:5]), Sampling(9), Draws(0, (4,), (0,)))
     assert alone.response_ids.values.tolist() == rows[0][4]
 
 
 def test_a_response_ends_with_its_closing_token_or_is_truncated(backend: TorchEngine) -> None:
     prompts = backend.encode(POLICY, ["12"] * 64)
-    made = backend.generate(POLICY, prompts, Sampling(12), uniforms(64, 12))
+    made = backend.generate(POLICY, prompts, Sampling(12), draws(64))
     assert 0 < int(made.truncated.sum()) < 64
     for row, truncated in zip(made.response_ids.rows(), made.truncated.tolist()):
         ids = row.tolist()
@@ -99,7 +99,7 @@ def test_a_response_ends_with_its_closing_token_or_is_truncated(backend: TorchEn
 def test_a_stop_text_ends_a_response_and_is_part_of_it(backend: TorchEngine) -> None:
     prompts = backend.encode(POLICY, ["12"] * 32)
     stop = backend.encode(POLICY, ["a"]).values.item()
-    made = backend.generate(POLICY, prompts, Sampling(12, stop=("a",)), uniforms(32, 12))
+    made = backend.generate(POLICY, prompts, Sampling(12, stop=("a",)), draws(32))
     rows = [row.tolist() for row in made.response_ids.rows()]
     assert any(row[-1] == stop for row in rows)
     assert not any(stop in row[:-1] for row in rows)
@@ -107,7 +107,7 @@ def test_a_stop_text_ends_a_response_and_is_part_of_it(backend: TorchEngine) -> 
 
 def test_a_stop_text_of_several_tokens_is_refused(backend: TorchEngine) -> None:
     with pytest.raises(StageError, match=r"stop 'ab': it is 2 tokens of this tokenizer; .* Fix: a text that is one"):
-        backend.generate(POLICY, backend.encode(POLICY, ["1"]), Sampling(2, stop=("ab",)), uniforms(1, 2))
+        backend.generate(POLICY, backend.encode(POLICY, ["1"]), Sampling(2, stop=("ab",)), draws(1))
 
 
 def test_greedy_takes_the_most_probable_token(backend: TorchEngine) -> None:
@@ -125,7 +125,7 @@ def test_greedy_takes_the_most_probable_token(backend: TorchEngine) -> None:
 def test_dropping_finished_rows_changes_no_sample(backend: TorchEngine) -> None:
     network, count = backend.network(POLICY, "served"), 40
     prompts = backend.encode(POLICY, [RAGGED[i % 5] for i in range(count)])
-    numbers = uniforms(count, 16, seed=3)
+    numbers = draws(count, seed=3).uniforms(16)
     made = generate(network, prompts, Sampling(16), numbers, closing=CLOSING, pad=0)
     rows = made.response_ids.rows()
     assert sorted(len(row) for row in rows)[count // 2] < 16
@@ -152,6 +152,8 @@ def test_tokens_follow_the_softmax_at_the_temperature() -> None:
         (Sampling(1, top_k=9), {0, 1, 2, 3}),
         (Sampling(1, top_p=0.5), {0}),
         (Sampling(1, top_p=0.9), {0, 1, 3}),
+        (Sampling(1, min_p=0.4), {0, 3}),
+        (Sampling(1, min_p=0.2, top_k=2), {0, 3}),
         (Sampling(1, top_k=3, top_p=0.7), {0, 3}),
     ],
 )
@@ -190,7 +192,7 @@ def test_other_architectures_give_the_same_logprobs_both_ways(backend: TorchEngi
     }
     policy = Model("other", config={"model_type": model_type, **sizes[model_type]}, alphabet="0123456789abc")
     prompts = backend.encode(policy, RAGGED)
-    made = backend.generate(policy, prompts, Sampling(6), uniforms(len(RAGGED), 6))
+    made = backend.generate(policy, prompts, Sampling(6), draws(len(RAGGED)))
     again = backend.score(
         policy,
         prompts,

@@ -254,12 +254,12 @@ def test_a_group_with_gpus_needs_cuda() -> None:
         (
             WorkerGroup("sampler", backend="tensorflow"),
             "worker group 'sampler' has the backend 'tensorflow'; no backend has that name. "
-            "Fix: one of 'torch', 'python'",
+            "Fix: one of 'torch', 'vllm', 'megatron', 'python'",
         ),
         (
             WorkerGroup("sampler", backend="python"),
             "worker group 'sampler' has the backend 'python' and a stage that needs a model; 'python' runs plain "
-            "functions only. Fix: backend='torch'",
+            "functions only. Fix: backend='torch' or 'vllm' or 'megatron'",
         ),
         (
             WorkerGroup("sampler", backend="torch", gpus=4, workers=2),

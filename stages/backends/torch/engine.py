@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -24,11 +21,12 @@ from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
-from stages.backends import Cancelled, Decoded, Generation, Optimization, Sampling
+from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling
+from stages.backends.text import Texts, identity
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.memory import keep_freed_memory
-from stages.backends.torch.models import BYTES, closing_tokens, load_network, load_tokenizer
+from stages.backends.torch.models import closing_tokens, load_network
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
@@ -57,15 +55,15 @@ def open_engine(context: StageContext) -> TorchEngine:
     return TorchEngine(device, dtype, context.ranks, divided=group.fully_sharded and context.ranks.connected)
 
 
-class TorchEngine:
+class TorchEngine(Texts):
     """`stages.backends.Engine` on one device a rank. `divided` spreads trained and frozen copies over the ranks."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False
     ) -> None:
+        super().__init__()
         self.device, self.dtype, self.ranks, self.divided = device, dtype, ranks or Ranks(), divided
         self._builds: dict[Model, PreTrainedModel] = {}
-        self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
@@ -73,7 +71,7 @@ class TorchEngine:
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
         """The copy of the model that has this role; the same object at every call."""
-        key = _identity(model)
+        key = identity(model)
         if (key, role) not in self._networks:
             network = self._fresh(key)
             if role != "trained":
@@ -83,31 +81,7 @@ class TorchEngine:
             self._networks[key, role] = network
         return self._networks[key, role]
 
-    def tokenizer(self, model: Model) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        key = _identity(model)
-        if key not in self._tokenizers:
-            self._tokenizers[key] = load_tokenizer(key)
-        return self._tokenizers[key]
-
-    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
-        """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty, and for
-        messages where it has no chat template."""
-        tokenizer = self.tokenizer(model)
-        distinct = list(dict.fromkeys(texts))
-        encoded = _templated(tokenizer, model, distinct) if chat else _encoded(tokenizer, model, distinct)
-        rows = {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(distinct, encoded)}
-        return Ragged.of([rows[text] for text in texts])
-
-    def decode(self, model: Model, ids: Ragged) -> list[str]:
-        """The texts, without special tokens."""
-        rows = [tuple(row.tolist()) for row in ids.rows()]
-        distinct = list(dict.fromkeys(rows))  # short answers repeat
-        texts = self.tokenizer(model).batch_decode([list(row) for row in distinct], skip_special_tokens=True)
-        text_of = dict(zip(distinct, texts))
-        return [text_of[row] for row in rows]
-
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, uniforms: np.ndarray | None) -> Generation:
+    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy."""
         network, pad, version = (
             self.network(model, _served(model)),
@@ -115,6 +89,7 @@ class TorchEngine:
             self.served_version(model),
         )
         closing = self._closing(model, network, sampling)
+        uniforms = draws.uniforms(sampling.max_tokens) if draws else None
         return generate(network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version)
 
     async def stream(
@@ -122,7 +97,7 @@ class TorchEngine:
         model: Model,
         prompt_ids: Ragged,
         sampling: Sampling,
-        uniforms: np.ndarray | None,
+        draws: Draws | None,
         *,
         group_size: int,
         version: int = 0,
@@ -134,7 +109,7 @@ class TorchEngine:
             network,
             prompt_ids,
             sampling,
-            uniforms,
+            draws.uniforms(sampling.max_tokens) if draws else None,
             closing=self._closing(model, network, sampling),
             pad=_pad(self.tokenizer(model)),
             group_size=group_size,
@@ -158,7 +133,7 @@ class TorchEngine:
         self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
     ) -> torch.Tensor:
         """The scores of a reward model, which the first call for it loads."""
-        key = _identity(model)
+        key = identity(model)
         if key not in self._reward_models:
             self._reward_models[key] = open_reward_model(key, dtype=self.dtype, device=self.device)
         return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
@@ -178,7 +153,7 @@ class TorchEngine:
 
     def learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         """The trained copy with an optimizer. Raises StageError where the model has one already."""
-        key = _identity(model)
+        key = identity(model)
         if key in self._learners:
             raise StageError(
                 Problem(
@@ -193,17 +168,21 @@ class TorchEngine:
         return self._learners[key]
 
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """A snapshot of the trained copy."""
-        return weight_tools.weights(self.network(model, "trained"), self.dtype)
+        """A snapshot of the trained copy, on rank 0."""
+        if self.ranks.rank > 0 and not self.divided:
+            return {}  # rank 0 has the whole model
+        made = weight_tools.weights(self.network(model, "trained"), self.dtype)
+        return made if self.ranks.rank == 0 else {}
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load weights of a version into the served copy."""
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
+        """Load weights of a version into the served copy, and hash what is there."""
         weight_tools.load_weights(self.network(model, "served"), weights)
-        self._versions[_identity(model)] = version
+        self._versions[identity(model)] = version
+        return self.weight_hash(self.served_weights(model))
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model is never a key."""
@@ -231,58 +210,12 @@ class TorchEngine:
         return network
 
 
-def _identity(model: Model) -> Model:
-    return model if model.trainable else replace(model, trainable=True)
-
-
 def _served(model: Model) -> Role:
     return "served" if model.trainable else "frozen"
 
 
 def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked wherever it is used
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text. Raises StageError for the first that has none, or a character outside the alphabet."""
-    alphabet = set(model.alphabet or "") if model.config is not None and model.alphabet != BYTES else None
-    for text in texts:
-        unknown = sorted(set(text) - alphabet) if alphabet else []
-        if unknown or not text:
-            raise _cannot_say(model, text, unknown)
-    encoded = tokenizer(list(texts)).input_ids
-    for text, ids in zip(texts, encoded):
-        if not ids:
-            raise _cannot_say(model, text, [])
-    return encoded
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of lists of messages, up to where the assistant's answer begins."""
-    if not tokenizer.chat_template:
-        raise StageError(
-            Problem(
-                where=str(model.location),
-                what=f"the tokenizer of {model.source!r} has no chat template",
-                why="messages become a prompt by the template of the model",
-                fix="a model that was trained to chat, or Rollout(..., chat=False)",
-            )
-        )
-    made: Any = [
-        tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False) for text in texts
-    ]
-    return made
-
-
-def _cannot_say(model: Model, text: str, unknown: list[str]) -> StageError:
-    return StageError(
-        Problem(
-            where=f"prompt {text[:60]!r}",
-            what=f"it has the characters {', '.join(map(repr, unknown))}" if unknown else "it has no token",
-            why="the model's alphabet is " + repr(model.alphabet) if unknown else "a response needs a prompt",
-            fix="a larger alphabet, or another prompt" if unknown else "a prompt that is not empty",
-        )
-    )
 
 
 def _stop_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -204,8 +204,11 @@ def choose(
 
 
 def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero outside the top_k and top_p sets; a tie at the edge goes to the lower token id."""
+    """Zero outside the top_k and top_p sets and below min_p; a tie at the edge goes to the lower token id."""
     width = probabilities_BV.shape[-1]
+    if sampling.min_p > 0:
+        floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)
+        probabilities_BV = probabilities_BV.masked_fill(probabilities_BV < floor_B1, 0.0)
     if (sampling.top_k == 0 or sampling.top_k >= width) and sampling.top_p >= 1.0:
         return probabilities_BV
     sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)

@@ -1,0 +1,33 @@
+"""What the torch backend asks of a worker group. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline import WorkerGroup
+from pipeline.errors import Problem
+
+
+def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
+    """What keeps the group from computing with torch alone."""
+    if group.model_parallel > 1:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} holds a model on {group.model_parallel} workers together",
+            why=f"the backend {group.backend!r} has a whole model a worker, or a share of each layer (fully_sharded)",
+            fix="tensor_parallel=1, context_parallel=1, pipeline_parallel=1",
+        )
+    if group.fully_sharded and group.data_parallel < 2:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} is fully_sharded and has {group.workers} worker",
+            why="weights are divided over data-parallel workers",
+            fix="workers=2 or more, or fully_sharded=False",
+        )
+    if group.gpus > group.workers:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
+            why=f"a worker of the backend {group.backend!r} computes on one GPU",
+            fix=f"gpus={group.workers}",
+        )
