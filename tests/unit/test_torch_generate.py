@@ -37,7 +37,7 @@ RAGGED = ["1", "0123456789", "abc", "77", "abcabc"]
 SHARED = ["123"] * 3 + ["45678"] * 4 + ["123"]
 
 
-@pytest.mark.parametrize("texts", [RAGGED * 4, SHARED * 3, ["0123"] * 20], ids=["ragged", "shared", "unpadded"])
+@pytest.mark.parametrize("texts", [RAGGED * 4, SHARED * 3, ["0123"] * 60], ids=["ragged", "shared", "unpadded"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("microbatch", [0, 3])
 def test_rollout_logprobs_are_those_of_scoring(
