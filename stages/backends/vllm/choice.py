@@ -1,0 +1,121 @@
+"""Chooses the tokens inside vLLM: the torch backend's rule, with the same numbers. Runs in the engine's processes.
+
+vLLM's own sampler draws from a generator a request, whose state depends on how often it was asked, and gives logprobs
+before the temperature or after the tail is cut. Here the random number of (sample, token) is a function of both, as
+everywhere in Sluice, and the logprobs are those of softmax(logits / temperature) over the whole vocabulary: `Choice`
+leaves a row of logits one finite entry, at the chosen token, and that entry is the token's logprob. So a sample does
+not depend on its neighbours, on preemption or on a restart, and is the torch backend's sample but for rounding.
+
+Legend: B rows of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.backends.interface import Draws, Sampling
+from stages.backends.torch.generate import choose
+from stages.backends.vllm.environment import end_with_owner
+from stages.backends.vllm.versions import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in the batch. `tokens` is vLLM's own list of what it has sampled, which grows in place."""
+
+    name: str
+    sampling: Sampling
+    uniforms_T: np.ndarray | None
+    tokens: list[int]
+
+    @staticmethod
+    def of(told: dict[str, Any], tokens: list[int]) -> Row:
+        """From what `request_choice` wrote."""
+        sampling = Sampling(**told["sampling"])
+        if told["draw"] is None:
+            return Row(told["name"], sampling, None, tokens)
+        seed, group, sample = told["draw"]
+        # One more than there are tokens: vLLM may have a step under way when the last one turns out to be it.
+        return Row(
+            told["name"], sampling, Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + 1)[0], tokens
+        )
+
+
+_seen: dict[str, Row | int] = {}  # each request of this process: its row, or how many tokens it had when it left
+
+
+def tokens_of(names: list[str]) -> dict[str, int]:
+    """How many tokens each of these requests has; one that was never in the batch has none. Forgets all others."""
+    kept = {name: _seen[name] for name in names if name in _seen}
+    _seen.clear()
+    _seen.update(kept)
+    return {name: row if isinstance(row, int) else len(row.tokens) for name, row in kept.items()}
+
+
+def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | None) -> dict[str, Any]:
+    """What a request tells `Choice`, as plain values. `draw` is the seed, the group and the sample; greedy has none."""
+    told = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "greedy": sampling.greedy,
+    }
+    return {"name": name, "sampling": told, "draw": None if draw is None else list(draw)}
+
+
+class Choice(LogitsProcessor):
+    """The logits processor of all requests."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        end_with_owner()
+        self._rows: dict[int, Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """No: the greatest of the logits becomes the chosen token's."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests through the rows of the batch: those that leave, those that come, those that move."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._leave(index)
+        for index, params, _, tokens in batch_update.added:
+            self._leave(index)
+            self._rows[index] = row = Row.of((params.extra_args or {})["sluice"], tokens)
+            _seen[row.name] = row
+        for first, second, direction in batch_update.moved:
+            moving, replaced = self._rows.pop(first, None), self._rows.pop(second, None)
+            if moving is not None:
+                self._rows[second] = moving
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self._rows[first] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose a token a row."""
+        alike: dict[Sampling, list[int]] = {}
+        for index in sorted(self._rows):
+            if index < len(logits):
+                alike.setdefault(self._rows[index].sampling, []).append(index)
+        for sampling, rows in alike.items():
+            uniform_B = None if sampling.greedy else self._uniforms(rows, logits.device)
+            index_B = torch.tensor(rows, device=logits.device)
+            tokens_B, logprobs_B = choose(logits if len(rows) == len(logits) else logits[index_B], sampling, uniform_B)
+            logits[index_B] = -torch.inf
+            logits[index_B, tokens_B] = logprobs_B
+        return logits
+
+    def _uniforms(self, rows: list[int], device: torch.device) -> torch.Tensor:
+        numbers = [self._rows[index].uniforms_T[len(self._rows[index].tokens)] for index in rows]  # type: ignore[index]
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+    def _leave(self, index: int) -> None:
+        row = self._rows.pop(index, None)
+        if row is not None and _seen.get(row.name) is row:
+            _seen[row.name] = len(row.tokens)

