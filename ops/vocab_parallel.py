@@ -1,0 +1,104 @@
+"""Log-probabilities of given tokens, and entropy, where each rank of a group has logits of a part of the vocabulary.
+
+    logprobs_R, entropy_R = logprobs_and_entropy(logits_RV, ids_R, group=group, first=rank * share, temperature=0.7)
+
+The logits are never gathered: ranks exchange a few numbers a row. A block of rows at a time is widened to float32, so
+half-precision logits have no second copy in the forward pass, and in the backward pass only their gradient. Without a
+group it computes on one rank. Knows no model.
+
+Legend: R rows, one a token; V this rank's part of the vocabulary, from token `first` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CHUNK_ELEMENTS = 1 << 25  # logits that are held in float32 at once: 128 MiB
+
+
+def logprobs_and_entropy(
+    logits_RV: torch.Tensor,
+    ids_R: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first: int = 0,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(logits / temperature)[id] and the entropy of the softmax, both [R] in nat, alike on all ranks.
+
+    Differentiable once in the logits; each rank gets the gradient of its own part. Half precision is reduced in float32
+    and gives float32; other dtypes stay as they are. All ranks of the group call it together, and its backward pass
+    exchanges nothing.
+    """
+    return _LogprobsAndEntropy.apply(logits_RV, ids_R, group, first, temperature)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z) and h the entropy:
+
+    d logprob / d z = [token is the id] - p;  d h / d z = -p (log p + h).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_RV: torch.Tensor,
+        ids_R: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        first: int,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        largest_R = torch.cat([wide_RV.amax(-1) for _, wide_RV in _blocks(logits_RV, temperature)])
+        if group is not None:
+            dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=group)
+        own_R = ids_R - first
+        mine_R = (own_R >= 0) & (own_R < logits_RV.shape[1])
+        own_R = own_R.clamp(0, logits_RV.shape[1] - 1)
+        parts = []
+        for rows, wide_RV in _blocks(logits_RV, temperature):
+            wide_RV = wide_RV - largest_R[rows, None]
+            chosen_R = wide_RV.gather(-1, own_R[rows, None])[:, 0].masked_fill(~mine_R[rows], 0.0)
+            weight_RV = wide_RV.exp()
+            expected_R = (weight_RV * wide_RV.masked_fill(torch.isneginf(wide_RV), 0.0)).sum(-1)
+            parts.append(torch.stack([weight_RV.sum(-1), expected_R, chosen_R]))
+        sums_3R = torch.cat(parts, dim=1)
+        if group is not None:
+            dist.all_reduce(sums_3R, group=group)
+        total_R, expected_R, chosen_R = sums_3R
+        norm_R = total_R.log()
+        entropy_R = norm_R - expected_R / total_R
+        ctx.save_for_backward(logits_RV, own_R, mine_R, largest_R + norm_R, entropy_R)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return chosen_R - norm_R, entropy_R
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None) -> tuple[Any, ...]:
+        logits_RV, own_R, mine_R, norm_R, entropy_R = ctx.saved_tensors
+        out_RV = torch.zeros_like(logits_RV)
+        for rows, wide_RV in _blocks(logits_RV, ctx.temperature):
+            log_RV = wide_RV - norm_R[rows, None]
+            slope_RV = torch.zeros_like(log_RV)
+            if grad_R is not None:
+                slope_RV -= log_RV.exp() * grad_R[rows, None]
+                slope_RV.scatter_add_(-1, own_R[rows, None], (grad_R[rows] * mine_R[rows])[:, None])
+            if grad_entropy_R is not None:
+                finite_RV = log_RV.masked_fill(torch.isneginf(log_RV), 0.0)
+                slope_RV -= log_RV.exp() * (finite_RV + entropy_R[rows, None]) * grad_entropy_R[rows, None]
+            out_RV[rows] = slope_RV.div_(ctx.temperature)
+        return out_RV, None, None, None, None
+
+
+def _blocks(logits_RV: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices over the rows, and their logits / temperature; at least one, even where there is no row."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, logits_RV.shape[1]))
+    for start in range(0, max(1, len(logits_RV)), step):
+        rows = slice(start, start + step)
+        block_RV = logits_RV[rows]
+        wide_RV = block_RV.float() if block_RV.dtype in (torch.bfloat16, torch.float16) else block_RV
+        yield rows, wide_RV / temperature if temperature != 1.0 else wide_RV

@@ -1,0 +1,69 @@
+"""Causal attention over rectangles and over packed rows, for Megatron-core's layers. Knows no model.
+
+Legend: S positions, N samples (1 of a packed row), H heads of queries, G of keys and values, D entries of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class CausalAttention(MegatronModule):
+    """The `core_attention` of a layer. A packed row's samples see only themselves; nothing of the size S x S is kept.
+
+    The row is not given in Megatron-core's packed format, so that rotary embeddings are looked up by position and not
+    sample by sample; where its samples begin stands in `packed_seq_params`.
+    """
+
+    def __init__(self, config: TransformerConfig, **given: Any) -> None:
+        super().__init__(config=config)
+        self.scale = given.get("softmax_scale")
+
+    def forward(
+        self,
+        query_SNHD: torch.Tensor,
+        key_SNGD: torch.Tensor,
+        value_SNGD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """[S, N, H * D]. The mask is always causal: no other one is given."""
+        if packed_seq_params is None:
+            return self._causal(query_SNHD, key_SNGD, value_SNGD).flatten(-2)
+        if query_SNHD.is_cuda:
+            return self._packed(query_SNHD, key_SNGD, value_SNGD, packed_seq_params).flatten(-2)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        parts = zip(*(tensor.split(lengths) for tensor in (query_SNHD, key_SNGD, value_SNGD)))
+        return torch.cat([self._causal(*part) for part in parts]).flatten(-2)
+
+    def _causal(self, query_SNHD: torch.Tensor, key_SNGD: torch.Tensor, value_SNGD: torch.Tensor) -> torch.Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SNHD, key_SNGD, value_SNGD))
+        made = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        return made.permute(2, 0, 1, 3)
+
+    def _packed(
+        self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """One kernel over all samples of the row."""
+        repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
+        query, key, value = (
+            torch.nested.nested_tensor_from_jagged(
+                tensor[:, 0], packed.cu_seqlens_q.long(), min_seqlen=1, max_seqlen=packed.max_seqlen_q
+            ).transpose(1, 2)
+            for tensor in (
+                query_S1HD,
+                key_S1GD.repeat_interleave(repeat, 2),
+                value_S1GD.repeat_interleave(repeat, 2),
+            )
+        )
+        made = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+        return made.transpose(1, 2).values()[:, None]

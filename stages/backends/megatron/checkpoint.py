@@ -1,0 +1,150 @@
+"""The exact state of a learner as safetensors files, one a rank, and a small JSON; nothing runs code when it is read.
+
+A rank writes its share of the master weights and moments, and one rank of each part the weights. The number of
+data-parallel ranks may differ when it is read again: shares are runs of a flattened parameter, and a rank reads from
+all files that overlap with its own. Knows Megatron-core's distributed optimizer; it does not know when it is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from pipeline.errors import CheckpointError, Problem
+from pipeline.ranks import Layout
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.network import Network
+
+_COUNTERS = "learner.json"
+_WEIGHT, _MASTER, _MOMENTS, _STEP = "weight", "master", ("exp_avg", "exp_avg_sq"), "step"
+
+
+def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
+    """All ranks call it together; when it returns, everything is written, `learner.json` last."""
+    groups, layout = network.groups, network.groups.layout
+    table = parameters(network.shape, network.part)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in network.named_parameters():
+        expert = network.part.expert if table[name].expert else 0
+        if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
+            state[f"{_WEIGHT}:{name}:0"] = parameter.detach().reshape(-1)
+    for name, start, shares, _ in _shares(network, optimizer):
+        state |= {f"{kind}:{name}:{start}": share.detach() for kind, share in shares.items()}
+    save_file({key: tensor.cpu().contiguous() for key, tensor in state.items()}, folder / _file(groups.ranks.rank))
+    dist.barrier()
+    if groups.ranks.rank == 0:
+        step = [float(held[_STEP]) for _, _, _, held in _shares(network, optimizer)][:1]
+        written = {
+            "counters": counters,
+            "step": step[0] if step else 0.0,
+            "layout": [layout.data, layout.tensor, layout.pipeline, groups.expert],
+        }
+        (folder / _COUNTERS).write_text(json.dumps(written))
+    dist.barrier()
+
+
+@torch.no_grad()
+def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[str, int]:
+    """What `write` wrote, in place; returns the counters. Raises CheckpointError where files are missing or not whole,
+    or were written by ranks that divided the model otherwise."""
+    try:
+        written = json.loads((folder / _COUNTERS).read_text())
+        _check_layout(folder, written["layout"], network)
+        with ExitStack() as stack:
+            found = _Found(folder, written["layout"], network, stack)
+            for name, parameter in network.named_parameters():
+                found.fill(_WEIGHT, name, 0, parameter.detach().view(-1))
+            for name, start, shares, held in _shares(network, optimizer):
+                for kind, share in shares.items():
+                    found.fill(kind, name, start, share)
+                held[_STEP].fill_(written["step"])
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            _problem(folder, str(error), f"it is {_COUNTERS} and one safetensors file a rank, all whole")
+        ) from error
+    return written["counters"]
+
+
+def _shares(
+    network: Network, optimizer: Any
+) -> Iterator[tuple[str, int, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Of each parameter that this rank updates a share of: its name, where in the flattened parameter the share begins,
+    the share's tensors by kind, and the state of torch's optimizer for it."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for each in optimizer.chained_optimizers:
+        for parameter, (group, position) in each.model_param_group_index_map.items():
+            buffer, dtype, bucket = each.model_param_gbuf_map[parameter]
+            start = each.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"].start
+            master = each.optimizer.param_groups[group]["params"][position]
+            held = each.optimizer.state[master]
+            shares = {kind: held[kind] for kind in _MOMENTS}
+            if parameter.dtype != torch.float32:  # otherwise it is a view of the weight
+                shares[_MASTER] = master
+            yield names[parameter], start, shares, held
+
+
+class _Found:
+    """The shares in all files that ranks with this rank's part of the model wrote."""
+
+    def __init__(self, folder: Path, layout: list[int], network: Network, stack: ExitStack) -> None:
+        data, tensor, pipeline, experts = layout
+        self.folder, self.places = folder, {}  # type: Path, dict[tuple[str, str], list[tuple[int, str, Any]]]
+        table, mine = parameters(network.shape, network.part), network.part
+        then = Layout(data=data, tensor=tensor, pipeline=pipeline)
+        for rank in range(then.size):
+            if (rank % tensor, rank // (tensor * data)) != (mine.tensor, mine.stage):
+                continue
+            file = stack.enter_context(safe_open(folder / _file(rank), "pt"))
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                kind, name, start = key.split(":")
+                if not table[name].expert or then.replica(rank) % experts == mine.expert:
+                    self.places.setdefault((kind, name), []).append((int(start), key, file))
+
+    def fill(self, kind: str, name: str, start: int, share: torch.Tensor) -> None:
+        """`share`, which begins at `start` of the flattened parameter, from the files. Raises CheckpointError where
+        they do not have all of it."""
+        left = len(share)
+        for begin, key, file in self.places.get((kind, name), ()):
+            held = file.get_slice(key)
+            low, high = max(start, begin), min(start + len(share), begin + held.get_shape()[0])
+            if low < high:
+                share[low - start : high - start].copy_(held[low - begin : high - begin])
+                left -= high - low
+        if left:
+            raise CheckpointError(
+                _problem(self.folder, f"{left} numbers of {kind} {name!r} are missing", "all are needed")
+            )
+
+
+def _check_layout(folder: Path, layout: list[int], network: Network) -> None:
+    now = [network.part.tensors, network.part.stages, network.part.experts]
+    if layout[1:] != now:
+        raise CheckpointError(
+            _problem(
+                folder,
+                f"it was written with tensor_parallel, pipeline_parallel, expert_parallel = {layout[1:]}",
+                f"they are now {now}, and only the data-parallel size may change",
+            )
+        )
+
+
+def _file(rank: int) -> str:
+    return f"shard-{rank:05}.safetensors"
+
+
+def _problem(folder: Path, what: str, why: str) -> Problem:
+    return Problem(
+        where=str(folder),
+        what=f"the learner's state cannot be read: {what}",
+        why=why,
+        fix="resume from another checkpoint, or with the parallel sizes of the run that wrote it",
+    )

@@ -1,0 +1,51 @@
+"""Lets Megatron-core compute on the CPU, where it asks for CUDA by name. Used on the CPU only, and only while it runs.
+
+Megatron-core 0.16 allocates with device="cuda", calls `.cuda()`, compares type names and waits for the device in its
+pipeline schedule, its gradient buffers and its optimizer. Inside `on_cpu()` those calls mean the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """While it is entered, CUDA means the CPU. Reentrant."""
+    device, wait = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = _cpu  # type: ignore[assignment]
+    torch.cuda.synchronize = _wait
+    try:
+        with _CudaIsCpu():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = device, wait
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Rewrites the device of factory calls, and what tensors say of themselves."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not given:  # compared with "torch.cuda.FloatTensor"
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **given)
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _wait(device: Any = None) -> None:
+    pass

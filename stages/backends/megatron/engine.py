@@ -1,0 +1,184 @@
+"""The megatron engine of one rank: its part of each model, and what stages ask of it. Does not know the stages.
+
+float32 on the CPU; bfloat16 on the GPU, with float32 master copies of what is trained. A model and its frozen copy
+share one network: the frozen weights wait on the host, and change places with the trained ones while they score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ops.flops import Transformer, model_flops, peak_tflops
+from pipeline import Model, StageContext, StageError
+from pipeline.columns import Ragged
+from pipeline.errors import Problem
+from pipeline.sharding import Shard
+from stages.backends import Optimization
+from stages.backends.folder import model_folder
+from stages.backends.megatron.config import transformer_config
+from stages.backends.megatron.folder import fill, gathered, write
+from stages.backends.megatron.groups import Groups, join
+from stages.backends.megatron.learner import MegatronLearner
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.network import Network
+from stages.backends.megatron.passes import score
+from stages.backends.megatron.shape import Decoder
+from stages.backends.text import Texts, identity
+from stages.backends.torch.memory import keep_freed_memory
+from stages.backends.torch.weights import weight_hash
+
+
+def open_engine(context: StageContext) -> MegatronEngine:
+    """The engine of this rank; all ranks of the group call it together. Raises StageError where its group asks for GPUs
+    and torch sees none."""
+    group = context.group
+    if group.gpus > 0 and not torch.cuda.is_available():
+        raise StageError(
+            Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} asks for {group.gpus} GPUs and torch sees none",
+                why="a group with gpus above 0 computes on CUDA",
+                fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
+            )
+        )
+    if group.threads > 0:
+        torch.set_num_threads(group.threads)
+    keep_freed_memory()
+    device = torch.device("cuda", torch.cuda.current_device()) if group.gpus > 0 else torch.device("cpu")
+    return MegatronEngine(join(context.ranks, group.expert_parallel, device, context.seed), context.run_dir)
+
+
+@dataclass(eq=False)
+class _Held:
+    """A model of this rank: where it came from, its network, and what waits on the host until it is needed."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    network: Network
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class MegatronEngine:
+    """`stages.backends.interface.Trainer` on one device a rank. All ranks of a replica call `score` together; all ranks
+    of the group call everything that concerns the trained copy together."""
+
+    def __init__(self, groups: Groups, run_dir: Path | None = None) -> None:
+        self.groups, self.run_dir = groups, run_dir
+        self.dtype = torch.bfloat16 if groups.device.type == "cuda" else torch.float32
+        self.texts = Texts()
+        self._held: dict[Model, _Held] = {}
+        self._learners: dict[Model, MegatronLearner] = {}
+
+    def network(self, model: Model) -> Network:
+        """This rank's part of the trained copy; the same object at every call."""
+        return self._of(model).network
+
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
+        """Token ids of each text."""
+        return self.texts.encode(model, texts, chat=chat)
+
+    def decode(self, model: Model, ids: Ragged) -> list[str]:
+        """The texts, without special tokens."""
+        return self.texts.decode(model, ids)
+
+    def score(
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
+    ) -> Ragged:
+        """Logprobs of the response tokens, under the trained copy or that of a frozen model; on all ranks."""
+        held = self._of(model)
+        with self.groups.computing():
+            if model.trainable or identity(model) not in self._learners:  # without a learner, they are equal
+                return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
+            with self._frozen(held):
+                return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
+
+    def learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
+        """The trained copy with an optimizer. Raises StageError where the model has one already."""
+        key = identity(model)
+        if key in self._learners:
+            raise StageError(
+                Problem(
+                    where=str(model.location),
+                    what=f"two stages train the model {model.source!r}",
+                    why="its optimizer has one state",
+                    fix="one Train stage a model",
+                )
+            )
+        self._learners[key] = MegatronLearner(self.network(model), optimization)
+        return self._learners[key]
+
+    def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
+        """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
+        return dict(self._gathered(model))
+
+    def export(self, model: Model, folder: Path) -> None:
+        """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
+
+    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """sha256 of weights."""
+        return weight_hash(weights)
+
+    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
+        """Operations of a forward and a backward pass of the whole model; None for a mixture of experts."""
+        try:
+            shape = Transformer.of(self._of(model).config)
+        except ValueError:
+            return None
+        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is no input
+        return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
+
+    def peak_tflops(self) -> float | None:
+        """Of the GPU, by its name."""
+        on_gpu = self.groups.device.type == "cuda"
+        return peak_tflops(torch.cuda.get_device_name(self.groups.device)) if on_gpu else None
+
+    def _of(self, model: Model) -> _Held:
+        """What is held of a model, loaded at the first call."""
+        key = identity(model)
+        if key not in self._held:
+            folder = model_folder(key, self.run_dir)
+            entries = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            where = f"{model.location}, model {model.source!r}"
+            decoder = Decoder.of(entries, where)
+            with self.groups.computing():
+                config = transformer_config(decoder, self.groups, self.dtype, where)
+                network = Network(decoder, config, self.groups).to(self.groups.device)
+            fill(dict(network.named_parameters()), parameters(decoder, network.part), folder)
+            self._held[key] = _Held(folder, entries, network)
+        return self._held[key]
+
+    def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+        network = self.network(model)
+        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms)
+
+    @contextmanager
+    def _frozen(self, held: _Held) -> Iterator[None]:
+        """While it is entered, the network has the weights that it started with."""
+        live = dict(held.network.named_parameters())
+        if not held.frozen:
+            pinned = self.groups.device.type == "cuda"
+            held.frozen = {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for name, p in live.items()}
+            fill(held.frozen, parameters(held.network.shape, held.network.part), held.folder)
+        _exchange(live, held.frozen)
+        try:
+            yield
+        finally:
+            _exchange(live, held.frozen)
+
+
+@torch.no_grad()
+def _exchange(live: Mapping[str, torch.Tensor], waiting: Mapping[str, torch.Tensor]) -> None:
+    """Swap the bytes of two sets of tensors; done twice, everything is as before."""
+    for name, tensor in live.items():
+        before = tensor.detach().clone()
+        tensor.copy_(waiting[name])
+        waiting[name].copy_(before)

@@ -1,0 +1,178 @@
+"""Weights between a Hugging Face folder and the ranks: each rank reads its own part; rank 0 writes, a tensor at a time.
+
+Knows safetensors and the table of names; it does not know what a model computes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pipeline.errors import Problem, StageError
+from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.names import Parameter, Part, parameters
+from stages.backends.megatron.shape import Decoder
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FILE_BYTES = 4 << 30  # of one file that is written
+
+
+class Shards:
+    """The tensors of a folder, read box by box."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / _INDEX).is_file():
+            self.files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        elif (folder / _SINGLE).is_file():
+            with safe_open(folder / _SINGLE, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise StageError(
+                Problem(
+                    where=str(folder),
+                    what=f"it has neither {_SINGLE} nor {_INDEX}",
+                    why="ranks read their parts of safetensors files",
+                    fix="save the model with save_pretrained, which writes safetensors",
+                )
+            )
+        self._open: dict[str, Any] = {}
+
+    def box(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor. Raises StageError where the folder has no such tensor, or another shape."""
+        found = None
+        if name in self.files:
+            file = self.files[name]
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, "pt")
+            found = self._open[file].get_slice(name)
+        if found is None or tuple(found.get_shape()) != shape:
+            held = "no such tensor" if found is None else f"one of shape {found.get_shape()}"
+            raise StageError(
+                Problem(
+                    where=f"{self.folder}: tensor {name!r}",
+                    what=f"the folder has {held}",
+                    why=f"by its config.json the model has one of shape {list(shape)}",
+                    fix="a folder whose weights are those of its config",
+                )
+            )
+        return found[box]
+
+
+@torch.no_grad()
+def fill(held: Mapping[str, torch.Tensor], table: Mapping[str, Parameter], folder: Path) -> None:
+    """Load this rank's part into `held`, in place."""
+    assert held.keys() == table.keys(), sorted(held.keys() ^ table.keys())
+    shards = Shards(folder)
+    for name, parameter in table.items():
+        target = held[name]
+        assert tuple(target.shape) == parameter.shape, (name, tuple(target.shape), parameter.shape)
+        if sum(piece.rows[1] - piece.rows[0] for piece in parameter.pieces) < len(target):
+            target.zero_()
+        for piece in parameter.pieces:
+            target[piece.inside].copy_(shards.box(piece.name, piece.shape, piece.box))
+
+
+@torch.no_grad()
+def gathered(
+    held: Mapping[str, torch.Tensor], decoder: Decoder, groups: Groups, fused_norms: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors by their Hugging Face names, on the CPU, one parameter's after the other's; on rank 0.
+
+    All ranks go through it together; the others send what they hold and get nothing.
+    """
+    layout = groups.layout
+    for stage in range(layout.pipeline):
+        for expert in range(groups.expert):
+            tables = [
+                parameters(
+                    decoder,
+                    Part(
+                        tensor=tensor,
+                        tensors=layout.tensor,
+                        stage=stage,
+                        stages=layout.pipeline,
+                        expert=expert,
+                        experts=groups.expert,
+                        fused_norms=fused_norms,
+                    ),
+                )
+                for tensor in range(layout.tensor)
+            ]
+            holders = [groups.holder(tensor=t, stage=stage, expert=expert) for t in range(layout.tensor)]
+            for name, first in tables[0].items():
+                if first.copy or (expert and not first.expert):
+                    continue
+                parts = [(rank, table[name]) for rank, table in zip(holders, tables)]
+                if parts[-1][1] == first:  # alike on all ranks
+                    parts = parts[:1]
+                yield from _assembled(name, parts, held, groups.ranks.rank)
+
+
+def _assembled(
+    name: str, parts: list[tuple[int, Parameter]], held: Mapping[str, torch.Tensor], rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that one parameter's parts hold, on rank 0."""
+    whole: dict[str, torch.Tensor] = {}
+    dtype = next(iter(held.values())).dtype
+    for holder, parameter in parts:
+        if rank == holder:
+            part = held[name].detach().to("cpu").contiguous()
+            if rank:
+                dist.send(part, dst=0)
+        elif rank == 0:
+            part = torch.empty(parameter.shape, dtype=dtype)
+            dist.recv(part, src=holder)
+        if rank == 0:
+            for piece in parameter.pieces:
+                if piece.name not in whole:
+                    whole[piece.name] = torch.empty(piece.shape, dtype=dtype)
+                whole[piece.name][piece.box] = part[piece.inside]
+    yield from whole.items()
+
+
+def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Path, rank: int) -> None:
+    """Tensors as safetensors files of a few GiB and their index, beside the config and tokenizer of `origin`.
+
+    All ranks call it; rank 0 writes, and holds one file's tensors at a time.
+    """
+    files: list[dict[str, tuple[int, ...]]] = []
+    pending: dict[str, torch.Tensor] = {}
+    total = 0
+    for name, tensor in tensors:
+        pending[name] = tensor
+        total += tensor.numel() * tensor.element_size()
+        if sum(each.numel() * each.element_size() for each in pending.values()) >= _FILE_BYTES:
+            _flush(pending, files, folder)
+    if rank:
+        return
+    _flush(pending, files, folder)
+    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    for i, name in enumerate(names):
+        (folder / _part(i)).rename(folder / name)
+    index = {tensor: name for name, tensors_of in zip(names, files) for tensor in tensors_of}
+    (folder / _INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
+    )
+    for path in origin.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and path.name != _INDEX:
+            shutil.copy(path, folder / path.name)
+
+
+def _flush(pending: dict[str, torch.Tensor], files: list[dict[str, tuple[int, ...]]], folder: Path) -> None:
+    if pending:
+        save_file(pending, folder / _part(len(files)), metadata={"format": "pt"})
+        files.append({name: tuple(tensor.shape) for name, tensor in pending.items()})
+        pending.clear()
+
+
+def _part(number: int) -> str:
+    return f"part-{number}.safetensors"

@@ -1,0 +1,156 @@
+"""Optimizer updates of a network that lies on many ranks, and their exact state.
+
+Knows Megatron-core's gradient buffers and distributed optimizer; it does not know steps or stages. Gradients are added
+up over data-parallel ranks in float32, and each of these ranks updates its share of the weights, of float32 master
+weights where the network's are shorter. An update whose loss or gradient is not finite changes nothing, on any rank,
+and is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from pipeline.columns import Ragged
+from pipeline.sharding import Update
+from stages.backends import Batch, Optimization
+from stages.backends.megatron import checkpoint
+from stages.backends.megatron.network import Network
+from stages.backends.megatron.passes import rows_of, run
+from stages.backends.megatron.rows import Row
+from stages.backends.objective import MAXIMA, Scored, objective
+from stages.backends.torch.optimize import learning_rate
+from stages.backends.torch.padding import pad_right
+from stages.losses import PolicyLoss
+
+
+class MegatronLearner:
+    """A network with its optimizer. All ranks call every method together."""
+
+    def __init__(self, network: Network, settings: Optimization) -> None:
+        self.network, self.settings, self.groups = network, settings, network.groups
+        self.updates = self.skipped = 0
+        if settings.checkpoint_activations:
+            network.recompute()
+        half = network.config.params_dtype == torch.bfloat16
+        with self.groups.computing():
+            self.buffered = DistributedDataParallel(
+                network.config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                network,
+            )
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=settings.lr,
+                    adam_beta1=settings.betas[0],
+                    adam_beta2=settings.betas[1],
+                    adam_eps=settings.eps,
+                    weight_decay=settings.weight_decay,
+                    decoupled_weight_decay=True,
+                    clip_grad=settings.clip_grad,
+                    bf16=half,
+                    params_dtype=network.config.params_dtype,
+                    use_distributed_optimizer=True,
+                ),
+                [self.buffered],
+                config_overrides={},  # weight decay is of all weights, also of norms and biases
+            )
+            self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """The optimizer's state before the first update, which can be saved too."""
+        for each in self.optimizer.chained_optimizers:
+            for held in each.get_parameters():
+                moments = {"exp_avg": torch.zeros_like(held), "exp_avg_sq": torch.zeros_like(held)}
+                each.optimizer.state[held] = {"step": torch.tensor(0.0), **moments}
+
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
+    ) -> dict[str, float]:
+        """One optimizer update from the microbatches of `update`, on all ranks together."""
+        with self.groups.computing():
+            sums = self._backward(batch, loss, temperature, update, packed)
+            finalize_model_grads([self.buffered], None, pg_collection=self.groups.process)
+            means = {
+                name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()
+            }
+            return means | self._step(sums["loss"])
+
+    def _backward(
+        self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
+    ) -> dict[str, float]:
+        """Gradients of all microbatches; returns sums over the tokens of all ranks, and the loss."""
+        self.buffered.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def finish(number: int, row: Row, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            part = batch.at(update.microbatches[number].samples)
+            logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
+            return objective(
+                loss,
+                self._scored(part, row, logprobs_R, entropy_R if loss.entropy > 0 else entropy_R.detach()),
+                tokens=update.tokens,
+                samples=update.samples,
+            )
+
+        rows = rows_of(batch.prompt_ids, batch.response_ids, update.microbatches, self.groups, packed=packed)
+        found = run(self.buffered, self.network, rows, finish, backward=True)
+        sums: dict[str, float] = {}
+        for name in found[0] if found else ():
+            values = [each[name] for each in found]
+            sums[name] = max(values) if name in MAXIMA else sum(values)
+        if self.groups.is_last:
+            sums = self.groups.ranks.totals(sums, largest=MAXIMA)
+        if self.groups.layout.pipeline == 1:
+            return sums
+        told: list[Any] = [sums]
+        dist.broadcast_object_list(told, src=self.groups.last, group=self.groups.process.pp)
+        return told[0]
+
+    def _scored(self, part: Batch, row: Row, logprobs_R: torch.Tensor, entropy_R: torch.Tensor) -> Scored:
+        def padded(column: Ragged) -> torch.Tensor:
+            return pad_right(column, 0, row.width).to(self.groups.device)
+
+        return Scored(
+            logprobs_NT=row.rectangle(logprobs_R),
+            old_logprobs_NT=padded(part.old_logprobs),
+            rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
+            advantage_N=part.advantage.to(self.groups.device),
+            mask_NT=row.mask,
+            ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
+            entropy_NT=row.rectangle(entropy_R),
+        )
+
+    def _step(self, loss: float) -> dict[str, float]:
+        self.optimizer.prepare_grads()
+        size = self.optimizer.get_grad_norm()
+        rate = learning_rate(self.settings, self.updates)
+        finite = math.isfinite(loss) and math.isfinite(size)
+        if finite:
+            for each in self.optimizer.chained_optimizers:
+                for group in each.param_groups:
+                    group["lr"] = rate
+                if self.settings.clip_grad > 0 and (held := each.get_parameters()):
+                    clip_grad_by_total_norm_fp32(held, self.settings.clip_grad, size)
+            self.optimizer.step_with_ready_grads()
+        self.updates += 1
+        self.skipped += not finite
+        return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
+
+    def save(self, folder: Path) -> None:
+        """Weights and optimizer, exact to the bit; each rank writes its share."""
+        checkpoint.write(folder, self.network, self.optimizer, {"updates": self.updates, "skipped": self.skipped})
+
+    def restore(self, folder: Path) -> None:
+        """What `save` wrote into `folder`. Raises CheckpointError where a file is missing or is not whole."""
+        counters = checkpoint.read(folder, self.network, self.optimizer)
+        self.updates, self.skipped = counters["updates"], counters["skipped"]

@@ -1,0 +1,220 @@
+"""Where each parameter of a Megatron rank lies in a Hugging Face folder: one table, read in both directions.
+
+    table = parameters(decoder, Part(tensor=1, tensors=2))
+    for piece in table["decoder.layers.0.self_attention.linear_qkv.weight"].pieces:
+        parameter[piece.inside] = folder[piece.name][piece.box]        # loading; the other way round is saving
+
+Arithmetic only: no tensors, no processes. A rank holds the layers of its pipeline stage, its experts, and of each
+matrix its tensor-parallel part. Megatron-core lays the tensors of Hugging Face out in five ways, see `Kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.backends.megatron.shape import Decoder
+
+Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
+# whole    the tensor, on every tensor-parallel rank
+# rows     a run of its rows
+# columns  a run of its columns
+# stacked  a run of rows of each of several tensors, one below the other: gate and up of SwiGLU
+# grouped  of queries, keys and values: for each key-value head its query heads, its key and its value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parameter of Megatron-core and the tensors of Hugging Face that it is made of. {layer} and {expert} count from
+    the first of the rank on the left, from the first of the model on the right."""
+
+    parameter: str
+    kind: Kind
+    tensors: tuple[str, ...]
+    when: Callable[[Decoder], bool] = lambda decoder: True
+
+
+_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_EXPERT, _HF_EXPERT = _LAYER + "mlp.experts.local_experts.{expert}.", _HF + "mlp.experts.{expert}."
+
+
+def _qkv(kind: str) -> tuple[str, ...]:
+    return tuple(f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv")
+
+
+FIRST = (Rule("embedding.word_embeddings.weight", "rows", ("model.embed_tokens.weight",)),)
+LAYER = (
+    Rule(_LAYER + "input_layernorm.weight", "whole", (_HF + "input_layernorm.weight",)),
+    Rule(_LAYER + "self_attention.linear_qkv.weight", "grouped", _qkv("weight")),
+    Rule(_LAYER + "self_attention.linear_qkv.bias", "grouped", _qkv("bias"), lambda decoder: decoder.qkv_bias),
+    Rule(
+        _LAYER + "self_attention.q_layernorm.weight", "whole", (_HF + "self_attn.q_norm.weight",), lambda d: d.qk_norm
+    ),
+    Rule(
+        _LAYER + "self_attention.k_layernorm.weight", "whole", (_HF + "self_attn.k_norm.weight",), lambda d: d.qk_norm
+    ),
+    Rule(_LAYER + "self_attention.linear_proj.weight", "columns", (_HF + "self_attn.o_proj.weight",)),
+    Rule(_LAYER + "pre_mlp_layernorm.weight", "whole", (_HF + "post_attention_layernorm.weight",)),
+)
+DENSE = (
+    Rule(_LAYER + "mlp.linear_fc1.weight", "stacked", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight")),
+    Rule(_LAYER + "mlp.linear_fc2.weight", "columns", (_HF + "mlp.down_proj.weight",)),
+)
+ROUTER = (Rule(_LAYER + "mlp.router.weight", "whole", (_HF + "mlp.gate.weight",)),)
+EXPERT = (
+    Rule(_EXPERT + "linear_fc1.weight", "stacked", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight")),
+    Rule(_EXPERT + "linear_fc2.weight", "columns", (_HF_EXPERT + "down_proj.weight",)),
+)
+LAST = (
+    Rule("decoder.final_layernorm.weight", "whole", ("model.norm.weight",)),
+    Rule("output_layer.weight", "rows", ("lm_head.weight",), lambda decoder: not decoder.tied),
+)
+TIED = Rule("output_layer.weight", "rows", ("model.embed_tokens.weight",))  # where the first stage is another rank
+FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer that follows them
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which part of a model a rank holds: its position among the ranks of each kind, and how many there are.
+
+    `fused_norms` says whether norms lie inside linear layers (Transformer Engine)."""
+
+    tensor: int = 0
+    tensors: int = 1
+    stage: int = 0
+    stages: int = 1
+    expert: int = 0
+    experts: int = 1
+    fused_norms: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a Hugging Face tensor of `shape`, and the row of the parameter where it begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    at: int
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it lies in the tensor."""
+        return (slice(*self.rows), *([slice(*self.columns)] if self.columns else []))
+
+    @property
+    def inside(self) -> slice:
+        """Where it lies in the parameter, which has all its columns."""
+        return slice(self.at, self.at + self.rows[1] - self.rows[0])
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of one rank. Rows that no piece fills are padding.
+
+    `expert` is True where other ranks of the expert-parallel group hold other experts; `copy` where another rank's
+    parameter is the original."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    expert: bool = False
+    copy: bool = False
+
+
+def padded_vocab(decoder: Decoder, tensors: int) -> int:
+    """Rows of an embedding that `tensors` ranks divide evenly."""
+    return -(-decoder.vocab // tensors) * tensors
+
+
+def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
+    """All parameters of a rank, by Megatron-core's names."""
+    made: dict[str, Parameter] = {}
+    layers = decoder.layers // part.stages
+    experts = decoder.experts // part.experts
+    if part.stage == 0:
+        _add(made, decoder, part, FIRST)
+    for layer in range(layers):
+        numbers = {"layer": (layer, layer + part.stage * layers)}
+        _add(made, decoder, part, (*LAYER, *(ROUTER if decoder.experts else DENSE)), numbers)
+        for expert in range(experts):
+            _add(made, decoder, part, EXPERT, numbers | {"expert": (expert, expert + part.expert * experts)})
+    if part.stage == part.stages - 1:
+        _add(made, decoder, part, LAST)
+        if decoder.tied and part.stages > 1:
+            shape, pieces = _laid_out(TIED, decoder, part, TIED.tensors)
+            made[TIED.parameter] = Parameter(shape, pieces, copy=True)
+    return made
+
+
+def _add(
+    made: dict[str, Parameter],
+    decoder: Decoder,
+    part: Part,
+    rules: Sequence[Rule],
+    numbers: dict[str, tuple[int, int]] | None = None,
+) -> None:
+    here = {name: mine for name, (mine, _) in (numbers or {}).items()}
+    there = {name: whole for name, (_, whole) in (numbers or {}).items()}
+    for rule in rules:
+        if rule.when(decoder):
+            shape, pieces = _laid_out(rule, decoder, part, [name.format(**there) for name in rule.tensors])
+            made[_named(rule, decoder, part).format(**here)] = Parameter(shape, pieces, expert="expert" in here)
+
+
+def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
+    name = rule.parameter.removeprefix(_LAYER)
+    if not part.fused_norms or name not in FUSED_NORMS or (decoder.experts and name.startswith("pre_mlp")):
+        return rule.parameter
+    return _LAYER + FUSED_NORMS[name]
+
+
+def _laid_out(
+    rule: Rule, decoder: Decoder, part: Part, names: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Shape and pieces of the parameter, of tensors with these names."""
+    match rule.kind:
+        case "whole":
+            shape = _whole(names[0], decoder)
+            return shape, (Piece(names[0], shape, (0, shape[0]), None, 0),)
+        case "rows":
+            share = padded_vocab(decoder, part.tensors) // part.tensors
+            start, stop = (min(share * (part.tensor + i), decoder.vocab) for i in (0, 1))
+            piece = Piece(names[0], (decoder.vocab, decoder.hidden), (start, stop), None, 0)
+            return (share, decoder.hidden), (piece,) if stop > start else ()
+        case "columns":
+            width = decoder.heads * decoder.head_dim if "self_attn" in names[0] else decoder.intermediate
+            share = width // part.tensors
+            columns = (share * part.tensor, share * (part.tensor + 1))
+            piece = Piece(names[0], (decoder.hidden, width), (0, decoder.hidden), columns, 0)
+            return (decoder.hidden, share), (piece,)
+        case "stacked":
+            share = decoder.intermediate // part.tensors
+            rows = (share * part.tensor, share * (part.tensor + 1))
+            shape = (decoder.intermediate, decoder.hidden)
+            stacked = tuple(Piece(name, shape, rows, None, share * i) for i, name in enumerate(names))
+            return (share * len(names), decoder.hidden), stacked
+        case "grouped":
+            inner = () if names[0].endswith("bias") else (decoder.hidden,)
+            grouped = tuple(_grouped(decoder, part, names, inner))
+            return (grouped[-1].inside.stop, *inner), grouped
+
+
+def _grouped(decoder: Decoder, part: Part, names: Sequence[str], inner: tuple[int, ...]) -> Iterator[Piece]:
+    size, at = decoder.head_dim, 0
+    share = decoder.groups // part.tensors
+    for group in range(share * part.tensor, share * (part.tensor + 1)):
+        for name, heads in zip(names, (decoder.heads // decoder.groups, 1, 1)):
+            whole = (size * heads * decoder.groups, *inner)
+            yield Piece(name, whole, (size * heads * group, size * heads * (group + 1)), None, at)
+            at += size * heads
+
+
+def _whole(name: str, decoder: Decoder) -> tuple[int, ...]:
+    if name.endswith("mlp.gate.weight"):
+        return (decoder.experts, decoder.hidden)
+    return (decoder.head_dim if name.endswith(("q_norm.weight", "k_norm.weight")) else decoder.hidden,)

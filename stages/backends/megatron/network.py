@@ -1,0 +1,166 @@
+"""One rank's part of a decoder, built of Megatron-core's modules; and logprobs from its hidden states.
+
+Knows layers and process groups; it does not know where weights come from, nor what is trained.
+
+Legend: S positions, N samples, H entries of a token's state, R response tokens, V this rank's part of the vocabulary,
+D entries of a head.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from ops.vocab_parallel import logprobs_and_entropy
+from stages.backends.megatron.attention import CausalAttention
+from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.names import Part, padded_vocab
+from stages.backends.megatron.rows import Row
+from stages.backends.megatron.shape import Decoder
+
+
+def has_transformer_engine(groups: Groups) -> bool:
+    """Whether layers are Transformer Engine's, which needs a GPU."""
+    return groups.device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+class Network(GPTModel):
+    """This rank's part. Its output are hidden states, of the last stage after the final norm; `logprobs` does the rest,
+    so that logits are computed only where a response token is predicted."""
+
+    def __init__(self, decoder: Decoder, config: TransformerConfig, groups: Groups) -> None:
+        part = replace(groups.part(), fused_norms=has_transformer_engine(groups))
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block(decoder, config, part),
+            vocab_size=padded_vocab(decoder, part.tensors),
+            max_sequence_length=0,  # only learned positions need it
+            pre_process=part.stage == 0,
+            post_process=part.stage == part.stages - 1,
+            share_embeddings_and_output_weights=decoder.tied,
+            position_embedding_type="none",
+            pg_collection=groups.process,
+        )
+        self.shape, self.groups, self.part = decoder, groups, part
+        self.frequencies_D = rotary_frequencies(decoder).to(groups.device)
+
+    def forward(self, row: Row) -> torch.Tensor:
+        """[S, N, H], or its tensor-parallel share of S. A later stage takes its input from `set_input_tensor`."""
+        hidden_SNH = None
+        if self.pre_process:
+            hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
+        angles_SD = torch.outer(row.positions_S.float(), self.frequencies_D)
+        return self.decoder(
+            hidden_states=hidden_SNH,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles_SD, angles_SD], dim=-1)[:, None, None, :],
+            packed_seq_params=row.packed,
+        )
+
+    def logprobs(self, hidden_SNH: torch.Tensor, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of each response token, [R]; of the last stage."""
+        group = self.groups.process.tp
+        if self.config.sequence_parallel:
+            hidden_SNH = gather_from_sequence_parallel_region(hidden_SNH, group=group)
+        else:
+            hidden_SNH = copy_to_tensor_model_parallel_region(hidden_SNH, group=group)
+        weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        first = self.part.tensor * len(weight_VH)
+        weight_VH = weight_VH[: max(1, self.shape.vocab - first)]  # what is behind is padding
+        logits_RV = linear(hidden_SNH.flatten(0, 1)[row.keep_R], weight_VH)
+        return logprobs_and_entropy(
+            logits_RV,
+            row.targets_R,
+            group=group if self.groups.layout.tensor > 1 else None,
+            first=first,
+            temperature=temperature,
+        )
+
+    def recompute(self) -> None:
+        """From now on keep only the inputs of layers, and compute what is inside again in the backward pass."""
+        for layer in self.decoder.layers:
+            layer.recomputes = True
+
+
+def rotary_frequencies(decoder: Decoder) -> torch.Tensor:
+    """[D / 2] in radians a position, as transformers computes them."""
+    exponent = torch.arange(0, decoder.head_dim, 2, dtype=torch.int64).float() / decoder.head_dim
+    plain = 1.0 / (decoder.rope_base**exponent)
+    if (rope := decoder.rope) is None:
+        return plain
+    wave = 2 * math.pi / plain
+    mix = ((rope.original / wave - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
+    return (1 - mix) * plain / rope.factor + mix * plain
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient Megatron-core adds up over ranks that each have a part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class Router(TopKRouter):
+    """The router without Transformer Engine, which Megatron-core's gating calls for."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., experts]"""
+        return linear(input, self.weight)
+
+
+class Layer(TransformerLayer):
+    """A layer that can forget its activations and compute them again."""
+
+    recomputes = False
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """As its base class."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(
+                super().forward, *given, use_reentrant=False, preserve_rng_state=False, **named
+            )  # there is no dropout
+        return super().forward(*given, **named)
+
+
+def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> TransformerBlockSubmodules:
+    """What the layers of one stage are made of."""
+    experts = decoder.experts or None
+    if part.fused_norms:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=decoder.qk_norm
+        )
+        norm = TENorm
+    else:
+        layer = get_gpt_layer_local_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=decoder.qk_norm, normalization="RMSNorm"
+        )
+        norm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        if decoder.qk_norm:
+            inside = layer.submodules.self_attention.submodules
+            inside.q_layernorm = inside.k_layernorm = Norm
+        if experts:
+            layer.submodules.mlp.submodules.router = Router
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    whole = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
+    return TransformerBlockSubmodules(layer_specs=[whole] * (decoder.layers // part.stages), layer_norm=norm)

@@ -1,0 +1,113 @@
+"""Forward and backward passes over microbatches, through all stages of a pipeline. Knows Megatron-core's schedules; it
+does not know losses.
+
+Legend: R response tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from pipeline.columns import Ragged
+from pipeline.sharding import Microbatch, Shard
+from stages.backends.interface import part
+from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.network import Network
+from stages.backends.megatron.rows import Row, row_of, tokens_of
+
+
+def run(
+    model: torch.nn.Module,
+    network: Network,
+    rows: Sequence[Callable[[], Row]],
+    finish: Callable[[int, Row, torch.Tensor], Any],
+    *,
+    backward: bool,
+) -> list[Any]:
+    """Pass each row through the model, one forward one backward. `rows` make them when their turn comes.
+
+    `finish(number, row, hidden)` runs where logits are, on the last stage. Without `backward` its results are returned;
+    with it, it returns (loss, result), and gradients are added to those of the model. Other stages get an empty list.
+    """
+    groups = network.groups
+    waiting = iter(enumerate(rows))
+
+    def step(given: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        number, make = next(given)
+        row = make()
+        return model(row), partial(_finished, finish, number, row)
+
+    pipelined = groups.layout.pipeline > 1
+    schedule = get_forward_backward_func(pp_size=groups.layout.pipeline, vp_size=None)
+    with torch.set_grad_enabled(backward):
+        return schedule(
+            forward_step_func=step,
+            data_iterator=waiting,
+            model=model,
+            num_microbatches=len(rows),
+            seq_length=1,  # each stage tells the next one the shape of what it sends
+            micro_batch_size=1,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
+            p2p_communicator=P2PCommunicator(groups.process.pp, network.config) if pipelined else None,
+            pg_collection=groups.process,
+        )
+
+
+def _finished(
+    finish: Callable[[int, Row, torch.Tensor], Any],
+    number: int,
+    row: Row,
+    hidden_SNH: torch.Tensor,
+    non_loss_data: bool = False,
+) -> Any:
+    made = finish(number, row, hidden_SNH)
+    if non_loss_data:
+        return made
+    loss, result = made
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+
+def rows_of(
+    prompt_ids: Ragged, response_ids: Ragged, microbatches: Sequence[Microbatch], groups: Groups, *, packed: bool
+) -> list[Callable[[], Row]]:
+    """What makes the row of each microbatch. Ranks that share experts agree on its tokens, all of them together."""
+    multiple = groups.layout.tensor if groups.sequence_parallel else 1
+    cuts = [(part(prompt_ids, each.samples), part(response_ids, each.samples), each) for each in microbatches]
+    least = [0] * len(microbatches)
+    if groups.expert > 1:
+        counts = [tokens_of(*cut, packed=packed, multiple=multiple) for cut in cuts]
+        largest = torch.tensor(counts, device=groups.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.process.ep)
+        least = largest.tolist()
+    return [
+        partial(row_of, *cut, packed=packed, multiple=multiple, least=size, device=groups.device)
+        for cut, size in zip(cuts, least)
+    ]
+
+
+def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float) -> Ragged:
+    """Logprobs of the response tokens, float32, at most 0, on the CPU, in the order of the samples; on all ranks."""
+    groups = network.groups
+    microbatches = [microbatch for update in shard.updates for microbatch in update.microbatches]
+
+    def finish(number: int, row: Row, hidden_SNH: torch.Tensor) -> torch.Tensor:
+        return network.logprobs(hidden_SNH, row, temperature)[0].float()
+
+    rows = rows_of(prompt_ids, response_ids, microbatches, groups, packed=shard.packed)
+    found = run(network, network, rows, finish, backward=False)
+    values = torch.empty(sum(response_ids.lengths), device=groups.device)
+    if groups.is_last:
+        by_sample: dict[int, torch.Tensor] = {}
+        for microbatch, logprobs_R in zip(microbatches, found):
+            lengths = [response_ids.lengths[i] for i in microbatch.samples]
+            by_sample |= zip(microbatch.samples, logprobs_R.split(lengths))
+        values = torch.cat([by_sample[i] for i in range(len(response_ids))])
+    return Ragged(groups.from_last(values.contiguous()).clamp_(max=0.0).cpu(), response_ids.lengths)
