@@ -10,7 +10,7 @@ matrix its tensor-parallel part. Megatron-core lays the tensors of Hugging Face 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,7 @@ Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
 # columns  a run of its columns
 # stacked  a run of rows of each of several tensors, one below the other: gate and up of SwiGLU
 # grouped  of queries, keys and values: for each key-value head its query heads, its key and its value
+DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "stacked": 0, "grouped": 0}
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,13 @@ class Piece:
 class Parameter:
     """A parameter of one rank. Rows that no piece fills are padding.
 
-    `expert` is True where other ranks of the expert-parallel group hold other experts; `copy` where another rank's
-    parameter is the original."""
+    `divided` says along which dimension tensor-parallel ranks divide it, None where they all hold the same. `expert` is
+    True where other ranks of the expert-parallel group hold other experts; `copy` where another rank's parameter is the
+    original."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    divided: int | None
     expert: bool = False
     copy: bool = False
 
@@ -147,7 +150,7 @@ def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
         _add(made, decoder, part, LAST)
         if decoder.tied and part.stages > 1:
             shape, pieces = _laid_out(TIED, decoder, part, TIED.tensors)
-            made[TIED.parameter] = Parameter(shape, pieces, copy=True)
+            made[TIED.parameter] = Parameter(shape, pieces, DIVIDED[TIED.kind], copy=True)
     return made
 
 
@@ -163,7 +166,9 @@ def _add(
     for rule in rules:
         if rule.when(decoder):
             shape, pieces = _laid_out(rule, decoder, part, [name.format(**there) for name in rule.tensors])
-            made[_named(rule, decoder, part).format(**here)] = Parameter(shape, pieces, expert="expert" in here)
+            made[_named(rule, decoder, part).format(**here)] = Parameter(
+                shape, pieces, DIVIDED[rule.kind], expert="expert" in here
+            )
 
 
 def _named(rule: Rule, decoder: Decoder, part: Part) -> str:

@@ -19,7 +19,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.vocab_parallel import logprobs_and_entropy
 from stages.backends.megatron.attention import CausalAttention
 from stages.backends.megatron.groups import Groups
-from stages.backends.megatron.names import Part, padded_vocab
+from stages.backends.megatron.names import Part, padded_vocab, parameters
 from stages.backends.megatron.rows import Row
 from stages.backends.megatron.shape import Decoder
 
@@ -60,6 +64,12 @@ class Network(GPTModel):
         )
         self.shape, self.groups, self.part = decoder, groups, part
         self.frequencies_D = rotary_frequencies(decoder).to(groups.device)
+        # Megatron-core marks weights as divided where it initializes them, and biases always. These are loaded; without
+        # the mark, the norm of the gradient would count one rank's part only.
+        table = parameters(decoder, part)
+        for name, parameter in self.named_parameters():
+            if (dim := table[name].divided) is not None and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
     def forward(self, row: Row) -> torch.Tensor:
         """[S, N, H], or its tensor-parallel share of S. A later stage takes its input from `set_input_tensor`."""

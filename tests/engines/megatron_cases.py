@@ -1,0 +1,249 @@
+"""Tiny models, a frozen batch, and what is measured of a Megatron engine on it; as a script, it is one of two ranks.
+
+python megatron_cases.py FOLDER RANK PORT      # writes FOLDER/<case>.safetensors and .json, and all must be there
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ops.logprobs import entropy, selected_logprobs
+from ops.vocab_parallel import logprobs_and_entropy
+from pipeline import Model
+from pipeline.columns import Ragged
+from pipeline.ranks import Layout, Ranks
+from pipeline.sharding import Microbatching, Packed, Plain, Shard, Sharding
+from stages.backends.interface import Batch, Optimization
+from stages.backends.megatron.engine import MegatronEngine
+from stages.backends.megatron.folder import gathered
+from stages.backends.megatron.groups import join
+from stages.backends.megatron.learner import MegatronLearner
+from stages.losses import ClippedLoss, TruncatedIS
+
+VOCAB = 131  # no multiple of 2: two tensor-parallel ranks pad it
+TEMPERATURE = 0.7
+LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
+OPTIMIZATION = Optimization(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+DEADLINE_S = 120.0
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "llama": {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one layout of two ranks; `microbatching` as in a stage."""
+
+    family: str
+    layout: Layout
+    expert: int = 1
+    microbatching: Microbatching = field(default_factory=lambda: Plain(2))
+    recompute: bool = False
+
+
+CASES = {
+    "tensor": Case("qwen3", Layout(tensor=2)),
+    "tensor, bias": Case("qwen2", Layout(tensor=2), microbatching=Packed(64)),
+    "tensor, untied": Case("llama", Layout(tensor=2)),
+    "data": Case("qwen3", Layout(data=2), microbatching=Packed(64)),
+    "pipeline, tied": Case("qwen3", Layout(pipeline=2)),
+    "pipeline, recomputed": Case("llama", Layout(pipeline=2), microbatching=Packed(64), recompute=True),
+    "expert": Case("qwen3_moe", Layout(data=2), expert=2),
+    "expert, packed": Case("qwen3_moe", Layout(data=2), expert=2, microbatching=Packed(64)),
+    "pipeline, experts": Case("qwen3_moe", Layout(pipeline=2)),
+}
+
+
+def make_folder(family: str, folder: Path) -> Path:
+    """A model of random weights, norms and biases too, saved by transformers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_COMMON | FAMILIES[family]))
+        for parameter in network.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    network.save_pretrained(folder)
+    return folder
+
+
+def frozen_batch() -> Batch:
+    """Eight samples of all sorts of lengths, with made-up logprobs near those of an untrained model."""
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(lengths: tuple[int, ...]) -> Ragged:
+        return Ragged(torch.randint(0, VOCAB, (sum(lengths),), generator=generator), lengths)
+
+    prompts, responses = ids((5, 3, 9, 4, 7, 1, 6, 2)), ids((7, 12, 2, 20, 1, 9, 4, 15))
+
+    def logprobs() -> Ragged:
+        noise = torch.randn(sum(responses.lengths), generator=generator)
+        return Ragged(-5.0 + 0.2 * noise, responses.lengths)
+
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -0.3, 0.7])
+    return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs())
+
+
+def shards_of(batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1) -> list[Shard]:
+    """How the batch is divided over data-parallel ranks."""
+    lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
+    return Sharding.of(microbatching, minibatches=minibatches).shards(lengths, ranks)
+
+
+def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Of the first update, by Hugging Face's names, on rank 0; and the sums that are its metrics."""
+    network, groups = learner.network, learner.groups
+    with groups.computing():
+        sums = learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
+        finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
+    made = {name: parameter.main_grad for name, parameter in network.named_parameters()}
+    found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups)}
+    learner.buffered.zero_grad_buffer()
+    return found, sums
+
+
+def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Logprobs before and gradients of the first update, weights and logprobs after two; and metrics."""
+    model, whole = Model(str(folder)), frozen_batch()
+    ranks = engine.groups.ranks
+    shard = shards_of(whole, case.microbatching, ranks.layout.data)[ranks.replica]
+    batch = whole.at(shard.index)
+    given = (batch.prompt_ids, batch.response_ids, shard)
+    optimization = Optimization(
+        lr=OPTIMIZATION.lr,
+        weight_decay=OPTIMIZATION.weight_decay,
+        clip_grad=OPTIMIZATION.clip_grad,
+        checkpoint_activations=case.recompute,
+    )
+    learner = engine.learner(model, optimization)
+    before = engine.score(model, *given, temperature=TEMPERATURE)
+    found, sums = gradients(learner, batch, shard)
+    metrics = {f"sum {name}": value for name, value in sums.items()}
+    for number in range(2):
+        made = learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)
+        metrics |= {f"{number} {name}": value for name, value in made.items()}
+    trained = engine.trained_weights(model)
+    after = engine.score(model, *given, temperature=TEMPERATURE)
+    frozen = engine.score(model.frozen(), *given, temperature=TEMPERATURE)
+    again = engine.trained_weights(model)
+    metrics["frozen is as before"] = float(torch.equal(frozen.values, before.values))
+    metrics["trained is unchanged"] = float(engine.weight_hash(again) == engine.weight_hash(trained))
+    tensors = {f"gradient {name}": tensor for name, tensor in found.items()}
+    tensors |= {f"weight {name}": tensor for name, tensor in trained.items()}
+    tensors |= {f"sample {i} before": row.clone() for i, row in zip(shard.index, before.rows())}
+    tensors |= {f"sample {i} after": row.clone() for i, row in zip(shard.index, after.rows())}
+    return tensors, metrics
+
+
+def _checkpointed(folder: Path, out: Path, rank: int, layout: Layout, ranks: Ranks, expert: int) -> dict[str, float]:
+    """Whether two updates, a save, and two more in another learner are four updates, to the bit."""
+    model, whole = Model(str(folder)), frozen_batch()
+    groups = join(ranks, expert, torch.device("cpu"), 0)
+    shard = shards_of(whole, Plain(2), layout.data)[ranks.replica]
+    batch = whole.at(shard.index)
+
+    def train(learner: MegatronLearner) -> None:
+        for _ in range(2):
+            learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=False)
+
+    first = MegatronEngine(groups)
+    learner = first.learner(model, OPTIMIZATION)
+    train(learner)
+    if rank == 0:
+        out.mkdir()
+    dist.barrier()
+    learner.save(out)
+    train(learner)
+    second = MegatronEngine(groups)
+    resumed = second.learner(model, OPTIMIZATION)
+    resumed.restore(out)
+    train(resumed)
+    hashes = [engine.weight_hash(engine.trained_weights(model)) for engine in (first, second)]
+    first.export(model, out / "exported")
+    return {"resumed is the same": float(hashes[0] == hashes[1]), "updates": float(resumed.updates)}
+
+
+def _vocabulary(rank: int) -> dict[str, float]:
+    """Largest difference of vocabulary-parallel logprobs, entropy and gradients to those of one rank."""
+    logits = torch.randn(9, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
+    first, stop = (0, 66) if rank == 0 else (66, VOCAB)
+    mine = logits[:, first:stop].clone().requires_grad_()
+    whole = logits.clone().requires_grad_()
+    logprobs, entropies = logprobs_and_entropy(mine, ids, group=dist.group.WORLD, first=first, temperature=TEMPERATURE)
+    weights = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    (logprobs * weights + entropies * weights.flip(0)).sum().backward()
+    dense, dense_entropies = selected_logprobs(whole / TEMPERATURE, ids), entropy(whole / TEMPERATURE)
+    (dense * weights + dense_entropies * weights.flip(0)).sum().backward()
+    pairs = ((logprobs, dense), (entropies, dense_entropies), (mine.grad, whole.grad[:, first:stop]))
+    return {f"difference {i}": float((one - two).abs().max().detach()) for i, (one, two) in enumerate(pairs)}
+
+
+def _as_rank(folder: Path, rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, use_libuv=False)
+    for number, (name, case) in enumerate(CASES.items()):
+        ranks = Ranks.join(case.layout, rank, dist.PrefixStore(str(number), store), device="cpu", deadline_s=DEADLINE_S)
+        engine = MegatronEngine(join(ranks, case.expert, torch.device("cpu"), 0))
+        tensors, metrics = measure(engine, folder / case.family, case)
+        save_file(tensors, folder / f"{name}-{rank}.safetensors")
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+        parallel_state.destroy_model_parallel()
+        ranks.leave()
+        print(name, flush=True)
+    for name, family, layout, expert in (
+        ("saved by tensor", "qwen3", Layout(tensor=2), 1),
+        ("saved by data", "qwen3", Layout(data=2), 1),
+        ("saved by expert", "qwen3_moe", Layout(data=2), 2),
+        ("saved by pipeline", "qwen3", Layout(pipeline=2), 1),
+    ):
+        ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
+        found = _checkpointed(folder / family, folder / name, rank, layout, ranks, expert) | (
+            _vocabulary(rank) if layout.tensor > 1 else {}
+        )
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+        parallel_state.destroy_model_parallel()
+        ranks.leave()
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _as_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
