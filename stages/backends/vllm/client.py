@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,18 +77,13 @@ class Running:
 
         Raises what a request failed with, and StageError where the engine has been silent for too long.
         """
+        self._client.check()
         found: list[Request] = []
-        until_s = time.monotonic() + wait_s
-        while not found:
-            while not self._ended.empty():
-                item = self._ended.get_nowait()
-                if isinstance(item, BaseException):
-                    raise item
-                found.append(item)
-            if found or time.monotonic() >= until_s:
-                break
-            self._client.check()
-            time.sleep(min(wait_s, 0.005))
+        if wait_s and self._ended.empty():
+            with suppress(queue.Empty):
+                self._keep(found, self._ended.get(timeout=wait_s))
+        while not self._ended.empty():
+            self._keep(found, self._ended.get())
         return found
 
     def give_up(self, positions: Sequence[int]) -> None:
@@ -97,6 +93,11 @@ class Running:
     def close(self) -> None:
         """End all that run still."""
         self._future.cancel()
+
+    def _keep(self, found: list[Request], item: Request | BaseException) -> None:
+        if isinstance(item, BaseException):
+            raise item
+        found.append(item)
 
     async def _all(self) -> None:
         await asyncio.gather(*(self._one(request) for request in self._requests.values()))
@@ -263,7 +264,7 @@ class Client:
         await self._answer(llm, getattr(llm, method)(**arguments))
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
-        """What an engine answers. Raises EngineDeadError where it dies meanwhile, of which vLLM does not tell everyone."""
+        """What an engine answers. Raises EngineDeadError where it dies meanwhile: vLLM leaves such callers waiting."""
         task = asyncio.ensure_future(call)
         until_s = time.monotonic() + ANSWER_S
         while not task.done():

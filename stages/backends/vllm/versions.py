@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,6 +24,7 @@ __all__ = [
     "EngineDeadError",
     "LogitsProcessor",
     "MoveDirectionality",
+    "ParallelLMHead",
     "computes_on_cpu",
     "load",
     "longest",

@@ -1,0 +1,294 @@
+"""The vLLM backend on a real engine: what it samples, at which logprobs, and how its weights change under way."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import Model, StageError, WorkerGroup
+from pipeline.columns import Ragged
+from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
+from stages.backends.torch.engine import TorchEngine
+from stages.backends.vllm.checks import problems
+from tests.engines import vllm_models as tiny
+from tests.optional import need
+
+need("vllm", "vllm")
+
+GROUPS = (0, 1, 2, 3)
+PLAIN = Sampling(max_tokens=48)
+NEAR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> Model:
+    return tiny.folder(root, 0)
+
+
+@pytest.fixture(scope="module")
+def other(root: Path) -> Model:
+    return tiny.folder(root, 1)
+
+
+@pytest.fixture(scope="module")
+def started(root: Path) -> Iterator[Any]:
+    from stages.backends.vllm.engine import open_engine
+
+    backend = open_engine(tiny.context(root))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(started: Any, model: Model) -> Any:
+    """The module's engine, with the first weights as version 1."""
+    if started.served_version(model) != 1:
+        started.serve(model, tiny.weights_of(model), 1)
+    return started
+
+
+@pytest.fixture(scope="module")
+def torch_backend() -> TorchEngine:
+    return TorchEngine(torch.device("cpu"), torch.float32)
+
+
+def prompts(backend: Any, model: Model, groups: tuple[int, ...] = GROUPS) -> Ragged:
+    return backend.encode(model, tiny.texts(groups))
+
+
+def rows_of(made: Generation) -> list[list[int]]:
+    return [row.tolist() for row in made.response_ids.rows()]
+
+
+async def collected(stream: Any) -> list[Any]:
+    return [event async for event in stream]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        PLAIN,
+        replace(PLAIN, temperature=0.7),
+        replace(PLAIN, temperature=1.3, top_k=5),
+        replace(PLAIN, top_p=0.8),
+        replace(PLAIN, temperature=0.7, min_p=0.1, top_p=0.9, top_k=12),
+        replace(PLAIN, greedy=True),
+    ],
+    ids=["plain", "cool", "top_k", "top_p", "all", "greedy"],
+)
+def test_samples_are_those_of_the_torch_backend(
+    backend: Any, torch_backend: TorchEngine, model: Model, sampling: Sampling
+) -> None:
+    prompt_ids = prompts(backend, model)
+    made = backend.generate(model, prompt_ids, sampling, None if sampling.greedy else tiny.draws(GROUPS))
+    same = torch_backend.generate(model, prompt_ids, sampling, None if sampling.greedy else tiny.draws(GROUPS))
+    assert rows_of(made) == rows_of(same)
+    assert made.truncated.tolist() == same.truncated.tolist()
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompt_ids, made, temperature)) < NEAR
+    assert set(made.versions.values.tolist()) == {1} and made.versions.values.dtype == torch.int32
+
+
+def test_a_closing_token_is_part_of_the_response(backend: Any, model: Model) -> None:
+    eos = backend.tokenizer(model).eos_token_id
+    made = backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))
+    assert {True, False} == set(made.truncated.tolist())
+    for row, truncated in zip(rows_of(made), made.truncated.tolist()):
+        assert (eos in row[:-1], row[-1] == eos) == (False, not truncated)
+        assert len(row) == PLAIN.max_tokens or not truncated
+
+
+def test_weights_that_are_served_are_those_that_sample(
+    backend: Any, torch_backend: TorchEngine, model: Model, other: Model
+) -> None:
+    sent = tiny.weights_of(other)
+    assert backend.serve(model, sent, 7) == torch_backend.weight_hash(sent)
+    assert backend.served_version(model) == 7
+    prompt_ids = prompts(backend, model)
+    made = backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS))
+    assert rows_of(made) == rows_of(torch_backend.generate(other, prompt_ids, PLAIN, tiny.draws(GROUPS)))
+    assert tiny.farthest(made, tiny.logprobs(tiny.reference(other), prompt_ids, made, 1.0)) < NEAR
+    assert set(made.versions.values.tolist()) == {7}
+
+
+@pytest.mark.parametrize("change", ["missing", "more", "shape", "dtype"])
+def test_other_weights_are_refused_and_change_nothing(backend: Any, model: Model, change: str) -> None:
+    wrong = tiny.weights_of(model)
+    name = "model.norm.weight"
+    if change == "missing":
+        del wrong[name]
+    elif change == "more":
+        wrong["lm_head.weight"] = wrong["model.embed_tokens.weight"].clone()  # tied, and so named once
+    else:
+        wrong[name] = wrong[name][:-1] if change == "shape" else wrong[name].double()
+    with pytest.raises(StageError, match="lm_head.weight" if change == "more" else name):
+        backend.serve(model, wrong, 9)
+    assert backend.served_version(model) == 1
+    made = backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))
+    assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompts(backend, model), made, 1.0)) < NEAR
+
+
+def test_a_sample_depends_on_its_draw_only(backend: Any, model: Model) -> None:
+    prompt_ids = prompts(backend, model)
+    together = rows_of(backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS)))
+    order = list(reversed(range(len(together))))
+    turned = Ragged.of([prompt_ids.rows()[i] for i in order])
+    drawn = tiny.draws(GROUPS)
+    drawn = Draws(drawn.seed, tuple(drawn.groups[i] for i in order), tuple(drawn.samples[i] for i in order))
+    assert rows_of(backend.generate(model, turned, PLAIN, drawn)) == together[::-1]
+    alone = backend.generate(model, Ragged.of([prompt_ids.rows()[5]]), PLAIN, Draws(0, (1,), (1,)))
+    assert rows_of(alone) == [together[5]]
+    elsewhere = rows_of(backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS, seed=1)))
+    assert sum(a != b for a, b in zip(elsewhere, together)) > len(together) // 2
+
+
+def test_weights_change_between_two_tokens(backend: Any, model: Model, other: Model) -> None:
+    """Each token has the logprob, and the version, of the weights that computed it."""
+    sampling = Sampling(max_tokens=900, temperature=1.0, top_k=30)
+    closing = backend.tokenizer(model).eos_token_id
+    prompt_ids = prompts(backend, model)
+    sent = tiny.weights_of(other)
+
+    async def run() -> list[Any]:
+        stream = backend.stream(model, prompt_ids, sampling, tiny.draws(GROUPS), group_size=4, version=3)
+        events = asyncio.ensure_future(collected(stream))
+        await asyncio.sleep(0.3)
+        assert not events.done()
+        backend.serve(model, sent, 2)
+        return await events
+
+    made = [event for event in asyncio.run(run()) if isinstance(event, Decoded)]
+    assert sorted(group for event in made for group in event.groups) == list(GROUPS)
+    both = 0
+    for event in made:
+        ids = Ragged.of([prompt_ids.rows()[group * 4 + i] for group in event.groups for i in range(4)])
+        old, new = (tiny.logprobs(tiny.reference(each), ids, event.made, 1.0) for each in (model, other))
+        rows = zip(event.made.logprobs.rows(), event.made.versions.rows(), event.made.response_ids.rows(), old, new)
+        for has, versions, response, before, after in rows:
+            seam = int((versions == 1).sum())
+            assert versions.tolist() == [1] * seam + [2] * (len(versions) - seam)
+            assert (has - torch.cat([before[:seam], after[seam:]])).abs().max() < NEAR
+            assert closing not in response[:-1].tolist()
+            if 0 < seam < len(versions):
+                both += 1
+                # The seam is exact: the weights tell the tokens on its two sides apart.
+                assert (has - after)[seam - 1].abs() > 10 * NEAR and (has - before)[seam].abs() > 10 * NEAR
+    assert both >= 2
+
+
+def test_groups_come_out_when_their_last_sample_ends(backend: Any, model: Model) -> None:
+    sampling = replace(PLAIN, max_tokens=600)
+    events = asyncio.run(
+        collected(backend.stream(model, prompts(backend, model), sampling, tiny.draws(GROUPS), group_size=4))
+    )
+    assert len(events) > 1 and all(isinstance(event, Decoded) for event in events)
+    assert sorted(group for event in events for group in event.groups) == list(GROUPS)
+    longest = [max(event.made.response_ids.lengths) for event in events]
+    assert longest == sorted(longest) and longest[0] < longest[-1]
+    whole = rows_of(backend.generate(model, prompts(backend, model), sampling, tiny.draws(GROUPS)))
+    for event in events:
+        assert rows_of(event.made) == [whole[group * 4 + i] for group in event.groups for i in range(4)]
+
+
+def test_groups_that_nobody_wants_are_given_up(backend: Any, model: Model) -> None:
+    sampling = replace(PLAIN, max_tokens=900, greedy=True)  # greedy loops to the end
+    given_up: set[int] = set()
+
+    async def run() -> list[Any]:
+        stream = backend.stream(
+            model, prompts(backend, model), sampling, None, group_size=4, unwanted=lambda group: group in given_up
+        )
+        events = asyncio.ensure_future(collected(stream))
+        await asyncio.sleep(0.2)
+        given_up.add(1)
+        await asyncio.sleep(0.2)
+        given_up.add(3)
+        return await events
+
+    events = asyncio.run(run())
+    gone = {group: tokens for event in events if isinstance(event, Cancelled) for group, tokens in event.tokens.items()}
+    assert gone.keys() == {1, 3} and all(0 < tokens < sampling.max_tokens for tokens in gone.values())
+    assert gone[1] < gone[3]
+    assert {group for event in events if isinstance(event, Decoded) for group in event.groups} == {0, 2}
+    assert not backend.client(model)._live
+
+
+def test_a_stream_that_is_left_ends_its_requests(backend: Any, model: Model) -> None:
+    sampling = replace(PLAIN, max_tokens=900, greedy=True)
+
+    async def run() -> None:
+        stream = backend.stream(model, prompts(backend, model), sampling, None, group_size=4)
+        task = asyncio.ensure_future(collected(stream))
+        await asyncio.sleep(0.2)
+        assert backend.client(model)._live
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    backend.generate(model, prompts(backend, model), replace(PLAIN, max_tokens=1), tiny.draws(GROUPS))
+    assert not backend.client(model)._live
+
+
+def test_a_stop_text_of_several_tokens_ends_a_response(backend: Any, model: Model) -> None:
+    prompt_ids = prompts(backend, model)
+    free = backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS))
+    longest = max(range(len(free.response_ids)), key=lambda i: free.response_ids.lengths[i])
+    text = backend.decode(model, free.response_ids)[longest]
+    stop = text[20:23]
+    end = text.index(stop) + len(stop)
+    made = backend.generate(model, prompt_ids, replace(PLAIN, stop=(stop,)), tiny.draws(GROUPS))
+    assert rows_of(made)[longest] == rows_of(free)[longest][:end]  # a character is a token
+    assert not made.truncated[longest]
+    assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompt_ids, made, 1.0)) < NEAR
+
+
+def test_what_does_not_fit_is_refused(backend: Any, model: Model, other: Model) -> None:
+    with pytest.raises(StageError, match="more than 1024 tokens"):
+        backend.generate(model, prompts(backend, model), replace(PLAIN, max_tokens=1020), tiny.draws(GROUPS))
+    with pytest.raises(StageError, match="serves one model"):
+        backend.generate(other, prompts(backend, model), PLAIN, tiny.draws(GROUPS))
+    with pytest.raises(StageError, match="trained and frozen"):
+        backend.generate(model.frozen(), prompts(backend, model), PLAIN, tiny.draws(GROUPS))
+
+
+def test_an_engine_that_slept_samples_as_before(backend: Any, model: Model) -> None:
+    before = rows_of(backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS)))
+    backend.sleep()
+    backend.wake()
+    assert rows_of(backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))) == before
+
+
+def test_a_group_that_asks_for_gpus_of_a_cpu_build_is_refused(root: Path) -> None:
+    from stages.backends.vllm.engine import open_engine
+
+    with pytest.raises(StageError, match="built for the CPU"):
+        open_engine(tiny.context(root, WorkerGroup("sampler", backend="vllm", gpus=1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"workers": 2, "pipeline_parallel": 2}, "pipeline_parallel=2"),
+        ({"workers": 2, "context_parallel": 2}, "context_parallel=2"),
+        ({"workers": 2, "expert_parallel": 2}, "expert_parallel=2"),
+        ({"workers": 2, "fully_sharded": True}, "fully_sharded"),
+        ({"workers": 2, "gpus": 4}, "4 GPUs for 2 workers"),
+    ],
+)
+def test_groups_that_vllm_cannot_run_are_named(settings: dict[str, Any], named: str) -> None:
+    found = list(problems(WorkerGroup("sampler", backend="vllm", **settings), "graph.py:1"))
+    assert len(found) == 1 and named in found[0].what and found[0].where == "graph.py:1"
+
+
+@pytest.mark.parametrize("settings", [{}, {"gpus": 4, "tensor_parallel": 2}, {"workers": 2, "tensor_parallel": 2}])
+def test_groups_that_vllm_runs_have_no_problem(settings: dict[str, Any]) -> None:
+    assert not list(problems(WorkerGroup("sampler", backend="vllm", **settings), "graph.py:1"))
