@@ -1,6 +1,8 @@
 """Tiny models, a frozen batch, and what is measured of a Megatron engine on it; as a script, it is one of two ranks.
 
-python megatron_cases.py FOLDER RANK PORT      # writes FOLDER/<case>.safetensors and .json, and all must be there
+    python -m tests.engines.megatron_cases FOLDER RANK PORT
+
+Each rank writes FOLDER/<case>-<rank>.safetensors and .json.
 """
 
 from __future__ import annotations

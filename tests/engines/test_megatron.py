@@ -1,0 +1,343 @@
+"""The Megatron backend on real engines: one rank against transformers and the torch backend, two ranks against one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ops.logprobs import entropy, selected_logprobs
+from ops.vocab_parallel import logprobs_and_entropy
+from pipeline import Model, StageError
+from pipeline.errors import CheckpointError
+from pipeline.ranks import Layout, Ranks, open_store
+from pipeline.sharding import Packed, Plain
+from tests.optional import need
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RANKS_DEADLINE_S = 240.0
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+CASES = (
+    "tensor",
+    "tensor, bias",
+    "tensor, untied",
+    "data",
+    "pipeline, tied",
+    "pipeline, recomputed",
+    "expert",
+    "expert, packed",
+    "pipeline, experts",
+)
+SAVED = ("saved by tensor", "saved by data", "saved by expert", "saved by pipeline")
+
+
+@pytest.fixture(scope="module")
+def cases() -> Any:
+    need("megatron", "megatron")
+    from tests.engines import megatron_cases
+
+    return megatron_cases
+
+
+@pytest.fixture(scope="module")
+def folder(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model a family."""
+    root = tmp_path_factory.mktemp("megatron")
+    for family in FAMILIES:
+        cases.make_folder(family, root / family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def groups(cases: Any, running: Any) -> Iterator[Any]:
+    """A world of this process. The two ranks are started first, and compute while the tests of one rank do."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    yield cases.join(Ranks(), 1, torch.device("cpu"), 0)
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def running(cases: Any, folder: Path) -> Iterator[Any]:
+    """Two processes that measure all cases, one after the other."""
+    store = open_store("127.0.0.1", 2, deadline_s=RANKS_DEADLINE_S)
+    logs = [folder / f"rank-{rank}.log" for rank in range(2)]
+    started = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.engines.megatron_cases", str(folder), str(rank), str(store.port)]
+        with log.open("w") as file:
+            started.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT))
+    yield started, logs
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def measured(running: Any) -> None:
+    """When the two processes have ended well."""
+    started, logs = running
+    codes = [process.wait(RANKS_DEADLINE_S) for process in started]
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+@pytest.fixture(scope="module")
+def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
+    """What one rank measures, by family."""
+    measured = {}
+    for family in FAMILIES:
+        case = cases.Case(family, Layout(), microbatching=Plain(3))
+        measured[family] = cases.measure(cases.MegatronEngine(groups), folder / family, case)
+    return measured
+
+
+@pytest.fixture
+def engine(cases: Any, groups: Any) -> Any:
+    return cases.MegatronEngine(groups)
+
+
+def relative(made: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((made - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_weights_give_the_logprobs_of_transformers(cases: Any, engine: Any, folder: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch, wanted = cases.frozen_batch(), []
+    network = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for prompt, response in zip(batch.prompt_ids.rows(), batch.response_ids.rows()):
+            logits = network(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            wanted.append((logits / 0.7).log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    for microbatching in (Plain(), Plain(3), Packed(64)):
+        (shard,) = cases.shards_of(batch, microbatching, 1)
+        model = Model(str(folder / family))
+        scored = engine.score(model, batch.prompt_ids, batch.response_ids, shard, temperature=0.7)
+        assert scored.lengths == batch.response_ids.lengths
+        assert float((scored.values - torch.cat(wanted)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_gives_back_the_same_bytes(engine: Any, folder: Path, tmp_path: Path, family: str) -> None:
+    engine.export(Model(str(folder / family)), tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    source = load_file(folder / family / "model.safetensors")
+    written: dict[str, torch.Tensor] = {}
+    for file in set(index.values()):
+        written |= load_file(tmp_path / file)
+    assert written.keys() == source.keys() == index.keys()
+    assert all(torch.equal(written[name], source[name]) for name in source)
+    assert (tmp_path / "config.json").read_bytes() == (folder / family / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_folder_is_one_that_transformers_loads(
+    cases: Any, engine: Any, folder: Path, tmp_path: Path, family: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine.export(Model(str(folder / family)), tmp_path)
+    one, two = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / family, tmp_path))
+    ids = cases.frozen_batch().prompt_ids.rows()[2][None]
+    with torch.no_grad():
+        assert torch.equal(one(ids).logits, two(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_one_rank_trains_as_the_torch_backend_does(
+    cases: Any, alone: dict[str, Any], folder: Path, family: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from stages.backends.torch.optimize import TorchLearner
+
+    batch = cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    network = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
+    for microbatch in shard.updates[0].microbatches:
+        learner._backward(batch.at(microbatch.samples), cases.LOSS, cases.TEMPERATURE, shard.updates[0], microbatch)
+    gradients = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    learner.optimizer.zero_grad()
+    tensors, metrics = alone[family]
+    for number in range(2):
+        made = learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
+        assert {name.removeprefix(f"{number} ") for name in metrics if name.startswith(f"{number} ")} == made.keys()
+        for name, value in made.items():
+            assert metrics[f"{number} {name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
+    for name, gradient in gradients.items():
+        assert relative(tensors[f"gradient {name}"], gradient) < 1e-5
+    for name, parameter in network.named_parameters():
+        assert relative(tensors[f"weight {name}"], parameter.detach()) < 1e-5
+
+
+def test_packed_rows_give_the_gradients_of_padded_ones(
+    cases: Any, groups: Any, alone: dict[str, Any], folder: Path
+) -> None:
+    for family in ("qwen3", "qwen3_moe"):
+        case = cases.Case(family, Layout(), microbatching=Packed(70))
+        tensors, metrics = cases.measure(cases.MegatronEngine(groups), folder / family, case)
+        compare(tensors, metrics, *alone[family])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_numbers_of_one(
+    cases: Any, measured: None, alone: dict[str, Any], folder: Path, name: str
+) -> None:
+    tensors, other = (load_file(folder / f"{name}-{rank}.safetensors") for rank in range(2))
+    metrics, others = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2))
+    assert metrics == others
+    assert not [key for key in other if not key.startswith("sample ")]  # weights and gradients are rank 0's
+    assert all(torch.equal(tensors[key], other[key]) for key in tensors.keys() & other.keys())
+    compare(tensors | other, metrics, *alone[cases.CASES[name].family])
+
+
+def test_all_cases_are_compared(cases: Any) -> None:
+    assert tuple(cases.CASES) == CASES
+    assert tuple(cases.FAMILIES) == FAMILIES
+
+
+def compare(
+    tensors: dict[str, torch.Tensor],
+    metrics: dict[str, float],
+    wanted: dict[str, torch.Tensor],
+    wanted_metrics: dict[str, float],
+) -> None:
+    """Gradients, updated weights, logprobs and metrics, to rounding."""
+    assert tensors.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        if key.startswith(("gradient ", "weight ")):
+            assert relative(tensors[key], tensor) < 1e-5, key
+        else:
+            assert float((tensors[key] - tensor).abs().max()) < 2e-5, key
+    assert metrics == pytest.approx(wanted_metrics, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scoring_with_the_frozen_copy_leaves_no_trace(alone: dict[str, Any], family: str) -> None:
+    tensors, metrics = alone[family]
+    assert metrics["frozen is as before"] == metrics["trained is unchanged"] == 1.0
+    assert not torch.equal(tensors["sample 0 before"], tensors["sample 0 after"])
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_learner_goes_on_to_the_bit(measured: None, folder: Path, name: str) -> None:
+    for rank in range(2):
+        found = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert found["resumed is the same"] == 1.0
+        assert found["updates"] == 4
+
+
+def test_more_data_parallel_ranks_resume_what_fewer_saved(
+    cases: Any, measured: None, engine: Any, folder: Path
+) -> None:
+    """Two ranks saved after two updates; one rank reads it, and its weights are what two ranks had."""
+    model = Model(str(folder / "qwen3"))
+    learner = engine.learner(model, cases.OPTIMIZATION)
+    learner.restore(folder / "saved by data")
+    assert learner.updates == 2
+    batch = cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(2), 1)
+    for _ in range(2):
+        learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0], packed=False)
+    exported = folder / "saved by data" / "exported"
+    wanted = load_file(next(exported.glob("*.safetensors")))
+    trained = engine.trained_weights(model)
+    assert all(relative(trained[name], wanted[name]) < 1e-5 for name in wanted)
+
+
+def test_other_parallel_sizes_and_missing_files_are_refused(
+    cases: Any, measured: None, engine: Any, folder: Path, tmp_path: Path
+) -> None:
+    learner = engine.learner(Model(str(folder / "qwen3")), cases.OPTIMIZATION)
+    with pytest.raises(CheckpointError, match=r"written with .* = \[2, 1, 1\]"):
+        learner.restore(folder / "saved by tensor")
+    with pytest.raises(CheckpointError, match=r"learner\.json"):
+        learner.restore(tmp_path)
+    learner.save(tmp_path)
+    shard = tmp_path / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        learner.restore(tmp_path)
+
+
+def test_an_update_that_is_not_finite_changes_nothing(cases: Any, engine: Any, folder: Path) -> None:
+    model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    learner = engine.learner(model, cases.OPTIMIZATION)
+    before = engine.weight_hash(engine.trained_weights(model))
+    broken = replace(batch, advantage=torch.full((8,), float("inf")))
+    made = learner.update(broken, cases.LOSS, temperature=1.0, update=shard.updates[0])
+    assert (made["skipped"], learner.skipped) == (1.0, 1)
+    assert engine.weight_hash(engine.trained_weights(model)) == before
+    made = learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
+    assert made["skipped"] == 0.0
+    assert engine.weight_hash(engine.trained_weights(model)) != before
+
+
+def test_vocabulary_parallel_logprobs_are_those_of_one_rank(measured: None, folder: Path) -> None:
+    for rank in range(2):
+        found = json.loads((folder / f"saved by tensor-{rank}.json").read_text())
+        assert max(found[f"difference {i}"] for i in range(3)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logprobs_and_entropy_in_blocks_are_the_dense_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.vocab_parallel._CHUNK_ELEMENTS", 100)
+    logits = torch.randn(11, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[:, 3] = -torch.inf  # a token that is ruled out
+    ids, weights = torch.arange(11) + 4, torch.linspace(-1, 1, 11)
+    blocks, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logprobs, entropies = logprobs_and_entropy(blocks, ids)
+    wanted = selected_logprobs(dense, ids), entropy(dense)
+    assert logprobs.dtype == wanted[0].dtype
+    (logprobs * weights + entropies * weights**2).sum().backward()
+    (wanted[0] * weights + wanted[1] * weights**2).sum().backward()
+    near = 1e-12 if dtype == torch.float64 else 4e-3
+    torch.testing.assert_close(logprobs, wanted[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropies, wanted[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(blocks.grad, dense.grad, atol=near, rtol=near)
+
+
+def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder: Path) -> None:
+    batch = cases.frozen_batch()
+    done = [
+        engine.training_flops(Model(str(folder / family)), batch.prompt_ids, batch.response_ids) for family in FAMILIES
+    ]
+    assert done[-1] is None
+    assert min(done[:-1]) > 1e6
+
+
+def test_a_model_is_trained_once(cases: Any, engine: Any, folder: Path) -> None:
+    model = Model(str(folder / "qwen3"))
+    engine.learner(model, cases.OPTIMIZATION)
+    with pytest.raises(StageError, match="two stages train"):
+        engine.learner(model.frozen(), cases.OPTIMIZATION)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "expert", "told"),
+    [
+        ("qwen3", Layout(tensor=3), 1, "attention heads are 4, and tensor_parallel=3"),
+        ("qwen3", Layout(pipeline=4), 1, "layers are 2, and pipeline_parallel=4"),
+        ("qwen3", Layout(data=2), 2, "the model has no experts"),
+        ("qwen3_moe", Layout(tensor=2), 1, "a mixture of experts, and tensor_parallel=2 on the CPU"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused(
+    cases: Any, groups: Any, folder: Path, family: str, layout: Layout, expert: int, told: str
+) -> None:
+    other = replace(groups, ranks=Ranks(layout), expert=expert)
+    with pytest.raises(StageError, match=told):
+        cases.MegatronEngine(other).network(Model(str(folder / family)))

@@ -1,0 +1,172 @@
+"""Where parameters lie, what a config says, and what is refused: arithmetic, without an engine."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipeline import StageError, WorkerGroup
+from stages.backends.megatron.checks import problems
+from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.shape import Decoder
+
+DENSE = Decoder(
+    layers=4,
+    hidden=16,
+    vocab=131,
+    heads=8,
+    groups=4,
+    head_dim=6,
+    intermediate=24,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=True,
+)
+MIXTURE = Decoder(
+    layers=2,
+    hidden=16,
+    vocab=64,
+    heads=4,
+    groups=4,
+    head_dim=4,
+    intermediate=8,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    experts=4,
+    chosen=2,
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "tensors", "stages", "experts"),
+    [
+        *((DENSE, tensors, stages, 1) for tensors, stages in product((1, 2, 4), (1, 2))),
+        *((MIXTURE, tensors, stages, experts) for tensors, stages, experts in product((1, 2), (1, 2), (1, 2, 4))),
+    ],
+)
+def test_ranks_together_hold_every_number_once(decoder: Decoder, tensors: int, stages: int, experts: int) -> None:
+    held: dict[str, np.ndarray] = {}
+    for tensor, stage, expert in product(range(tensors), range(stages), range(experts)):
+        part = Part(tensor=tensor, tensors=tensors, stage=stage, stages=stages, expert=expert, experts=experts)
+        for name, parameter in parameters(decoder, part).items():
+            inside = np.zeros(parameter.shape[0], int)
+            for piece in parameter.pieces:
+                inside[piece.inside] += 1
+                columns = piece.columns or (0, piece.shape[1] if len(piece.shape) > 1 else 0)
+                assert parameter.shape[1:] == (() if len(piece.shape) == 1 else (columns[1] - columns[0],))
+                if (
+                    not parameter.copy
+                    and (parameter.expert or expert == 0)
+                    and (parameter.divided is not None or not tensor)
+                ):
+                    held.setdefault(piece.name, np.zeros(piece.shape, int))[piece.box] += 1
+            assert inside.max(initial=0) <= 1
+            assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or inside.min() == 1
+    layers = decoder.layers * (3 * max(1, decoder.experts) + bool(decoder.experts) + 8 + 3 * decoder.qkv_bias)
+    assert len(held) == layers + 2 + (not decoder.tied)
+    assert all((count == 1).all() for count in held.values())
+
+
+def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
+    table = parameters(DENSE, Part(tensor=1, tensors=2))
+    pieces = table["decoder.layers.0.self_attention.linear_qkv.weight"].pieces
+    assert [(piece.name.split(".")[-2], piece.rows, piece.at) for piece in pieces] == [
+        ("q_proj", (24, 36), 0),
+        ("k_proj", (12, 18), 12),
+        ("v_proj", (12, 18), 18),
+        ("q_proj", (36, 48), 24),
+        ("k_proj", (18, 24), 36),
+        ("v_proj", (18, 24), 42),
+    ]
+
+
+def test_layers_and_experts_count_from_the_first_of_the_rank() -> None:
+    table = parameters(MIXTURE, Part(stage=1, stages=2, expert=1, experts=2))
+    (piece,) = table["decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"].pieces
+    assert piece.name == "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def test_the_output_embedding_is_a_copy_where_it_is_tied_and_on_another_rank() -> None:
+    assert "output_layer.weight" not in parameters(DENSE, Part())
+    assert parameters(DENSE, Part(stage=1, stages=2))["output_layer.weight"].copy
+    assert not parameters(MIXTURE, Part(stage=1, stages=2))["output_layer.weight"].copy
+
+
+def test_transformer_engine_keeps_norms_in_the_linear_layer_that_follows() -> None:
+    dense, mixture = (parameters(decoder, Part(fused_norms=True)) for decoder in (DENSE, MIXTURE))
+    (piece,) = dense["decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"].pieces
+    assert piece.name == "model.layers.3.input_layernorm.weight"
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in dense
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in mixture
+
+
+def test_a_config_of_either_age_gives_the_same_decoder() -> None:
+    older = {name: value for name, value in QWEN3.items() if name != "rope_parameters"} | {"rope_theta": 1000000.0}
+    decoder = Decoder.of(QWEN3, "here")
+    assert decoder == Decoder.of(older, "here")
+    assert (decoder.head_dim, decoder.groups, decoder.qk_norm, decoder.qkv_bias) == (32, 2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "mamba"}, "the model is a 'mamba'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ],
+)
+def test_what_would_be_computed_differently_is_refused(change: dict, told: str) -> None:
+    with pytest.raises(StageError, match=told) as caught:
+        Decoder.of(QWEN3 | change, "graph.py:7")
+    assert caught.value.problems[0].where == "graph.py:7"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"workers": 4, "gpus": 2}, "has 2 GPUs for 4 workers"),
+        ({"workers": 2, "fully_sharded": True}, "is fully_sharded"),
+        ({"workers": 2, "context_parallel": 2}, "context_parallel=2"),
+    ],
+)
+def test_groups_that_cannot_train_are_refused_before_anything_starts(given: dict, told: str) -> None:
+    found = [str(problem) for problem in problems(WorkerGroup("learner", backend="megatron", **given), "graph.py:3")]
+    assert len(found) == 1
+    assert found[0].startswith("graph.py:3: ")
+    assert told in found[0]
+
+
+def test_groups_that_can_train_are_not() -> None:
+    group = WorkerGroup("learner", backend="megatron", workers=8, gpus=8, tensor_parallel=2, pipeline_parallel=2)
+    assert not list(problems(group, "graph.py:3"))
+
+
+def test_the_checks_and_the_tables_load_no_tensor_library() -> None:
+    import subprocess
+
+    code = (
+        "import sys; import stages.backends.megatron.checks, stages.backends.megatron.names;"
+        "assert not {'torch', 'megatron', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
