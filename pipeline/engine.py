@@ -25,6 +25,7 @@ from pipeline.events import (
     Drop,
     Dropped,
     Event,
+    Failed,
     Finished,
     GiveUp,
     Landed,
@@ -226,6 +227,8 @@ class Engine:
         if result.error:
             self._failed = task
             raise result.error
+        if result.lost:
+            return self._lost(task, result.lost)
         if not self.scheduler.is_current(task):
             return self._fence(result)
         events: list[Event] = []
@@ -267,6 +270,19 @@ class Engine:
         for handle in result.handles:
             self._clear_rows(handle, task.step, ())
         return []
+
+    def _lost(self, task: Task, reason: str) -> list[Event]:
+        """The worker of a task is another one now: what it had not acknowledged goes out again, as the next attempt."""
+        if not self.scheduler.is_current(task):
+            return []
+        owed = self.scheduler.owed(task)
+        for group in owed:
+            if group in self._cancelled:
+                self._drop(self._cancelled.pop(group), (group,), CANCELLED, tokens=())
+        self._trace.write(trace.Retried(**trace.of(task), groups=owed, reason=reason, at_s=time.monotonic()))
+        if unknown := self.handles.unknown(owed, task.attempt, self.plan.partition):
+            self._clear_rows(unknown, task.step, ())  # what it put and could not report
+        return [Failed(task)]
 
     def _weights(self, task: Task, weights: tuple[int, str]) -> Landed:
         """A stage has made weights, or published them."""

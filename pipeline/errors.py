@@ -111,6 +111,10 @@ class StageError(SluiceError):
     exit_code = 3
 
 
+class WorkerLost(StageError):  # noqa: N818 - beside DataPlaneLost
+    """A worker process ended that holds what only a checkpoint can give back."""
+
+
 class DataPlaneError(SluiceError):
     """A put or get broke the contract of the data plane (schema, presence, reader, range)."""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeline.meta import KVBatchMeta, group_of, groups_of, keys_of
+from pipeline.data_plane import row_name
+from pipeline.meta import KVBatchMeta, Placement, group_of, groups_of, keys_of, sample_key
 
 
 class HandleTable:
@@ -86,6 +87,18 @@ class HandleTable:
             return None
         placements = tuple(placement for part in parts for placement in part.placements)
         return KVBatchMeta(keys=parts[0].keys, partition_id=parts[0].partition_id, fields=(), placements=placements)
+
+    def unknown(self, groups: Sequence[int], attempt: int, partition: str) -> KVBatchMeta | None:
+        """A handle on the rows of an attempt that no put has named, to sweep what a lost worker left there; or None.
+
+        Rows that hold other columns too are known, and go when their groups are cleared.
+        """
+        held = self.rows(groups)
+        known = {row for placement in held.placements for row in placement.rows} if held else set()
+        rows = tuple(row for group in groups if (row := row_name(sample_key(group, 0), attempt)) not in known)
+        if not rows:
+            return None
+        return KVBatchMeta(keys=(), partition_id=partition, fields=(), placements=(Placement(rows, (), (), {}),))
 
     def forget(self, groups: Sequence[int]) -> None:
         """These groups were cleared."""

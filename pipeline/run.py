@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline import console
 from pipeline.command import Parser, exit_code
-from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.graph import Graph
 from pipeline.load import GraphFile, add_flags, load
 from pipeline.plan import Plan, plan
@@ -86,6 +86,9 @@ def _parser(*, add_help: bool) -> Parser:
     parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
     parser.add_argument("--gpus", type=int, metavar="N", help="check the placement against N GPUs")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="give up when no task finishes for so long")
+    parser.add_argument(
+        "--restarts", type=int, default=2, metavar="N", help="from the last checkpoint, when a trainer dies; default: 2"
+    )
     parser.add_argument("--plain", action="store_true", help="plain lines instead of a live one")
     return parser
 
@@ -112,7 +115,6 @@ def _run(
     started_s: float,
 ) -> int:
     from pipeline import checkpoint
-    from pipeline.engine import Engine
 
     run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
     start = 0
@@ -134,7 +136,6 @@ def _run(
     else:
         describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
     progress = console.Progress(planned, start, plain=options.plain)
-    executor = _executor(options, file)
     resume = shlex.join(
         [
             "python",
@@ -154,9 +155,7 @@ def _run(
         flush=True,
     )
     try:
-        Engine(
-            graph, planned, executor, run_dir=run_dir, start=start, on_step=progress.step, deadline_s=options.deadline_s
-        ).execute()
+        _execute(file, graph, planned, options, run_dir, start, progress)
     except SluiceError as error:
         progress.end()
         console.print_problems(error.problems)
@@ -174,6 +173,36 @@ def _run(
         planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
     )
     return 0
+
+
+def _execute(
+    file: GraphFile,
+    graph: Graph,
+    planned: Plan,
+    options: argparse.Namespace,
+    run_dir: RunDir,
+    start: int,
+    progress: console.Progress,
+) -> None:
+    """Run to the end. Where a worker is lost that only a checkpoint can give back, go on from the last one."""
+    from pipeline import checkpoint
+    from pipeline.engine import Engine
+
+    for left in range(options.restarts, -1, -1):
+        executor = _executor(options, file)
+        engine = Engine(
+            graph, planned, executor, run_dir=run_dir, start=start, on_step=progress.step, deadline_s=options.deadline_s
+        )
+        try:
+            return engine.execute()
+        except WorkerLost as error:
+            if not left or not run_dir.checkpoint_steps():
+                raise
+            progress.end()
+            console.print_problems(error.problems)
+            start = checkpoint.read(run_dir, None)[1].steps
+            cut_metrics(run_dir, start)
+            print(f"restart from step {start}; {left - 1} restarts are left", file=sys.stderr, flush=True)
 
 
 def _run_dir(path: Path | None, name: str) -> RunDir:

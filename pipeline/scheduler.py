@@ -156,6 +156,11 @@ class Scheduler:
         """Whether a report of this task counts: it is not over, and no other attempt has replaced it."""
         return self._grants.running(task.number) is not None
 
+    def owed(self, task: Task) -> tuple[int, ...]:
+        """The groups of a current task that it has not acknowledged."""
+        running = self._grants.running(task.number)
+        return tuple(running.left) if running else ()
+
     def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
         """(step, stage, what it waits for) of every stage in flight that has not acknowledged everything."""
         rows = []

@@ -54,6 +54,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
     oldest     of a stage that stamps: the oldest version among the tokens of each finished group
     error      is set, and the rest is partial, where the task failed
+    lost       is set where the worker died and has been replaced: what it has not reported is to be handed out again
     """
 
     task: Task
@@ -65,8 +66,9 @@ class TaskResult(msgspec.Struct, kw_only=True):
     dropped: dict[int, str] = {}
     cancelled: dict[int, int] = {}
     oldest: dict[int, int] = {}
-    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained] = []
+    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed] = []
     error: Any = None
+    lost: str | None = None
 
 
 class Worker:
@@ -222,6 +224,11 @@ class Worker:
         for name, runner in self._runners.items():
             if hasattr(runner, "restore"):
                 runner.restore(folder / name)
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
+        return not self.ranks.connected and not any(hasattr(runner, "restore") for runner in self._runners.values())
 
     def close(self) -> None:
         """Let go of the data plane and of the other ranks."""

@@ -12,7 +12,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
+from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError, WorkerLost
 from pipeline.executors import merged, shards
 from pipeline.graph import HOST, Graph, WorkerGroup
 from pipeline.meta import KVBatchMeta
@@ -42,7 +43,7 @@ from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
-CLOSE_DEADLINE_S = 10.0
+RESTARTS = 8  # of workers of one group in a run
 EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
 SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
@@ -65,11 +66,16 @@ class RayExecutor:
         self.plane: Any = None
         self._owns_ray = False
         self._actors: dict[str, list[Any]] = {}
+        self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts its actor of a rank
+        self._replaceable: dict[str, bool] = {}
+        self._restarts: Counter[str] = Counter()
+        self._retired: dict[Any, tuple[str, int]] = {}  # actors that died and were replaced
+        self._served: dict[tuple[str, str], tuple[Task, ray.ObjectRef]] = {}  # what a group received last, by stage
         self._placement_groups: list[Any] = []
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, Layout] = {}
         self._pending: dict[ray.ObjectRef, _Running] = {}
-        self._streams: dict[Any, tuple[Task, bool]] = {}  # a stream's reports -> its task, and whether its worker leads
+        self._streams: dict[Any, _Stream] = {}  # by its reports
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
@@ -88,7 +94,8 @@ class RayExecutor:
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             streams = any(self._planned[name].shape == "stream" for name in placed.stages)
             actor: Any = _StreamActor if streams else _Actor
-            actors = self._actors[placed.name] = self._place(groups[placed.name], actor, hosted, blob_of_all, settings)
+            birth = self._births[placed.name] = self._place(groups[placed.name], actor, hosted, blob_of_all, settings)
+            actors = self._actors[placed.name] = [birth(rank) for rank in range(placed.workers)]
             self._layouts[placed.name] = Layout.of(groups[placed.name])
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
@@ -101,12 +108,12 @@ class RayExecutor:
         actors = [actor for group in self._actors.values() for actor in group]
         self._get_all(joins, "meet the other ranks of their group")
         self._get_all(setups, "set up")
-        placed_at = self._get_all(
-            [actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane"
-        )
+        joined = self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        for placed_at, replaceable in joined:
+            self._replaceable[placed_at.group] = replaceable
         if restore:
             self._get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
-        return placed_at
+        return [placed_at for placed_at, _ in joined]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         stage = self._planned[task.stage]
@@ -114,8 +121,9 @@ class RayExecutor:
             source, target = stage.groups
             sends = [actor.send.options(num_returns=2).remote(task) for actor in self._actors[source]]
             payload = sends[0][0]
-            received = [actor.receive.remote(task, payload) for actor in self._actors[target]]
-            self._follow(_Running(task, target, leading=received, others=[sent for _, sent in sends]))
+            received = [(actor.receive.remote(task, payload), actor) for actor in self._actors[target]]
+            sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
+            self._follow(_Running(task, leading=dict(received), others=dict(sent), payload=payload))
             return
         name = stage.groups[0]
         layout = self._layouts[name]
@@ -124,18 +132,19 @@ class RayExecutor:
             handle = meta.encode() if meta is not None else None
             leader, *_ = siblings = layout.siblings(task.replica)
             for rank in siblings:
-                stream = self._actors[name][rank].stream.options(num_returns="streaming")
+                actor = self._actors[name][rank]
+                stream = actor.stream.options(num_returns="streaming")
                 reports = stream.remote(task, handle, self._cleared.pop(f"{name}.{rank}", []))
-                self._streams[reports] = task, rank == leader
+                self._streams[reports] = _Stream(task, actor, rank == leader)
             return
         if stage.sharding and meta is not None:
             handles = shards(stage, task, meta, layout.data)
-            refs = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
-            leading, others = [ref for ref, *_ in refs], [ref for _, *rest in refs for ref in rest]
-            self._follow(_Running(task, name, leading, others))
+            calls = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
+            leading, others = [call for call, *_ in calls], [call for _, *rest in calls for call in rest]
+            self._follow(_Running(task, dict(leading), dict(others)))
             return
         first, *others = self._call(name, task.replica or 0, task, meta)
-        self._follow(_Running(task, name, [first], others))
+        self._follow(_Running(task, dict([first]), dict(others)))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         waiting = [*self._pending, *self._streams]
@@ -155,7 +164,7 @@ class RayExecutor:
             self._actors[name][rank].cancel.remote(tuple(groups))
 
     def save(self, folder: Path) -> None:
-        actors = [actor for group in self._actors.values() for actor in group]
+        actors = [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
         self._get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}")
 
     def cleared(self, rows: Sequence[str]) -> None:
@@ -223,7 +232,8 @@ class RayExecutor:
 
     def _place(
         self, group: WorkerGroup, actor: Any, hosted: bytes, stages: bytes, settings: WorkerSettings
-    ) -> list[Any]:
+    ) -> Callable[[int], Any]:
+        """Finds room for a group; what is returned starts its actor of a rank there."""
         count, gpus = group.processes, group.gpus / group.processes
         cpus = group.cpus * group.workers / count
         if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
@@ -252,16 +262,13 @@ class RayExecutor:
             variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
         if ray.util.get_node_ip_address() == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
-        return [
-            actor.options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                scheduling_strategy=strategies[rank],
-                name=None,
-                runtime_env={"env_vars": variables},
-            ).remote(rank, hosted, stages, settings)
-            for rank in range(count)
-        ]
+        return lambda rank: actor.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            scheduling_strategy=strategies[rank],
+            name=None,
+            runtime_env={"env_vars": variables},
+        ).remote(rank, hosted, stages, settings)
 
     def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
         """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
@@ -290,20 +297,22 @@ class RayExecutor:
             group.model_parallel > 1 or any(stage.sharding for stage in stages if stage.name in group.stages)
         )
 
-    def _call(self, group: str, replica: int, task: Task, meta: KVBatchMeta | None) -> list[ray.ObjectRef]:
-        """Have every rank of a replica run the task; the leader's result comes first."""
+    def _call(self, group: str, replica: int, task: Task, meta: KVBatchMeta | None) -> list[tuple[ray.ObjectRef, Any]]:
+        """Have every rank of a replica run the task: calls and actors, those of the leader first."""
         handle = meta.encode() if meta is not None else None
-        return [
-            self._actors[group][rank].run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", []))
-            for rank in self._layouts[group].siblings(replica)
-        ]
+        calls = []
+        for rank in self._layouts[group].siblings(replica):
+            actor = self._actors[group][rank]
+            calls.append((actor.run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", [])), actor))
+        return calls
 
     def _follow(self, running: _Running) -> None:
         self._pending |= dict.fromkeys([*running.leading, *running.others], running)
 
     def _report(self, stream: Any) -> TaskResult | None:
         """What a stream yields next; None for what the followers of a leader report, and at the end."""
-        task, leads = self._streams[stream]
+        running = self._streams[stream]
+        task = running.task
         try:
             report: TaskResult = ray.get(next(stream), timeout=START_DEADLINE_S)
         except StopIteration:
@@ -311,10 +320,8 @@ class RayExecutor:
             return None
         except RayError as error:
             del self._streams[stream]
-            name = self._planned[task.stage].groups[0]
-            doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
-            return TaskResult(task=task, error=_lost(doing, error))
-        return report if leads else TaskResult(task=task, events=report.events, error=report.error)
+            return self._without(task, running.actor, error)
+        return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
         """What a task has come to, once all of its ranks have answered or the first one failed; None until then."""
@@ -323,21 +330,75 @@ class RayExecutor:
         try:
             running.results[ref] = result = ray.get(ref, timeout=START_DEADLINE_S)
         except RayError as error:
-            doing = f"finish {task.stage!r} at step {task.step + 1} on {running.group!r}"
-            return TaskResult(task=task, error=_lost(doing, error))
+            return self._without(task, (running.leading | running.others)[ref], error)
         if result.error:  # the other ranks may wait for this one; the run ends before their deadline does
             return result
-        return running.whole() if len(running.results) == len(running.leading) + len(running.others) else None
+        if len(running.results) < len(running.leading) + len(running.others):
+            return None
+        if running.payload is not None:
+            self._served[self._planned[task.stage].groups[-1], task.stage] = task, running.payload
+        return running.whole()
+
+    def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
+        """The report of a task whose worker did not answer: where that died and can be replaced, it is."""
+        name, rank = self._find(actor)
+        doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
+        if not isinstance(error, RayActorError) or not self._replaceable[name]:
+            return TaskResult(task=task, error=_lost(doing, error))
+        result = TaskResult(task=task, lost=f"worker {name}.{rank} died")
+        if self._actors[name][rank] is actor:  # else another task of it has seen to that
+            if self._restarts[name] == RESTARTS:
+                return TaskResult(task=task, error=_lost(doing, error, f"; {RESTARTS} others died before it"))
+            self._restarts[name] += 1
+            try:
+                result.events.append(self._replace(name, rank))
+            except SluiceError as failure:
+                return TaskResult(task=task, error=failure)
+            self._retired[actor] = name, rank
+        return result
+
+    def _find(self, actor: Any) -> tuple[str, int]:
+        """Worker group and rank of an actor, also of one that was replaced."""
+        for name, actors in self._actors.items():
+            if actor in actors:
+                return name, actors.index(actor)
+        return self._retired[actor]
+
+    def _replace(self, name: str, rank: int) -> Placed:
+        """A new worker, with the weights that the old one served."""
+        actor = self._births[name](rank)
+        what = f"take the place of {name}.{rank}"
+        self._get_all([actor.setup.remote()], what)
+        ((placed, _),) = self._get_all([actor.connect.remote(self.plane.settings)], what)
+        for (group, _), (task, payload) in self._served.items():
+            if group == name:
+                (received,) = self._get_all([actor.receive.remote(task, payload)], what)
+                if received.error:
+                    raise received.error
+        self._actors[name][rank] = actor
+        return placed
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream on its way: its actor, and whether that one's reports count."""
+
+    task: Task
+    actor: Any
+    leads: bool
 
 
 @dataclass
 class _Running:
-    """A task on its way: the calls whose results count, and those that only must not fail."""
+    """A task on its way: the calls whose results count, and those that only must not fail, each with its actor.
+
+    `payload` is what a transfer carries.
+    """
 
     task: Task
-    group: str
-    leading: list[ray.ObjectRef]
-    others: list[ray.ObjectRef]
+    leading: dict[ray.ObjectRef, Any]
+    others: dict[ray.ObjectRef, Any]
+    payload: ray.ObjectRef | None = None
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
@@ -350,13 +411,12 @@ class _Running:
         return result
 
 
-def _lost(what: str, error: RayError) -> StageError:
-    reason = _one_line(error)
+def _lost(what: str, error: RayError, more: str = "") -> StageError:
     died = isinstance(error, RayActorError)
-    return StageError(
+    return (WorkerLost if died else StageError)(
         Problem(
             where="Ray",
-            what=f"a worker {'died and did not' if died else 'did not'} {what}: {reason}",
+            what=f"a worker {'died and did not' if died else 'did not'} {what}: {_one_line(error)}{more}",
             why="its task has no result",
             fix="look into the logs of the run and of Ray, then resume",
         )
@@ -386,10 +446,12 @@ class _Hosted:
     def setup(self) -> SluiceError | None:
         return self._worker.setup()
 
-    def connect(self, settings: Any) -> Placed:
+    def connect(self, settings: Any) -> tuple[Placed, bool]:
+        """Where it runs, and whether another worker can take its place."""
         self._worker.connect(TransferQueuePlane.attach(settings))
         node = ray.util.get_node_ip_address()
-        return Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
+        placed = Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
+        return placed, self._worker.is_replaceable
 
     def _run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
