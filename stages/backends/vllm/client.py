@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ STALL_S = 900.0  # without any output, a start or a load, while there are reques
 START_S = 900.0
 ANSWER_S = 600.0  # of the engine to anything but a request
 CLOSE_S = 20.0
+SHUTDOWN_S = 1.0  # that the engine's processes have to end by themselves; they have nothing to save
 LOOK_S = 0.5  # between two looks whether an engine that owes an answer is alive
 ATTEMPTS = 2  # of a request, or of a load, when the engine dies under it
 
@@ -121,6 +123,8 @@ class Client:
         self._live: dict[str, Request] = {}
         self._weights: Path | None = None  # the file of the version that is served; None is the folder
         self._version: int | None = None
+        self._failures = 0  # to start
+        self._failure = self._silent(START_S)
         self._heard_s = time.monotonic()
         self._starting, self._loading = asyncio.Lock(), asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -171,14 +175,16 @@ class Client:
             raise StageError(self._silent(STALL_S))
 
     def close(self) -> None:
-        """End the engine, its processes and the thread. May be called again."""
-        if self._loop.is_closed():
+        """End the engine, its processes and the thread. May be called again.
+
+        An engine that does not end in time ends with this process.
+        """
+        if not self._thread.is_alive():
             return
         atexit.unregister(self.close)
-        self.call(self._end(), CLOSE_S)
+        wait([self.start(self._end())], CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
-        self._loop.close()
         if self._weights is not None:
             self._weights.unlink(missing_ok=True)
 
@@ -212,25 +218,30 @@ class Client:
             await self._llm.abort([request.name for request in requests])
 
     async def _alive(self) -> versions.AsyncLLM:
+        """The engine, started where there is none. Of callers that wait for one start, all share its failure."""
+        failures = self._failures
         async with self._starting:
             if self._llm is None or self._llm.errored:
+                if self._failures > failures:
+                    raise StageError(self._failure)
                 await self._open()
             assert self._llm is not None
             return self._llm
 
     async def _open(self) -> None:
         """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile."""
+        again = self._llm is not None
         if self._llm is not None:
-            self._llm.shutdown()
-            self.restarts += 1
+            self._llm.shutdown(SHUTDOWN_S)
+        setup = self.setup
         try:
-            self._llm = versions.open_llm(
-                self.setup.folder, gpus=self.setup.gpus, tensor_parallel=self.setup.tensor_parallel
-            )
+            self._llm = versions.open_llm(setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel)
         except (RuntimeError, ValueError, OSError) as error:
-            raise StageError(self._not_started(error)) from error
+            self._failures, self._failure = self._failures + 1, self._not_started(error)
+            raise StageError(self._failure) from error
         if self._weights is not None:
             await self._answer(self._llm, versions.load(self._llm, self._weights, []))
+        self.restarts += again
         self._heard_s = time.monotonic()
 
     async def _load(self, path: Path, version: int) -> str:
@@ -283,7 +294,7 @@ class Client:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         if self._llm is not None:
-            self._llm.shutdown()
+            self._llm.shutdown(SHUTDOWN_S)
             self._llm = None
 
     def _silent(self, after_s: float) -> Problem:

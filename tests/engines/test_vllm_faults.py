@@ -1,0 +1,181 @@
+"""Engines of vLLM that die under the worker, and workers that die over their engine."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import Model, StageError
+from stages.backends import Decoded, Sampling
+from tests.engines import vllm_models as tiny
+from tests.optional import need
+
+need("vllm", "vllm")
+psutil = need("vllm", "psutil")
+
+GROUPS = (0, 1, 2, 3)
+LONG = Sampling(max_tokens=300, greedy=True)  # greedy loops to the end
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> Model:
+    return tiny.folder(root, 0)
+
+
+@pytest.fixture(scope="module")
+def backend(root: Path, model: Model) -> Iterator[Any]:
+    from stages.backends.vllm.engine import open_engine
+
+    backend = open_engine(tiny.context(root))
+    yield backend
+    backend.close()
+    assert not engines(os.getpid())
+
+
+def engines(owner: int) -> list[int]:
+    """The processes of vLLM that this one started and that run."""
+    found = [each.pid for each in psutil.Process(owner).children(recursive=True) if runs(each.pid)]
+    return [
+        pid for pid in found if any("spawn_main" in part or "VLLM" in part for part in psutil.Process(pid).cmdline())
+    ]
+
+
+def runs(process: int) -> bool:
+    """Whether it exists and is more than an exit code that nobody has asked for."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    until_s = time.monotonic() + DEADLINE_S
+    while not (found := what()):
+        assert time.monotonic() < until_s, "waited for too long"
+        time.sleep(0.05)
+    return found
+
+
+def kill(processes: list[int]) -> None:
+    assert processes
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+def busy(backend: Any, model: Model) -> bool:
+    """Whether some request has tokens."""
+    return any(request.tokens for request in list(backend.client(model)._live.values()))
+
+
+def rows_of(events: list[Any]) -> dict[int, list[list[int]]]:
+    made = [event for event in events if isinstance(event, Decoded)]
+    found = {}
+    for event in made:
+        rows = [row.tolist() for row in event.made.response_ids.rows()]
+        found |= {group: rows[i * 4 : i * 4 + 4] for i, group in enumerate(event.groups)}
+    return found
+
+
+def streamed(backend: Any, model: Model, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+    """The events of a stream of all groups, and `meanwhile` in a thread as soon as there are tokens."""
+
+    async def collected() -> list[Any]:
+        prompt_ids = backend.encode(model, tiny.texts(GROUPS))
+        return [event async for event in backend.stream(model, prompt_ids, LONG, None, group_size=4)]
+
+    async def run() -> list[Any]:
+        events, _ = await asyncio.gather(collected(), asyncio.to_thread(meanwhile))
+        return events
+
+    return asyncio.run(run())
+
+
+def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any, model: Model, root: Path) -> None:
+    other = tiny.folder(root, 1)
+    backend.serve(model, tiny.weights_of(other), 4)
+    undisturbed = rows_of(streamed(backend, model))
+
+    def lose() -> None:
+        wait_for(lambda: busy(backend, model))
+        kill(engines(os.getpid()))
+
+    events = streamed(backend, model, lose)
+    assert backend.client(model).restarts == 1
+    assert rows_of(events) == undisturbed and undisturbed.keys() == set(GROUPS)
+    assert {int(version) for event in events for version in event.made.versions.values} == {4}
+    assert backend.served_version(model) == 4
+
+
+def test_an_engine_that_died_between_tasks_is_started_again(backend: Any, model: Model) -> None:
+    before = rows_of(streamed(backend, model))
+    started = backend.client(model).restarts
+    kill(engines(os.getpid()))
+    wait_for(lambda: not engines(os.getpid()))
+    assert rows_of(streamed(backend, model)) == before
+    assert backend.client(model).restarts == started + 1
+
+
+def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Model) -> None:
+    started = backend.client(model).restarts
+
+    def lose_twice() -> None:
+        for again in range(2):
+            wait_for(lambda again=again: backend.client(model).restarts == started + again and busy(backend, model))
+            kill(engines(os.getpid()))
+
+    with pytest.raises(StageError, match="died 2 times under one task"):
+        streamed(backend, model, lose_twice)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from tests.engines import vllm_models as tiny
+from stages.backends import Sampling
+from stages.backends.vllm.engine import open_engine
+from pipeline import Model
+
+if __name__ == "__main__":
+    backend, model = open_engine(tiny.context(Path(sys.argv[1]))), Model(sys.argv[2])
+    prompts = backend.encode(model, tiny.texts((0,)))
+    print("first", flush=True)
+    backend.generate(model, prompts, Sampling(max_tokens=4, greedy=True), None)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_engine_ends_with_its_worker(root: Path, model: Model, tmp_path: Path) -> None:
+    """Also with one that was killed, and could not end it."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    repository = str(Path(__file__).resolve().parents[2])
+    worker = subprocess.Popen(
+        [sys.executable, str(script), str(root), model.source],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": repository},
+    )
+    with worker:
+        assert worker.stdout is not None
+        while "ready" not in (line := worker.stdout.readline()):
+            assert line, "the worker ended"
+        processes = engines(worker.pid)
+        assert processes
+        worker.kill()
+        worker.wait(DEADLINE_S)
+    wait_for(lambda: not any(runs(process) for process in processes))
