@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -39,7 +40,7 @@ class CausalAttention(MegatronModule):
         """[S, N, H * D]. The mask is always causal: no other one is given."""
         if packed_seq_params is None:
             return self._causal(query_SNHD, key_SNGD, value_SNGD).flatten(-2)
-        if query_SNHD.is_cuda:
+        if query_SNHD.is_cuda and query_SNHD.dtype in (torch.bfloat16, torch.float16):
             return self._packed(query_SNHD, key_SNGD, value_SNGD, packed_seq_params).flatten(-2)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         parts = zip(*(tensor.split(lengths) for tensor in (query_SNHD, key_SNGD, value_SNGD)))
@@ -53,17 +54,17 @@ class CausalAttention(MegatronModule):
     def _packed(
         self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        """One kernel over all samples of the row."""
+        """One kernel over all samples of the row; it wants as many heads of keys and values as of queries."""
         repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
-        query, key, value = (
-            torch.nested.nested_tensor_from_jagged(
-                tensor[:, 0], packed.cu_seqlens_q.long(), min_seqlen=1, max_seqlen=packed.max_seqlen_q
-            ).transpose(1, 2)
-            for tensor in (
-                query_S1HD,
-                key_S1GD.repeat_interleave(repeat, 2),
-                value_S1GD.repeat_interleave(repeat, 2),
-            )
+        made_SHD = varlen_attn(
+            query_S1HD[:, 0],
+            key_S1GD[:, 0].repeat_interleave(repeat, 1),
+            value_S1GD[:, 0].repeat_interleave(repeat, 1),
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal
         )
-        made = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
-        return made.transpose(1, 2).values()[:, None]
+        return made_SHD[:, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from pipeline import WorkerGroup
@@ -27,17 +26,11 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             "pipeline and expert parallelism",
             fix="fully_sharded=False, and tensor_parallel or pipeline_parallel above 1 for what does not fit",
         )
-    if group.context_parallel > 1 and importlib.util.find_spec("transformer_engine") is None:
+    if group.context_parallel > 1:
         yield Problem(
             where=where,
             what=f"{has} has context_parallel={group.context_parallel}",
-            why="attention over a sequence that lies on several ranks is Transformer Engine's, which is not installed",
-            fix="context_parallel=1; tensor_parallel divides the activations of a sequence too",
-        )
-    elif group.context_parallel > 1:
-        yield Problem(
-            where=where,
-            what=f"{has} has context_parallel={group.context_parallel}",
-            why="this backend's attention has the whole sequence on one rank",
+            why="Megatron-core divides a sequence over ranks with Transformer Engine's attention only, and this backend has "
+            "its own, over whole sequences",
             fix="context_parallel=1; tensor_parallel divides the activations of a sequence too",
         )

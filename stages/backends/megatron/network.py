@@ -135,6 +135,9 @@ class Router(TopKRouter):
         """[..., experts]"""
         return linear(input, self.weight)
 
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Nothing: no expert has a bias. The base class compiles a function to find that out."""
+
 
 class Layer(TransformerLayer):
     """A layer that can forget its activations and compute them again."""
