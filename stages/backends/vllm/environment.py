@@ -23,6 +23,7 @@ ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute
     "VLLM_CPU_CI_ENV": "1",  # no warm-up
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the machine is shared: replicas, trainer and data plane
 }
 ON_GPU = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels compile for minutes
