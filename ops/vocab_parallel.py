@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 _CHUNK_ELEMENTS = 1 << 25  # logits that are held in float32 at once: 128 MiB
+_NEVER = -1e4  # a logarithm whose exponential is 0 in every dtype
 
 
 def logprobs_and_entropy(
@@ -60,11 +61,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         own_R = own_R.clamp(0, logits_RV.shape[1] - 1)
         parts = []
         for rows, wide_RV in _blocks(logits_RV, temperature):
-            wide_RV = wide_RV - largest_R[rows, None]
-            chosen_R = wide_RV.gather(-1, own_R[rows, None])[:, 0].masked_fill(~mine_R[rows], 0.0)
-            weight_RV = wide_RV.exp()
-            expected_R = (weight_RV * wide_RV.masked_fill(torch.isneginf(wide_RV), 0.0)).sum(-1)
-            parts.append(torch.stack([weight_RV.sum(-1), expected_R, chosen_R]))
+            shifted_RV = wide_RV - largest_R[rows, None]
+            chosen_R = shifted_RV.gather(-1, own_R[rows, None])[:, 0].masked_fill(~mine_R[rows], 0.0)
+            shifted_RV.clamp_(min=_NEVER)  # a token that is ruled out adds 0, not 0 * -inf
+            weight_RV = shifted_RV.exp()
+            total_R = weight_RV.sum(-1)
+            parts.append(torch.stack([total_R, weight_RV.mul_(shifted_RV).sum(-1), chosen_R]))
         sums_3R = torch.cat(parts, dim=1)
         if group is not None:
             dist.all_reduce(sums_3R, group=group)
@@ -80,16 +82,18 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None) -> tuple[Any, ...]:
         logits_RV, own_R, mine_R, norm_R, entropy_R = ctx.saved_tensors
-        out_RV = torch.zeros_like(logits_RV)
+        grad_R = torch.zeros_like(norm_R) if grad_R is None else grad_R
+        out_RV = torch.empty_like(logits_RV)
         for rows, wide_RV in _blocks(logits_RV, ctx.temperature):
             log_RV = wide_RV - norm_R[rows, None]
-            slope_RV = torch.zeros_like(log_RV)
-            if grad_R is not None:
-                slope_RV -= log_RV.exp() * grad_R[rows, None]
-                slope_RV.scatter_add_(-1, own_R[rows, None], (grad_R[rows] * mine_R[rows])[:, None])
-            if grad_entropy_R is not None:
-                finite_RV = log_RV.masked_fill(torch.isneginf(log_RV), 0.0)
-                slope_RV -= log_RV.exp() * (finite_RV + entropy_R[rows, None]) * grad_entropy_R[rows, None]
+            slope_RV = log_RV.exp()
+            if grad_entropy_R is None:
+                slope_RV.mul_(-grad_R[rows, None])
+            else:
+                log_RV.clamp_(min=_NEVER).add_(entropy_R[rows, None])
+                log_RV.mul_(grad_entropy_R[rows, None]).add_(grad_R[rows, None])
+                slope_RV.mul_(log_RV.neg_())
+            slope_RV.scatter_add_(-1, own_R[rows, None], (grad_R[rows] * mine_R[rows])[:, None])
             out_RV[rows] = slope_RV.div_(ctx.temperature)
         return out_RV, None, None, None, None
 

@@ -30,7 +30,7 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"{has} has context_parallel={group.context_parallel}",
-            why="Megatron-core divides a sequence over ranks with Transformer Engine's attention only, and this backend has "
-            "its own, over whole sequences",
+            why="Megatron-core divides a sequence over ranks by Transformer Engine's attention only, and this backend "
+            "has its own, over whole sequences",
             fix="context_parallel=1; tensor_parallel divides the activations of a sequence too",
         )
