@@ -29,7 +29,7 @@ TINY_QWEN3 = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 64,
     "rope_theta": 10.0,
     "initializer_range": 0.05,
@@ -53,6 +53,8 @@ def graph(
     warm_start_until: float = 0.25,
     evaluate_every: int = 20,
     threads: int = 2,
+    generator: Literal["torch", "vllm"] = "torch",
+    trainer: Literal["torch", "megatron"] = "torch",
 ) -> Graph:
     """Teaches a tiny transformer to reverse digits, to sort them, or to add two numbers.
 
@@ -70,6 +72,7 @@ def graph(
     warm_start_until    they end once this fraction of answers is right: GRPO needs a model that is right now and then
     evaluate_every      steps between evaluations on 1,000 held-out prompts
     threads             torch threads of sampler and learner
+    generator, trainer  backends that sample and that train
     """
     source = Generated(task, digits=4)
     policy = Model(
@@ -79,8 +82,8 @@ def graph(
         warm_start=Supervised(source, steps=warm_start_steps, until=warm_start_until),
         seed=seed,
     )
-    sampler = WorkerGroup("sampler", backend="torch", threads=threads)
-    learner = WorkerGroup("learner", backend="torch", threads=threads)
+    sampler = WorkerGroup("sampler", backend=generator, threads=threads)
+    learner = WorkerGroup("learner", backend=trainer, threads=threads)
     max_tokens = source.max_answer + 1
     loss = ClippedLoss(correction=TruncatedIS(cap=2.0) if max_staleness else None)
     return Graph(
