@@ -43,25 +43,37 @@ def computes_on_cpu() -> bool:
 
 
 def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
-    """Start an engine and wait until it is ready. Inside the event loop that it shall live on."""
+    """Start an engine and wait until it is ready. Inside the event loop that it shall live on.
+
+    Raises ValueError or RuntimeError where it cannot start.
+    """
     settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_MEMORY} if gpus else {}
-    return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(folder),
-            dtype="bfloat16" if gpus else "float32",
-            tensor_parallel_size=tensor_parallel,
-            distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
-            enforce_eager=not gpus,
-            max_model_len=-1,  # as long as the model allows and the cache holds
-            enable_prefix_caching=True,
-            logits_processors=["stages.backends.vllm.choice:Choice"],
-            logprobs_mode="processed_logits",
-            worker_extension_cls="stages.backends.vllm.loader.Loader",
-            stream_interval=INTERVAL,
-            disable_log_stats=True,
-            **settings,
-        )
-    )
+    config = AsyncEngineArgs(
+        model=str(folder),
+        dtype="bfloat16" if gpus else "float32",
+        tensor_parallel_size=tensor_parallel,
+        distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+        enforce_eager=not gpus,
+        max_model_len=-1,  # as long as the model allows and the cache holds
+        enable_prefix_caching=True,
+        logits_processors=["stages.backends.vllm.choice:Choice"],
+        logprobs_mode="processed_logits",
+        worker_extension_cls="stages.backends.vllm.loader.Loader",
+        stream_interval=INTERVAL,
+        disable_log_stats=True,
+        **settings,
+    ).create_engine_config()
+    if not gpus:
+        _check_head(config.model_config.get_head_size())
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _check_head(size: int) -> None:
+    """The CPU build starts with a head that its attention does not have, and dies at the first step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        raise ValueError(f"head_dim is {size}, and attention on the CPU has {', '.join(map(str, sizes))}")
 
 
 def longest(llm: AsyncLLM) -> int:
