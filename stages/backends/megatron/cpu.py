@@ -33,14 +33,14 @@ class _CudaIsCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if str(given.get("device")).startswith("cuda"):
-            given["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not given:  # compared with "torch.cuda.FloatTensor"
+        if kwargs:
+            on_cuda = str(kwargs.get("device")).startswith("cuda")
+            return func(*args, **{**kwargs, "device": "cpu"} if on_cuda else kwargs)
+        if func is torch.Tensor.type and len(args) == 1:  # compared with "torch.cuda.FloatTensor"
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **given)
+        return func(*args)
 
 
 def _cpu() -> torch.device:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from ops.flops import Transformer, model_flops, peak_tflops
@@ -142,9 +143,12 @@ class MegatronEngine:
         return peak_tflops(torch.cuda.get_device_name(self.groups.device)) if on_gpu else None
 
     def _of(self, model: Model) -> _Held:
-        """What is held of a model, loaded at the first call."""
+        """What is held of a model, loaded at the first call, which all ranks make together."""
         key = identity(model)
         if key not in self._held:
+            if self.groups.ranks.rank == 0:  # transformers writes a model that has to be made on this rank only
+                model_folder(key, self.run_dir)
+            dist.barrier()
             folder = model_folder(key, self.run_dir)
             entries = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
             where = f"{model.location}, model {model.source!r}"
