@@ -239,7 +239,7 @@ def test_a_resumed_learner_goes_on_to_the_bit(measured: None, folder: Path, name
         assert found["updates"] == 4
 
 
-def test_more_data_parallel_ranks_resume_what_fewer_saved(
+def test_fewer_data_parallel_ranks_resume_what_more_saved(
     cases: Any, measured: None, engine: Any, folder: Path
 ) -> None:
     """Two ranks saved after two updates; one rank reads it, and its weights are what two ranks had."""
@@ -341,3 +341,26 @@ def test_ranks_that_do_not_divide_a_model_are_refused(
     other = replace(groups, ranks=Ranks(layout), expert=expert)
     with pytest.raises(StageError, match=told):
         cases.MegatronEngine(other).network(Model(str(folder / family)))
+
+
+def test_recomputing_keeps_only_the_inputs_of_layers(
+    cases: Any, engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.backends.megatron.attention import CausalAttention
+
+    passes = []
+    plain = CausalAttention.forward
+
+    def counted(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+        passes.append(self)
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(CausalAttention, "forward", counted)
+    batch = cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(), 1)
+    for family, recompute, times in (("qwen3", False, 1), ("llama", True, 2)):
+        optimization = replace(cases.OPTIMIZATION, checkpoint_activations=recompute)
+        learner = engine.learner(Model(str(folder / family)), optimization)
+        passes.clear()
+        learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
+        assert len(passes) == 2 * times  # of two layers

@@ -56,7 +56,7 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """One kernel over all samples of the row; it wants as many heads of keys and values as of queries."""
         repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
-        made_SHD = varlen_attn(
+        made_SHD: Any = varlen_attn(
             query_S1HD[:, 0],
             key_S1GD[:, 0].repeat_interleave(repeat, 1),
             value_S1GD[:, 0].repeat_interleave(repeat, 1),

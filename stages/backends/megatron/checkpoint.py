@@ -25,7 +25,7 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 
 _COUNTERS = "learner.json"
-_WEIGHT, _MASTER, _MOMENTS, _STEP = "weight", "master", ("exp_avg", "exp_avg_sq"), "step"
+_WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 
 
 def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
@@ -37,15 +37,13 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
         expert = network.part.expert if table[name].expert else 0
         if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
             state[f"{_WEIGHT}:{name}:0"] = parameter.detach().reshape(-1)
-    for name, start, shares, _ in _shares(network, optimizer):
+    for name, start, shares in _shares(network, optimizer):
         state |= {f"{kind}:{name}:{start}": share.detach() for kind, share in shares.items()}
     save_file({key: tensor.cpu().contiguous() for key, tensor in state.items()}, folder / _file(groups.ranks.rank))
     dist.barrier()
     if groups.ranks.rank == 0:
-        step = [float(held[_STEP]) for _, _, _, held in _shares(network, optimizer)][:1]
         written = {
             "counters": counters,
-            "step": step[0] if step else 0.0,
             "layout": [layout.data, layout.tensor, layout.pipeline, groups.expert],
         }
         (folder / _COUNTERS).write_text(json.dumps(written))
@@ -63,22 +61,31 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
             found = _Found(folder, written["layout"], network, stack)
             for name, parameter in network.named_parameters():
                 found.fill(_WEIGHT, name, 0, parameter.detach().view(-1))
-            for name, start, shares, held in _shares(network, optimizer):
+            for name, start, shares in _shares(network, optimizer):
                 for kind, share in shares.items():
                     found.fill(kind, name, start, share)
-                held[_STEP].fill_(written["step"])
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(
             _problem(folder, str(error), f"it is {_COUNTERS} and one safetensors file a rank, all whole")
         ) from error
+    _set_steps(optimizer, written["counters"]["updates"] - written["counters"]["skipped"])
     return written["counters"]
 
 
-def _shares(
-    network: Network, optimizer: Any
-) -> Iterator[tuple[str, int, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+def _set_steps(optimizer: Any, steps: int) -> None:
+    """How many updates the moments are of; Transformer Engine's optimizer counts them by group."""
+    for each in optimizer.chained_optimizers:
+        if isinstance(each.optimizer, torch.optim.AdamW):
+            for held in each.optimizer.state.values():
+                held["step"].fill_(steps)
+        else:
+            for group in each.optimizer.param_groups:
+                group["step"] = steps
+
+
+def _shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
     """Of each parameter that this rank updates a share of: its name, where in the flattened parameter the share begins,
-    the share's tensors by kind, and the state of torch's optimizer for it."""
+    and the share's tensors by kind."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     for each in optimizer.chained_optimizers:
         for parameter, (group, position) in each.model_param_group_index_map.items():
@@ -89,7 +96,7 @@ def _shares(
             shares = {kind: held[kind] for kind in _MOMENTS}
             if parameter.dtype != torch.float32:  # otherwise it is a view of the weight
                 shares[_MASTER] = master
-            yield names[parameter], start, shares, held
+            yield names[parameter], start, shares
 
 
 class _Found:

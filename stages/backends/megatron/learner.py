@@ -71,7 +71,9 @@ class MegatronLearner:
         for each in self.optimizer.chained_optimizers:
             for held in each.get_parameters():
                 moments = {"exp_avg": torch.zeros_like(held), "exp_avg_sq": torch.zeros_like(held)}
-                each.optimizer.state[held] = {"step": torch.tensor(0.0), **moments}
+                each.optimizer.state[held].update(moments)
+                if isinstance(each.optimizer, torch.optim.AdamW):
+                    each.optimizer.state[held]["step"] = torch.tensor(0.0)
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
