@@ -70,6 +70,7 @@ FAMILIES = {
         "norm_topk_prob": True,
     },
 }
+FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ def make_folder(family: str, folder: Path) -> Path:
     """A model of random weights, norms and biases too, saved by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_COMMON | FAMILIES[family]))
+        network = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family.partition(",")[0], **_COMMON | FAMILIES[family])
+        )
         for parameter in network.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     network.save_pretrained(folder)
