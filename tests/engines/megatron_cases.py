@@ -222,8 +222,43 @@ def _vocabulary(rank: int) -> dict[str, float]:
     return {f"difference {i}": float((one - two).abs().max().detach()) for i, (one, two) in enumerate(pairs)}
 
 
+def _train(engine: MegatronEngine, folder: Path, out: Path, *, restore: bool) -> dict[str, torch.Tensor]:
+    """The weights after four updates, of which `out` has the first two: it is read, or written."""
+    model, whole, ranks = Model(str(folder)), frozen_batch(), engine.groups.ranks
+    shard = shards_of(whole, Plain(2), ranks.layout.data)[ranks.replica]
+    learner = engine.learner(model, OPTIMIZATION)
+    for part in range(2):
+        if restore and part == 0:
+            learner.restore(out)
+            continue
+        for _ in range(2):
+            learner.update(whole.at(shard.index), LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=False)
+        if part == 0:
+            learner.save(out)
+    return engine.trained_weights(model)
+
+
+def _saved_by_one(folder: Path, store: dist.Store, rank: int) -> None:
+    """A rank that is alone saves; two data-parallel ranks go on from there."""
+    out = folder / "saved by one"
+    if rank == 0:
+        out.mkdir()
+        engine = MegatronEngine(join(Ranks(), 1, torch.device("cpu"), 0))
+        save_file(_train(engine, folder / "qwen3", out, restore=False), folder / "one.safetensors")
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    ranks = Ranks.join(Layout(data=2), rank, dist.PrefixStore("two", store), device="cpu", deadline_s=DEADLINE_S)
+    engine = MegatronEngine(join(ranks, 1, torch.device("cpu"), 0))
+    weights = _train(engine, folder / "qwen3", out, restore=True)
+    if rank == 0:
+        save_file(weights, folder / "two.safetensors")
+    parallel_state.destroy_model_parallel()
+    ranks.leave()
+
+
 def _as_rank(folder: Path, rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, use_libuv=False)
+    _saved_by_one(folder, store, rank)
     for number, (name, case) in enumerate(CASES.items()):
         ranks = Ranks.join(case.layout, rank, dist.PrefixStore(str(number), store), device="cpu", deadline_s=DEADLINE_S)
         engine = MegatronEngine(join(ranks, case.expert, torch.device("cpu"), 0))

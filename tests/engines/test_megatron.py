@@ -257,6 +257,11 @@ def test_fewer_data_parallel_ranks_resume_what_more_saved(
     assert all(relative(trained[name], wanted[name]) < 1e-5 for name in wanted)
 
 
+def test_more_data_parallel_ranks_resume_what_one_saved(measured: None, folder: Path) -> None:
+    one, two = (load_file(folder / f"{name}.safetensors") for name in ("one", "two"))
+    assert all(relative(two[name], one[name]) < 1e-5 for name in one)
+
+
 def test_other_parallel_sizes_and_missing_files_are_refused(
     cases: Any, measured: None, engine: Any, folder: Path, tmp_path: Path
 ) -> None:
