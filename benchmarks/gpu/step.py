@@ -1,0 +1,183 @@
+"""A whole GRPO step on GPUs: vLLM samples, Megatron-core trains, weights of true shape drawn at random.
+
+python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--steps 4] [--out FILE]
+
+Every response has all its tokens, since a random model hardly ever ends one. Reported, as means over the steps behind
+the first: seconds a step and of each stage, tokens/s a GPU in rollout (response tokens) and in training (prompt and
+response tokens, previous-policy logprobs included), model FLOP utilisation of training (no padding, no recomputation;
+dense bfloat16 peak), the share of the step in which neither engine works, and the mismatch of rollout and trainer
+logprobs. `--cpu` tries the script with a tiny model.
+
+Aim: neither engine works in under 2 % of a synchronous step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import report
+from pipeline import Graph, Model, Schedule, WorkerGroup, trace
+from pipeline.engine import Engine
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+from pipeline.sharding import Packed
+from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
+from stages.tasks import Generated
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": QWEN3 | dict(zip(SIZES, (1024, 3072, 28, 16))),
+    "4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32))),
+    "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
+}
+ENGINES = ("rollout", "prev_logprobs", "train")
+
+
+def even(response: str) -> float:
+    """A reward that a random model gets half of the time."""
+    return float(len(response) % 2 == 0)
+
+
+def described(options: argparse.Namespace, staleness: int) -> Graph:
+    """GRPO without a reference model."""
+    gpus = 0 if options.cpu else 1
+    policy = Model(f"qwen3-{options.model}", config=SHAPES[options.model], alphabet="bytes")
+    sampler = WorkerGroup(
+        "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
+        tensor_parallel=options.sampler_tensor, threads=1,
+    )  # fmt: skip
+    learner = WorkerGroup(
+        "learner", backend="megatron", workers=options.learner, gpus=options.learner * gpus,
+        tensor_parallel=options.learner_tensor, pipeline_parallel=options.learner_pipeline, threads=1,
+    )  # fmt: skip
+    cut = Packed(options.budget)
+    return Graph(
+        name="step",
+        source=Prompts(Generated("reverse"), batch=options.groups),
+        stages=(
+            Rollout(policy, on=sampler, samples_per_prompt=options.samples, max_tokens=options.tokens),
+            Reward(even),
+            PrevLogprobs(policy, on=learner, microbatch=cut),
+            Advantage("group_relative"),
+            Train(
+                policy, on=learner, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-6, minibatches=2,
+                microbatch=cut,
+            ),
+            Refit(policy, source=learner, target=sampler),
+        ),
+        schedule=Schedule(
+            steps=options.steps, max_staleness=staleness, refit="in_flight" if staleness else "drain", keep_groups=0
+        ),
+    )  # fmt: skip
+
+
+def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> dict[str, Any]:
+    """Means over the steps behind the first, from the record of a run."""
+    lines = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["step"] > 1]
+    events = [event for _, event in trace.read(run_dir.events)]
+    published = [event.at_s for event in events if isinstance(event, trace.Published)]
+    spans = [(e.start_s, e.end_s) for e in events if isinstance(e, trace.Ran) and e.stage in ENGINES]
+    lo, hi = published[1], published[-1]
+    busy_s = covered((max(lo, a), min(hi, b)) for a, b in spans if b > lo and a < hi)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(line.get(name, 0.0) for line in lines)
+
+    response = options.groups * options.samples * mean("rollout/length_mean")
+    step_s = statistics.fmean(line["time/step_s"] for line in lines)
+    seconds = {stage: mean(f"time/{stage}_s") for stage in (*ENGINES, "refit", "reward", "advantage")}
+    trained_s = seconds["train"] + seconds["prev_logprobs"]
+    return {
+        "start s": round(start_s, 1),
+        "step s": round(step_s, 2),
+        **{f"{stage} s": round(took_s, 2) for stage, took_s in seconds.items()},
+        "rollout tokens/s/GPU": round(response / seconds["rollout"] / options.sampler),
+        "training tokens/s/GPU": round((response + options.groups * options.samples * 6) / trained_s / options.learner),
+        "TFLOP/s/GPU": round(mean("train/tflops_per_s"), 1),
+        "MFU %": round(100 * mean("train/utilization"), 1),
+        "outside the engines %": round(100 * (1 - busy_s / (hi - lo)), 1),
+        "mismatch KL": mean("train/mismatch_kl"),
+        "mismatch ratio": round(mean("train/mismatch_ratio_max"), 3),
+        "age": round(mean("train/staleness_mean"), 2),
+    }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in at least one of the spans."""
+    total_s, end_s = 0.0, float("-inf")
+    for start_s, stop_s in sorted(spans):
+        total_s += max(0.0, stop_s - max(start_s, end_s))
+        end_s = max(end_s, stop_s)
+    return total_s
+
+
+def progress(step: int, metrics: dict[str, float]) -> None:
+    """Says that a step is done."""
+    print(f"step {step + 1}: {metrics.get('time/step_s', 0.0):.2f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="0.6B")
+    parser.add_argument("--sampler", type=int, default=1, help="GPUs that sample")
+    parser.add_argument("--sampler-tensor", type=int, default=1, help="of them, those that hold one model together")
+    parser.add_argument("--learner", type=int, default=1, help="GPUs that train")
+    parser.add_argument("--learner-tensor", type=int, default=1)
+    parser.add_argument("--learner-pipeline", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    if options.cpu:
+        options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
+    from pipeline.executors.ray import RayExecutor
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for staleness in options.staleness:
+            graph = described(options, staleness)
+            run_dir = RunDir(Path(folder) / str(staleness)).create()
+            begun_s = time.monotonic()
+            Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=progress).execute()
+            published = next(e.at_s for _, e in trace.read(run_dir.events) if isinstance(e, trace.Published))
+            row = {"model": options.model, "max_staleness": staleness}
+            row |= measured(run_dir, options, published - begun_s)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            _write(rows, options)
+
+
+def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    notes = (
+        f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train (tensor "
+        f"{options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} samples "
+        f"of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps. Aim: under 2 % "
+        "of a synchronous step outside the engines."
+    )
+    report("gpu.step", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Whole runs on Ray that sample with vLLM and train with Megatron-core, also where workers are killed under way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import trace
+from pipeline.engine import Engine
+from pipeline.load import load
+from pipeline.plan import plan
+from pipeline.rundir import RunDir
+from tests.integration.test_async import QUICKSTART, events, lines
+from tests.integration.test_lost_workers import killed
+from tests.journal.checker import check
+from tests.optional import need
+
+need("megatron", "megatron.core")
+
+SMALL: dict[str, Any] = {"warm_start_steps": 20, "prompts_per_step": 8, "samples_per_prompt": 4, "threads": 1}
+
+
+def run(folder: Path, file: Path, flags: dict[str, Any], on_step: Any = None) -> RunDir:
+    from pipeline.executors.ray import RayExecutor
+
+    graph = load(file).build(flags)
+    run_dir = RunDir(folder).create()
+    Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=on_step).execute()
+    return run_dir
+
+
+def served(run_dir: RunDir) -> dict[int, str]:
+    """The hash of every version that was served."""
+    return {event.version: event.sha256 for event in events(run_dir, trace.Published)}
+
+
+@pytest.mark.timeout(600)
+def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_path, ray_session):
+    need("vllm", "vllm")
+    folder = tmp_path / "run"
+    flags = {"generator": "vllm", "trainer": "megatron", "steps": 60, "evaluate_every": 60, "threads": 1}
+    run_dir = run(folder, QUICKSTART, flags, on_step=killed(folder, "sampler", {20}))
+    made = lines(run_dir)
+    assert [line["step"] for line in made] == list(range(1, 61))
+    assert made[-1]["eval/exact_match"] >= 0.90
+    # What vLLM says of a token it sampled is what Megatron-core says of it, after every refit.
+    assert max(line["train/mismatch_ratio_max"] for line in made) < 1 + 1e-4
+    assert max(abs(line["train/mismatch_kl"]) for line in made) < 1e-5
+    assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker sampler.0 died"}
+    assert len({event.sha256 for event in events(run_dir, trace.Published)}) == 61
+    assert not check(run_dir.path)
+
+
+TWO_RANKS = """
+from dataclasses import replace
+from graphs import quickstart
+from pipeline import Graph, WorkerGroup
+from stages import PrevLogprobs, Refit, Train
+
+def graph(every: int = 3) -> Graph:
+    made = quickstart.graph(steps=7, evaluate_every=7, warm_start_steps=20, prompts_per_step=8, samples_per_prompt=4,
+                            threads=1, trainer="megatron")
+    learner = WorkerGroup("learner", backend="megatron", workers=2, threads=1{given})
+    stages = [replace(s, source=learner) if isinstance(s, Refit) else
+              replace(s, on=learner) if isinstance(s, (PrevLogprobs, Train)) else s for s in made.stages]
+    return replace(made, stages=tuple(stages), schedule=replace(made.schedule, checkpoint_every=every))
+"""
+MAIN = """
+import os, signal, sys
+from pathlib import Path
+from pipeline import console, trace
+from pipeline.run import main
+
+folder, step = Path(sys.argv[2]), console.Progress.step
+
+def kill_once(self, number, metrics):
+    step(self, number, metrics)
+    done = folder / "killed"
+    if number == 4 and not done.exists():
+        done.touch()
+        events = [event for _, event in trace.read(folder / "events.jsonl")]
+        placed = [e.pid for e in events if isinstance(e, trace.Placed) and (e.group, e.worker) == ("learner", 1)]
+        os.kill(placed[-1], signal.SIGKILL)
+
+console.Progress.step = kill_once
+sys.exit(main([sys.argv[1], "--run-dir", str(folder), "--plain"]))
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("given", ["", ", tensor_parallel=2"], ids=["data", "tensor"])
+def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_path, ray_session, given):
+    file = tmp_path / "two.py"
+    file.write_text(TWO_RANKS.format(given=given))
+    undisturbed = run(tmp_path / "undisturbed", file, {})
+    command = [sys.executable, "-c", MAIN, str(file), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "restart from step 3; 1 restarts are left" in done.stderr
+    run_dir = RunDir(tmp_path / "run")
+    assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
+    assert served(run_dir) == served(undisturbed)
+    assert [line["step"] for line in lines(run_dir)] == list(range(1, 8))
+    assert not check(run_dir.path)
