@@ -43,7 +43,7 @@ def graph(
     model               a folder, or a hub name
     data                a JSONL file
     generator, trainer  backends that sample and that train
-    sampler_gpus, learner_gpus  0 computes on the CPU, 1 on a GPU; the same for both
+    sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
     steps               batches to train on
     max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
     seed                of every random number

@@ -62,7 +62,7 @@ def graph(
     model               a folder, or a hub name; empty builds a tiny random model, which shows that everything runs
     data                a folder with train.jsonl and test.jsonl
     generator, trainer  backends that sample and that train
-    sampler_gpus, learner_gpus  0 computes on the CPU, 1 on a GPU; the same for both
+    sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
     steps               batches to train on
     seed                of every random number
     prompts_per_step    groups of a batch

