@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import queue
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import StageError
 from pipeline.errors import Problem, told
 from stages.backends.vllm import versions
+from stages.backends.vllm.requests import Request, Running
+from stages.backends.vllm.weights import WeightFile
 
 STALL_S = 900.0  # without any output, a start or a load, while there are requests
 START_S = 900.0
@@ -44,84 +45,15 @@ class Setup:
     where: str
 
 
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """A sample on its way. `spans` are pairs (first token, version); None is the weights of the folder."""
-
-    position: int
-    name: str
-    prompt: Sequence[int]
-    params: Any
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: str | None = None
-    unwanted: bool = False
-    spans: list[tuple[int, int | None]] = field(default_factory=list)
-
-    def versions(self) -> list[int | None]:
-        """One a token."""
-        made: list[int | None] = []
-        for start, version in self.spans:
-            made[start:] = [version] * (len(self.tokens) - start)
-        return made
-
-
-class Running:
-    """Requests that were handed in together; those that have ended come out in the order in which they end."""
-
-    def __init__(self, client: Client, requests: Sequence[Request]) -> None:
-        self._client, self._requests = client, {request.position: request for request in requests}
-        self._ended: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
-        self._future = client.start(self._all())
-
-    def take(self, wait_s: float) -> list[Request]:
-        """The requests that ended since the last call, after waiting for one at most that long.
-
-        Raises what a request failed with, and StageError where the engine has been silent for too long.
-        """
-        self._client.check()
-        found: list[Request] = []
-        if wait_s and self._ended.empty():
-            with suppress(queue.Empty):
-                self._keep(found, self._ended.get(timeout=wait_s))
-        while not self._ended.empty():
-            self._keep(found, self._ended.get())
-        return found
-
-    def give_up(self, positions: Sequence[int]) -> None:
-        """End these requests where they are; they come out as they are then."""
-        self._client.start(self._client.end([self._requests[position] for position in positions]))
-
-    def close(self) -> None:
-        """End all that run still."""
-        self._future.cancel()
-
-    def _keep(self, found: list[Request], item: Request | BaseException) -> None:
-        if isinstance(item, BaseException):
-            raise item
-        found.append(item)
-
-    async def _all(self) -> None:
-        await asyncio.gather(*(self._one(request) for request in self._requests.values()))
-
-    async def _one(self, request: Request) -> None:
-        try:
-            await self._client.sample(request)
-        except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits
-            self._ended.put(error)
-        else:
-            self._ended.put(request)
-
-
 class Client:
     """Starts the engine and speaks to it. State is the loop's; `submit`, `load` and the like may be called anywhere."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.restarts = 0
+        self.starts = 0
         self._llm: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
-        self._weights: Path | None = None  # the file of the version that is served; None is the folder
+        self._weights: WeightFile | None = None  # of the version that is served; None is the folder
         self._version: int | None = None
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
@@ -157,9 +89,9 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, path: Path, version: int) -> str:
-        """Load a file of weights between two tokens, keep it as the one that is served, and return its hash."""
-        return self.call(self._load(path, version))
+    def load(self, weights: WeightFile, version: int) -> str:
+        """Load weights between two tokens, keep their file as the one that is served, and return its hash."""
+        return self.call(self._load(weights, version))
 
     def sleep(self) -> None:
         """Give the GPU's memory back: weights go to the host, the cache is dropped. Running requests end."""
@@ -186,7 +118,7 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if self._weights is not None:
-            self._weights.unlink(missing_ok=True)
+            self._weights.close()
 
     async def sample(self, request: Request) -> None:
         """Fill a request in. An engine that dies under it is started again, and the request begins anew."""
@@ -197,18 +129,24 @@ class Client:
                 return
             request.tokens, request.logprobs, request.spans = [], [], [(0, self._version)]
             self._live[request.name] = request
+            request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
             try:
-                async for made in versions.outputs(llm, request.prompt, request.params, request.name):
-                    request.tokens, request.logprobs, request.ended = made
-                    self._heard_s = time.monotonic()
-                    if request.unwanted and request.ended is None:
-                        await llm.abort(request.name)
-                return
+                await asyncio.wait({request.following})
+                if not request.following.cancelled():  # `_lose` cancels it
+                    return request.following.result()
             except versions.EngineDeadError:
                 self._heard_s = time.monotonic()
             finally:
+                request.following.cancel()
                 del self._live[request.name]
         raise StageError(self._died())
+
+    async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
+        async for made in versions.outputs(llm, request.prompt, request.params, request.name):
+            request.tokens, request.logprobs, request.ended = made
+            self._heard_s = time.monotonic()
+            if request.unwanted and request.ended is None:
+                await llm.abort(request.name)
 
     async def end(self, requests: Sequence[Request]) -> None:
         """Abort requests; those that vLLM has not yet are aborted when it has."""
@@ -230,9 +168,8 @@ class Client:
 
     async def _open(self) -> None:
         """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile."""
-        again = self._llm is not None
         if self._llm is not None:
-            self._llm.shutdown(SHUTDOWN_S)
+            self._lose(self._llm)
         setup = self.setup
         try:
             self._llm = versions.open_llm(setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel)
@@ -240,34 +177,59 @@ class Client:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
         if self._weights is not None:
-            await self._answer(self._llm, versions.load(self._llm, self._weights, []))
-        self.restarts += again
+            await self._answer(self._llm, versions.load(self._llm, self._weights.path, []))
+        self._watching = asyncio.ensure_future(self._watch(self._llm))
+        self.starts += 1
         self._heard_s = time.monotonic()
 
-    async def _load(self, path: Path, version: int) -> str:
+    async def _watch(self, llm: versions.AsyncLLM) -> None:
+        """Tell requests of a lost engine: vLLM tells those it had when it noticed, and none that came just then."""
+        while not llm.errored:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LOOK_S)
+        self._lose(llm)
+
+    def _lose(self, llm: versions.AsyncLLM) -> None:
+        """Give an engine up: the next use starts another one, where its requests begin anew."""
+        if self._llm is llm:
+            self._llm = None
+            llm.shutdown(SHUTDOWN_S)
+        for request in self._live.values():
+            if request.llm is llm and request.following is not None:
+                request.following.cancel()
+
+    async def _load(self, weights: WeightFile, version: int) -> str:
         async with self._loading:
-            for _ in range(ATTEMPTS):
-                llm = await self._alive()
-                try:
-                    return await self._swap(llm, path, version)
-                except versions.EngineDeadError:
-                    self._heard_s = time.monotonic()
+            try:
+                for _ in range(ATTEMPTS):
+                    llm = await self._alive()
+                    with suppress(versions.EngineDeadError):
+                        return await self._swap(llm, weights, version)
+            finally:
+                if self._weights is not weights:
+                    weights.close()
         raise StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, path: Path, version: int) -> str:
+    async def _swap(self, llm: versions.AsyncLLM, weights: WeightFile, version: int) -> str:
         """Pause between two steps, load, note where each request is, go on.
 
         The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
-        finds keys and values of the old ones.
+        finds keys and values of the old ones. An engine that does not get through this is given up.
         """
-        await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
-        sha256, counts = await self._answer(llm, versions.load(llm, path, list(self._live)))
-        for name, request in self._live.items():
-            request.spans.append((counts.get(name, 0), version))
-        old, self._weights, self._version = self._weights, path, version
-        if old is not None and old != path:
-            old.unlink(missing_ok=True)
-        await self._answer(llm, llm.resume_generation())
+        goes_on = False
+        try:
+            await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
+            sha256, counts = await self._answer(llm, versions.load(llm, weights.path, list(self._live)))
+            for name, request in self._live.items():
+                request.spans.append((counts.get(name, 0), version))
+            old, self._weights, self._version = self._weights, weights, version
+            if old is not None and old is not weights:
+                old.close()
+            await self._answer(llm, llm.resume_generation())
+            goes_on = True
+        finally:
+            if not goes_on:
+                self._lose(llm)
         return sha256
 
     async def _ask(self, method: str, **arguments: Any) -> None:

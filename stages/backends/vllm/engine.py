@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ from stages.backends.vllm import environment
 from stages.backends.vllm import weights as weight_files
 
 if TYPE_CHECKING:
-    from stages.backends.vllm.client import Client, Request
+    from stages.backends.vllm.client import Client
+    from stages.backends.vllm.requests import Request
 
 LOOK_S = 0.02  # between two looks for ended samples and unwanted groups
 
@@ -44,6 +46,16 @@ def open_engine(context: StageContext) -> VllmEngine:
     return VllmEngine(group, context.run_dir)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The model of an engine that has started: the ids that end its responses, and how long they may become."""
+
+    model: Model
+    client: Client
+    closing: list[int]
+    longest: int
+
+
 class VllmEngine(Texts):
     """`stages.backends.Sampler` with one model."""
 
@@ -51,33 +63,31 @@ class VllmEngine(Texts):
         super().__init__()
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
-        self._client: Client | None = None
-        self._model: Model | None = None
+        self._served: Served | None = None
         self._version: int | None = None  # of the weights that `serve` loaded
         self._names = itertools.count()
 
     def client(self, model: Model) -> Client:
-        """The engine of the model, which is started at the first request. Raises StageError for a second model."""
+        """The model's own engine, started. Raises StageError for a second model."""
+        return self._of(model).client
+
+    def _of(self, model: Model) -> Served:
         from stages.backends.vllm.client import Client, Setup
 
-        if self._client is None:
-            self._model = model
-            self._client = Client(
-                Setup(
-                    folder=model_folder(model, self.run_dir),
-                    gpus=self.group.gpus > 0,
-                    tensor_parallel=self.group.tensor_parallel,
-                    where=str(self.group.location),
-                )
+        if self._served is None:
+            group, folder = self.group, model_folder(model, self.run_dir)
+            setup = Setup(
+                folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, where=str(group.location)
             )
-        if self._model != model:
-            raise StageError(self._second(model))
-        return self._client
+            closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
+            self._served = Served(model=model, client=client, closing=closing, longest=client.longest())
+        if self._served.model != model:
+            raise StageError(self._second(self._served.model, model))
+        return self._served
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy."""
-        client = self.client(model)
-        running = client.submit(self._requests(model, prompt_ids, sampling, draws))
+        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws))
         ended: dict[int, Request] = {}
         try:
             while len(ended) < len(prompt_ids):
@@ -125,13 +135,14 @@ class VllmEngine(Texts):
         """Load weights of a version between two tokens; the hash of what the engine has read."""
         client = self.client(model)
         weight_files.check(weight_files.expected(client.setup.folder, self.dtype), weights)
-        sha256 = client.load(weight_files.write(weights), version)
+        sha256 = client.load(weight_files.WeightFile(weights), version)
         self._version = version
         return sha256
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model has none."""
-        return default if self._version is None or model != self._model else self._version
+        served = self._served is not None and self._served.model == model
+        return self._version if served and self._version is not None else default
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
         """sha256 of weights."""
@@ -139,45 +150,44 @@ class VllmEngine(Texts):
 
     def sleep(self) -> None:
         """Give the GPU's memory back until `wake`."""
-        if self._client is not None:
-            self._client.sleep()
+        if self._served is not None:
+            self._served.client.sleep()
 
     def wake(self) -> None:
         """Take the GPU's memory again."""
-        if self._client is not None:
-            self._client.wake()
+        if self._served is not None:
+            self._served.client.wake()
 
     def close(self) -> None:
         """End the engine's processes."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self._served is not None:
+            self._served.client.close()
+            self._served = None
 
     def _requests(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> list[Request]:
         from stages.backends.vllm.choice import request_choice
-        from stages.backends.vllm.client import Request
+        from stages.backends.vllm.requests import Request
         from stages.backends.vllm.versions import parameters
 
-        client = self.client(model)
-        longest = client.longest()
-        if max(prompt_ids.lengths) + sampling.max_tokens > longest:
-            raise StageError(self._too_long(max(prompt_ids.lengths), sampling.max_tokens, longest))
-        closing = _closing(client.setup.folder, self.tokenizer(model))
+        served = self._of(model)
+        if max(prompt_ids.lengths) + sampling.max_tokens > served.longest:
+            raise StageError(self._too_long(max(prompt_ids.lengths), sampling.max_tokens, served.longest))
         made = []
         for position, prompt in enumerate(prompt_ids.rows()):
             name = str(next(self._names))
             draw = None if draws is None else (draws.seed, draws.groups[position], draws.samples[position])
             choice = request_choice(name, sampling, draw)
-            params = parameters(max_tokens=sampling.max_tokens, closing=closing, stop=sampling.stop, choice=choice)
+            params = parameters(
+                max_tokens=sampling.max_tokens, closing=served.closing, stop=sampling.stop, choice=choice
+            )
             made.append(Request(position=position, name=name, prompt=prompt.tolist(), params=params))
         return made
 
-    def _second(self, model: Model) -> Problem:
-        assert self._model is not None
+    def _second(self, first: Model, model: Model) -> Problem:
         return Problem(
             where=str(self.group.location),
-            what=f"worker group {self.group.name!r} samples from {self._model.source!r} and from {model.source!r}"
-            + ("" if model.trainable == self._model.trainable else ", trained and frozen"),
+            what=f"worker group {self.group.name!r} samples from {first.source!r} and from {model.source!r}"
+            + ("" if model.trainable == first.trainable else ", trained and frozen"),
             why="a vllm worker group serves one model",
             fix="a worker group for each",
         )

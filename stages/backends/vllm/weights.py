@@ -1,13 +1,13 @@
-"""What a served model's weights must be, and how they get to the engine: as a file. Knows no engine.
-
-The file lies in memory where the machine has a file system for that (/dev/shm), and is read by each rank.
-"""
+"""What a served model's weights must be, and how they get to the engine: as a file in memory. Knows no engine."""
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from shutil import disk_usage
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +19,7 @@ from pipeline.errors import Problem
 MEMORY = Path("/dev/shm")
 
 
+@lru_cache(maxsize=1)
 def expected(folder: Path, dtype: torch.dtype) -> dict[str, str]:
     """Dtype and shape of each weight of the model in a folder, a tied one under its first name."""
     with torch.device("meta"):
@@ -45,13 +46,24 @@ def check(wanted: Mapping[str, str], given: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def write(weights: Mapping[str, torch.Tensor]) -> Path:
-    """The weights as a new safetensors file, which the caller removes."""
-    folder = MEMORY if MEMORY.is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="sluice-", suffix=".safetensors", dir=folder, delete=False) as file:
-        path = Path(file.name)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-    return path
+class WeightFile:
+    """Weights as a safetensors file, in memory if there is room, which other processes of this user read by its path.
+
+    It has no name in a file system: it is gone when it is closed, and also when this process is killed.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        in_memory = MEMORY.is_dir() and disk_usage(MEMORY).free > 1.1 * size
+        with TemporaryDirectory(dir=MEMORY if in_memory else None) as folder:
+            path = Path(folder) / "weights.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+            self._handle = os.open(path, os.O_RDONLY)
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._handle}")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        os.close(self._handle)
 
 
 def _shown(tensor: torch.Tensor) -> str:
