@@ -201,7 +201,7 @@ def test_weights_change_between_two_tokens(backend: Any, model: Model, other: Mo
 
 
 def test_groups_come_out_when_their_last_sample_ends(backend: Any, model: Model) -> None:
-    sampling = replace(PLAIN, max_tokens=600)
+    sampling = replace(PLAIN, max_tokens=300)
     events = asyncio.run(
         collected(backend.stream(model, prompts(backend, model), sampling, tiny.draws(GROUPS), group_size=4))
     )
@@ -215,7 +215,7 @@ def test_groups_come_out_when_their_last_sample_ends(backend: Any, model: Model)
 
 
 def test_groups_that_nobody_wants_are_given_up(backend: Any, model: Model) -> None:
-    sampling = replace(PLAIN, max_tokens=900, greedy=True)  # greedy loops to the end
+    sampling = replace(PLAIN, max_tokens=600, greedy=True)  # greedy loops to the end
     given_up: set[int] = set()
 
     async def run() -> list[Any]:

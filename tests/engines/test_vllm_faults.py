@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline import Model, StageError
 from stages.backends import Decoded, Sampling
+from stages.backends.vllm.weights import WeightFile
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 
@@ -42,7 +44,7 @@ def backend(root: Path, model: Model) -> Iterator[Any]:
     backend = open_engine(tiny.context(root))
     yield backend
     backend.close()
-    assert not engines(os.getpid())
+    wait_for(lambda: not engines(os.getpid()))
 
 
 def engines(owner: int) -> list[int]:
@@ -125,6 +127,22 @@ def test_an_engine_that_died_between_tasks_is_started_again(backend: Any, model:
     kill(engines(os.getpid()))
     wait_for(lambda: not engines(os.getpid()))
     assert rows_of(streamed(backend, model)) == before
+    assert backend.client(model).starts == starts + 1
+
+
+def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backend: Any, model: Model) -> None:
+    """What the checks before it let through; who knows what such an engine holds."""
+    before, starts = rows_of(streamed(backend, model)), backend.client(model).starts
+    wrong = {name: torch.cat([weight, weight]) for name, weight in tiny.weights_of(model).items()}
+
+    def load() -> None:
+        wait_for(lambda: busy(backend, model))
+        with pytest.raises(Exception, match="collective_rpc"):
+            backend.client(model).load(WeightFile(wrong), 5)
+
+    events = streamed(backend, model, load)
+    assert rows_of(events) == before
+    assert {int(version) for event in events for version in event.made.versions.values} == {4}
     assert backend.client(model).starts == starts + 1
 
 
