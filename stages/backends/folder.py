@@ -17,11 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem
 from stages.backends.text import identity
-from stages.backends.torch.models import load_network, load_tokenizer, save
+from stages.backends.torch.models import load_network, load_tokenizer
+from stages.backends.torch.weights import weights
 
 DEADLINE_S = 1800.0  # that a worker waits for another one to make the model
 LOOK_S = 0.2
@@ -46,9 +50,20 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
             tokenizer = load_tokenizer(model)
             network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
             with tempfile.TemporaryDirectory(dir=root) as made:
-                save(network, tokenizer, Path(made) / "model")
+                _write(network, tokenizer, Path(made) / "model")
                 (Path(made) / "model").rename(folder)
     return folder
+
+
+def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The folder of a model, from whichever rank of a process group: transformers' own writes on the first one only."""
+    folder.mkdir()
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    if network.generation_config is not None:
+        network.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(weights(network), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _from_hub(model: Model) -> Path:

@@ -229,7 +229,8 @@ def test_the_seconds_of_the_path_are_those_of_the_steps(k, drops_stale, refit, s
     assert sum(path.by_stage.values()) == pytest.approx(report.steps.mean)
     assert sum(path.by_cause.values()) == pytest.approx(report.steps.mean)
     assert all(sum(one.values()) == pytest.approx(s) for one, s in zip(path.steps, report.steps.seconds))
-    assert path.by_stage.get("no stage", 0.0) < 0.3 * report.steps.mean
+    lost = 0.5 if faulty else 0.2  # the time of an attempt that was lost is of no stage
+    assert path.by_stage.get("no stage", 0.0) < lost * report.steps.mean
     assert all(0 <= share <= 1 + 1e-9 for share in report.utilisation.values())
     assert sum(report.staleness.samples.values()) == 8 * 4 * 2
     assert max(report.staleness.samples) <= k

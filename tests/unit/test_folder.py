@@ -1,0 +1,61 @@
+"""A model that has no folder is made one, which other engines load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline import Model, StageError
+from stages.backends.folder import model_folder
+from stages.backends.torch.models import load_network, load_tokenizer
+from tests.unit.tiny import QWEN3
+
+POLICY = Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc")
+
+
+def test_the_folder_loads_as_the_model(tmp_path: Path) -> None:
+    folder = model_folder(POLICY, tmp_path)
+    assert folder.parent == tmp_path / "models"
+    tokenizer = load_tokenizer(POLICY)
+    network = load_network(POLICY, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    again = AutoTokenizer.from_pretrained(folder)
+    assert type(loaded) is type(network)
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert again("12abc").input_ids == tokenizer("12abc").input_ids
+    assert loaded.generation_config.eos_token_id == network.generation_config.eos_token_id
+
+
+def test_it_is_made_once_and_the_frozen_copy_shares_it(tmp_path: Path) -> None:
+    folder = model_folder(POLICY, tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert model_folder(POLICY.frozen(), tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert model_folder(Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc", seed=1), tmp_path) != folder
+
+
+def test_a_rank_that_is_not_the_first_writes_all_of_it(tmp_path: Path, monkeypatch: Any) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    try:
+        folder = model_folder(POLICY, tmp_path)
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_is_itself_and_an_unknown_name_is_said(tmp_path: Path) -> None:
+    assert model_folder(Model(str(tmp_path)), None) == tmp_path
+    try:
+        model_folder(Model("nobody/nothing-of-this-name"), tmp_path)
+    except StageError as error:
+        assert "the model 'nobody/nothing-of-this-name' cannot be fetched" in str(error)
+    else:
+        raise AssertionError("it was found")
