@@ -191,9 +191,10 @@ class Client:
 
     def _lose(self, llm: versions.AsyncLLM) -> None:
         """Give an engine up: the next use starts another one, where its requests begin anew."""
+        end = llm.shutdown
         if self._llm is llm:
             self._llm = None
-            llm.shutdown(SHUTDOWN_S)
+            end(SHUTDOWN_S)
         for request in self._live.values():
             if request.llm is llm and request.following is not None:
                 request.following.cancel()

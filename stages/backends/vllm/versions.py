@@ -106,8 +106,8 @@ async def outputs(
 ) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
     """Of a request, now and then: its tokens so far, their logprobs, and at last why it ended: stop, length, abort."""
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
-        made = output.outputs[0]
-        yield list(made.token_ids), list(made.logprobs.logprobs), made.finish_reason  # type: ignore[union-attr]
+        made: Any = output.outputs[0]
+        yield list(made.token_ids), list(made.logprobs.logprobs), made.finish_reason
 
 
 async def load(llm: AsyncLLM, path: Path, names: Sequence[str]) -> tuple[str, dict[str, int]]:
