@@ -15,6 +15,12 @@ REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
     sys.path.insert(0, REPOSITORY)
 
+# Ray reads these while it is imported, which a test module does that imports vLLM.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
 pytest_plugins = ["tests.journal.plugin"]  # every real run of a test is judged by its record
 
 
@@ -27,10 +33,6 @@ def ray_session() -> Iterator[Any]:
     from pipeline.data_plane.transfer_queue import environment
 
     os.environ.update(environment())
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
     ray.init(
