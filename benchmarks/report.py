@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "trl")
+PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core", "trl")
 
 
 def report(

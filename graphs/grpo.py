@@ -27,6 +27,7 @@ def graph(
     trainer: str = "torch",
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
+    colocated: bool = False,
     steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,
@@ -44,6 +45,7 @@ def graph(
     data                a JSONL file
     generator, trainer  backends that sample and that train
     sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
+    colocated           the same GPUs for both, in turns
     steps               batches to train on
     max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
     seed                of every random number
@@ -57,7 +59,7 @@ def graph(
     """
     policy = Model(model)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
-    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
+    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 where nothing is stale
     return Graph(
         name="grpo",

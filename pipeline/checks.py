@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from pipeline.errors import Problem, told
+from pipeline.errors import Problem, shown, told
 from pipeline.fields import Field
 from pipeline.gate import gate_problems
 from pipeline.graph import Graph, Model, WorkerGroup
@@ -292,14 +292,59 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
                 why="a leader fetches for workers that need the same samples, and here all need others",
                 fix="fetch='auto'",
             )
-    asked = sum(group.gpus for group in usable)
+        if group.colocated is not None:
+            yield from _colocated(group, groups, graph)
+    asked = sum(group.gpus for group in usable if group.colocated is None)
     if gpus is not None and asked > gpus:
-        parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus)
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus and group.colocated is None)
         yield Problem(
             where=str(graph.location),
             what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
             why="every group holds its GPUs for the whole run",
             fix="fewer GPUs a group, or more machines",
+        )
+
+
+def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[Problem]:
+    """What keeps a group from lying on the GPUs of another one."""
+    where, says = str(group.location), f"worker group {group.name!r} has colocated="
+    other = group.colocated
+    if not isinstance(other, WorkerGroup):
+        yield Problem(
+            where=where,
+            what=says + shown(other),
+            why="it is the worker group on whose GPUs this one lies",
+            fix="pass the WorkerGroup, or nothing",
+        )
+        return
+    says += repr(other.name)
+    if other.name not in groups or other.name == group.name or other.backend == "python":
+        yield Problem(
+            where=where,
+            what=says + ", which runs no stage with a model" if other.name != group.name else says,
+            why="two groups that compute with models take turns on the GPUs of one",
+            fix="pass the group of the other stages",
+        )
+    elif other.colocated is not None:
+        yield Problem(
+            where=where,
+            what=f"{says}, which itself is colocated",
+            why="one group has the GPUs, the others lie on them",
+            fix="name the group that has the GPUs",
+        )
+    elif group.gpus != other.gpus:
+        yield Problem(
+            where=where,
+            what=f"{says} and {group.gpus} GPUs; that group has {other.gpus}",
+            why="both have the same GPUs",
+            fix=f"gpus={other.gpus}",
+        )
+    elif graph.schedule.max_staleness:
+        yield Problem(
+            where=where,
+            what=f"{says}, and the schedule max_staleness={graph.schedule.max_staleness}",
+            why="groups that take turns on their GPUs leave nothing to run ahead",
+            fix="max_staleness=0, or GPUs of its own for each group",
         )
 
 

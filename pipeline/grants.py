@@ -1,10 +1,10 @@
 """Which workers are free, and which of the stages that could start get them. Pure.
 
-A worker group has data-parallel replicas. A replica runs one task at a time, and beside it any number of streams, which
-wait for most of their time or share their decoding with each other. A transfer needs every replica of both of its
-groups, and no stream starts beside it; where it must not meet one either, it holds back new ones until the last has
-ended. Among stages that could have a worker, those come first that weights depend on, of these the earlier step, of
-these the longest way to the weights.
+A worker group has data-parallel replicas. A replica runs one task at a time, and beside it any number of streams,
+which wait for most of their time or share their decoding with each other. A transfer needs every replica of both of
+its groups, and no stream starts beside it; where it must not meet one either, it holds back new ones until the last
+has ended. Groups on the same GPUs take turns. Among stages that could have a worker, those come first that weights
+depend on, of these the earlier step, of these the longest way to the weights.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Workers:
         self.name = group.name
         self.replicas = group.replicas
         self.held = False  # no stream may start: a transfer waits for the last to end, or runs
+        self.partners: list[Workers] = []  # they have the same GPUs, and nothing runs on both at once
         self.streams = 0
         self._free = list(range(group.replicas))  # a heap
         self._load = [(0, replica) for replica in range(group.replicas)]  # a heap: groups being streamed, replica
@@ -34,6 +35,11 @@ class Workers:
     def idle(self) -> bool:
         """Whether no replica runs a task; streams are not counted."""
         return len(self._free) == self.replicas
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs."""
+        return self.streams > 0 or not self.idle
 
     @property
     def free(self) -> int:
@@ -110,6 +116,9 @@ class Grants:
         for stage in plan.stages:
             if stage.shape == "transfer":
                 self._feeds[stage.groups[-1]].add(stage.groups[0])
+        for name, workers in self._workers.items():
+            workers.partners = [self._workers[partner] for partner in plan.partners(name)]
+            self._feeds[name].update(plan.partners(name))
         self._offers: dict[str, dict[int, Reader]] = {name: {} for name in self._workers}
         self._dirty: set[str] = set()  # worker groups for which something may have changed
         self._running: dict[int, Running] = {}
@@ -187,6 +196,8 @@ class Grants:
         offers = self._offers[workers.name]
         reserved = False  # for a task that needs every replica
         for key, reader in sorted(offers.items(), key=lambda item: item[1].order):
+            if any(partner.busy for partner in workers.partners):
+                return
             if reader.units and not reader.blockers:  # a checkpoint may have come in between
                 if reader.stage.shape == "stream":
                     self._start_stream(workers, reader, tasks)
@@ -226,6 +237,8 @@ class Grants:
     def _start_transfer(self, workers: Workers, reader: Reader, tasks: list[Task]) -> bool:
         target = self._workers[reader.stage.groups[-1]]
         target.held = self._drains
+        if any(partner.busy for partner in target.partners if partner is not workers):
+            return target is workers
         if (target.held and target.streams) or not target.idle:
             return target is workers
         if workers.idle:

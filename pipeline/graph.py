@@ -68,6 +68,8 @@ class WorkerGroup(_Located):
     expert_parallel   data-parallel workers among which the experts of a mixture are divided
     fetch      among workers that need the same samples: "independent", each gets them from the data plane; "leader",
                the first does and broadcasts; "auto" is leader where there are several
+    colocated  the group on whose GPUs this one lies, which has as many: the two take turns, and whichever waits gives
+               its memory to the other, so nothing runs ahead (max_staleness=0)
     fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
                what does not fit in one
     """
@@ -84,6 +86,7 @@ class WorkerGroup(_Located):
     expert_parallel: int = 1
     fetch: Literal["auto", "independent", "leader"] = "auto"
     fully_sharded: bool = False
+    colocated: WorkerGroup | None = None
 
     def __post_init__(self) -> None:
         if self.workers is None:

@@ -90,7 +90,8 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker group and the stages that it hosts. `workers` are its processes, `model_parallel` those of a replica."""
+    """A worker group and the stages that it hosts. `workers` are its processes, `model_parallel` those of a replica;
+    `colocated` is the group whose GPUs it has."""
 
     name: str
     backend: str
@@ -100,6 +101,7 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     model_parallel: int
     stages: tuple[str, ...]
+    colocated: str | None = None
 
     @property
     def replicas(self) -> int:
@@ -139,6 +141,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Stages that may run at the same time, in order of dependence."""
         depth = max((stage.layer for stage in self.stages), default=-1) + 1
         return [[stage for stage in self.stages if stage.layer == layer] for layer in range(depth)]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all worker groups together."""
+        return sum(group.gpus for group in self.groups if group.colocated is None)
+
+    def partners(self, name: str) -> tuple[str, ...]:
+        """The other worker groups that lie on the same GPUs as this one, which takes turns with them."""
+        home = {group.name: group.colocated or group.name for group in self.groups}
+        return tuple(other for other in home if other != name and home[other] == home[name])
 
     @property
     def partition(self) -> str:
@@ -274,6 +286,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
                 threads=group.threads,
                 model_parallel=group.processes // group.data_parallel,
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
+                colocated=group.colocated.name if group.colocated else None,
             )
             for group in worker_groups(stages, graph.host)
         ),

@@ -66,6 +66,10 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def log(self, group: str, worker: int) -> Path:
+        """What a worker prints, tracebacks included."""
+        return self.logs / f"{group}-{worker}.log"
+
     def samples(self, step: int) -> Path:
         return self.path / "samples" / f"step_{step + 1:06d}.jsonl"
 

@@ -83,12 +83,16 @@ class Output:
 
 
 class Rendezvous(Protocol):
-    """Where the two sides of a transfer meet. The executor makes one for each transfer."""
+    """Where the two sides of a transfer meet. The executor makes one for each transfer.
+
+    `is_near` says that both are on one machine, so that what is offered may be a handle to memory there.
+    """
 
     side: Literal["source", "target"]
+    is_near: bool
 
     def offer(self, payload: Any) -> None:
-        """Source: hand the payload (names to CPU tensors, and plain values) to the other side."""
+        """Source: hand the payload (names to tensors, and plain values) to the other side."""
 
     def take(self) -> Any:
         """Target: the payload. The tensors may be shared memory: read them, do not write them."""
@@ -99,6 +103,8 @@ class StageContext:
     """What a worker gives to `Stage.setup`.
 
     `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
+    What is in it may have `close()`, called at the end, and, for groups that share GPUs, `sleep()` and `wake()`, which
+    give memory away and take it again and return the bytes that are in use on the GPU then.
     `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
     nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds admission numbers of groups that
     nobody wants any more: a stream looks there between two tokens.

@@ -36,6 +36,20 @@ class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True):
     pid: int
 
 
+class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True):
+    """A worker that shares its GPUs with another group woke up, or gave its memory to that one.
+
+    `memory_bytes` are those in use on its first GPU afterwards, by all processes; 0 on a CPU.
+    """
+
+    group: str
+    worker: int
+    awake: bool
+    memory_bytes: int
+    start_s: float
+    end_s: float
+
+
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
     """Groups entered. `step` is the batch that they are for, or, with on_stale="drop", that is being filled."""
 
@@ -239,6 +253,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True):
 TraceEvent = (
     Started
     | Placed
+    | Turned
     | Admitted
     | Claimed
     | Dropped

@@ -66,7 +66,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     dropped: dict[int, str] = {}
     cancelled: dict[int, int] = {}
     oldest: dict[int, int] = {}
-    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed] = []
+    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed | trace.Turned] = []
     error: Any = None
     lost: str | None = None
 
@@ -92,6 +92,7 @@ class Worker:
         self._stamps = next((stage.stamps for stage in all_stages if stage.stamps), None)
         self._meter = Meter()
         self._runners: dict[str, Any] = {}
+        self._shared: dict[Any, Any] = {}
         self._plane: DataPlane | None = None
         self._store: Any = None
 
@@ -117,7 +118,7 @@ class Worker:
             seed=self.settings.seed,
             group_size=self.settings.group_size,
             run_dir=self.settings.run_dir,
-            shared={},
+            shared=self._shared,
             steps=self.settings.steps,
             ranks=self.ranks,
             cancelled=self._cancelled,
@@ -230,8 +231,25 @@ class Worker:
         """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
         return not self.ranks.connected and not any(hasattr(runner, "restore") for runner in self._runners.values())
 
+    def turn(self, awake: bool) -> trace.Turned:
+        """Wake up, or give the GPUs' memory to another group. No task runs meanwhile."""
+        start_s = time.monotonic()
+        name = "wake" if awake else "sleep"
+        used = [getattr(held, name)() for held in self._shared.values() if hasattr(held, name)]
+        return trace.Turned(
+            group=self.group.name,
+            worker=self.rank,
+            awake=awake,
+            memory_bytes=max(used, default=0),
+            start_s=start_s,
+            end_s=time.monotonic(),
+        )
+
     def close(self) -> None:
-        """Let go of the data plane and of the other ranks."""
+        """Let go of what the stages share, of the data plane and of the other ranks."""
+        for held in self._shared.values():
+            if hasattr(held, "close"):
+                held.close()
         self.ranks.leave()
         if self._plane is not None:
             self._plane.close()
@@ -421,7 +439,7 @@ class Worker:
     def _log(self, error: Exception) -> None:
         """The traceback, for the run directory."""
         if self.settings.run_dir:
-            with (RunDir(self.settings.run_dir).logs / f"{self.group.name}-{self.rank}.log").open("a") as file:
+            with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
                 traceback.print_exception(error, file=file)
 
 

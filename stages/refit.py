@@ -67,14 +67,14 @@ class Refit(Stage):
         def run(rendezvous: Rendezvous, task: Task) -> Output:
             version = task.step + 1
             if rendezvous.side == "source":
-                weights = backend.trained_weights(self.model)
-                if context.ranks.rank > 0:
-                    return Output()  # rank 0 has the whole model, and sends it
-                rendezvous.offer({"version": version, "weights": weights, "sha256": backend.weight_hash(weights)})
+                weights = (backend.snapshot if rendezvous.is_near else backend.trained_weights)(self.model)
+                if context.ranks.rank == 0:  # it has the whole model
+                    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+                    sha256 = backend.weight_hash(weights)
+                    rendezvous.offer({"version": version, "weights": weights, "sha256": sha256, "size_bytes": size})
                 return Output()
             payload = rendezvous.take()
-            weights = payload["weights"]
-            sha256 = backend.serve(self.model, weights, version)
+            sha256 = backend.serve(self.model, payload["weights"], version)
             if (version, sha256) != (payload["version"], payload["sha256"]):
                 raise StageError(
                     Problem(
@@ -85,7 +85,6 @@ class Refit(Stage):
                         fix="resume from the last checkpoint; if it comes again, the transfer is broken",
                     )
                 )
-            size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-            return Output(metrics={"size_bytes": float(size)}, weights=(version, sha256))
+            return Output(metrics={"size_bytes": float(payload["size_bytes"])}, weights=(version, sha256))
 
         return run

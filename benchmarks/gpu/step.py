@@ -1,12 +1,15 @@
 """A whole GRPO step on GPUs: vLLM samples, Megatron-core trains, weights of true shape drawn at random.
 
-python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--steps 4] [--out FILE]
+python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--colocated] [--peer]
+                              [--steps 4] [--out FILE]
 
 Every response has all its tokens, since a random model hardly ever ends one. Reported, as means over the steps behind
 the first: seconds a step and of each stage, tokens/s a GPU in rollout (response tokens) and in training (prompt and
 response tokens, previous-policy logprobs included), model FLOP utilisation of training (no padding, no recomputation;
 dense bfloat16 peak), the share of the step in which neither engine works, and the mismatch of rollout and trainer
-logprobs. `--cpu` tries the script with a tiny model.
+logprobs. `--colocated` has sampler and learner on the same GPUs, in turns; then also the seconds of a step in which
+memory changes hands, and what is in use on a GPU in each turn. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on
+the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """
@@ -16,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -66,6 +71,7 @@ def described(options: argparse.Namespace, staleness: int) -> Graph:
     learner = WorkerGroup(
         "learner", backend="megatron", workers=options.learner, gpus=options.learner * gpus,
         tensor_parallel=options.learner_tensor, pipeline_parallel=options.learner_pipeline, threads=1,
+        colocated=sampler if options.colocated else None,
     )  # fmt: skip
     cut = Packed(options.budget)
     return Graph(
@@ -96,6 +102,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
     spans = [(e.start_s, e.end_s) for e in events if isinstance(e, trace.Ran) and e.stage in ENGINES]
     lo, hi = published[1], published[-1]
     busy_s = covered((max(lo, a), min(hi, b)) for a, b in spans if b > lo and a < hi)
+    turns = [event for event in events if isinstance(event, trace.Turned) and lo <= event.start_s < hi]
 
     def mean(name: str) -> float:
         return statistics.fmean(line.get(name, 0.0) for line in lines)
@@ -104,10 +111,13 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
     step_s = statistics.fmean(line["time/step_s"] for line in lines)
     seconds = {stage: mean(f"time/{stage}_s") for stage in (*ENGINES, "refit", "reward", "advantage")}
     trained_s = seconds["train"] + seconds["prev_logprobs"]
+    learner_gpus = 0 if options.colocated else options.learner
     return {
         "start s": round(start_s, 1),
         "step s": round(step_s, 2),
         **{f"{stage} s": round(took_s, 2) for stage, took_s in seconds.items()},
+        **(turned(turns, len(lines)) if options.colocated else {}),
+        "tokens/s/GPU": round(response / step_s / (options.sampler + learner_gpus)),
         "rollout tokens/s/GPU": round(response / seconds["rollout"] / options.sampler),
         "training tokens/s/GPU": round((response + options.groups * options.samples * 6) / trained_s / options.learner),
         "TFLOP/s/GPU": round(mean("train/tflops_per_s"), 1),
@@ -116,6 +126,23 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
         "mismatch KL": mean("train/mismatch_kl"),
         "mismatch ratio": round(mean("train/mismatch_ratio_max"), 3),
         "age": round(mean("train/staleness_mean"), 2),
+    }
+
+
+def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
+    """Seconds of a step in which memory changes hands, and GiB in use on a GPU, by all processes, in each turn."""
+    gib = {
+        group: max((turn.memory_bytes for turn in turns if turn.group == group and turn.awake), default=0) / 2**30
+        for group in ("sampler", "learner")
+    }
+    left = {
+        group: max((turn.memory_bytes for turn in turns if turn.group == group and not turn.awake), default=0) / 2**30
+        for group in gib
+    }
+    return {
+        "turns s": round(covered((turn.start_s, turn.end_s) for turn in turns) / steps, 2),
+        **{f"{group} awake GiB": round(gib[group], 1) for group in gib},
+        **{f"{group} asleep GiB": round(left[group], 1) for group in gib},
     }
 
 
@@ -141,6 +168,8 @@ def main() -> None:
     parser.add_argument("--learner", type=int, default=1, help="GPUs that train")
     parser.add_argument("--learner-tensor", type=int, default=1)
     parser.add_argument("--learner-pipeline", type=int, default=1)
+    parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
+    parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -155,6 +184,8 @@ def main() -> None:
     from pipeline.executors.ray import RayExecutor
 
     rows: list[dict[str, Any]] = []
+    if options.colocated:
+        options.staleness = [0]
     with tempfile.TemporaryDirectory() as folder:
         for staleness in options.staleness:
             graph = described(options, staleness)
@@ -167,13 +198,28 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
             _write(rows, options)
+        if options.peer:
+            rows.append(peer(options, Path(folder)))
+            _write(rows, options)
+
+
+def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The same work with TRL, in a process of its own on one GPU."""
+    out = folder / "peer.json"
+    work = [f"--{name}={getattr(options, name)}" for name in ("model", "groups", "samples", "tokens", "steps")]
+    command = [sys.executable, "-m", "benchmarks.gpu.trl_step", *work, "--out", str(out)]
+    done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=540)
+    if done.returncode or not out.exists():
+        return {"model": options.model, "max_staleness": f"TRL: exit code {done.returncode}"}
+    return json.loads(out.read_text())
 
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    where = "on the same, in turns" if options.colocated else "on others"
     notes = (
-        f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train (tensor "
-        f"{options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} samples "
-        f"of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps. Aim: under 2 % "
+        f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train {where} "
+        f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "
+        f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps. Aim: under 2 % "
         "of a synchronous step outside the engines."
     )
     report("gpu.step", rows, list(rows[0]), notes, options.out)

@@ -117,6 +117,11 @@ class TransferQueuePlane(RowPlane):
             raise
 
     @staticmethod
+    def forget() -> None:
+        """Let go of what `create` found and could not use, so that it can be called again."""
+        within(START_DEADLINE_S, "stop TransferQueue", _stop)
+
+    @staticmethod
     def attach(settings: Settings) -> TransferQueuePlane:
         """A client of a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost."""
         return TransferQueuePlane(settings, owns=False)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.executors import shards
+from pipeline.executors.turns import Turns
 from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import Plan, PlannedStage, with_samples, worker_groups
@@ -47,6 +48,7 @@ class LocalExecutor:
         stages = with_samples(graph)
         by_name = {stage.name: stage for stage in stages}
         self._planned = {stage.name: stage for stage in plan.stages}
+        self._turns = Turns(plan, lambda name, awake: [self._workers[name].turn(awake)])
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for placed in plan.groups:
             hosted = [by_name[name] for name in placed.stages]
@@ -59,6 +61,7 @@ class LocalExecutor:
         return [Placed(group=name, worker=0, node="this process", pid=os.getpid()) for name in self._workers]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
+        self._turns.to(self._planned[task.stage].groups[-1])
         if self._planned[task.stage].shape == "stream":
             self._streams.add(self._loop.create_task(self._stream(task, meta)))
         else:
@@ -66,7 +69,9 @@ class LocalExecutor:
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         if self._queue:
-            return [self._run(*self._queue.popleft())]
+            result = self._run(*self._queue.popleft())
+            result.events[:0] = self._turns.taken()
+            return [result]
         if self._streams:
             self._loop.run_until_complete(self._report(timeout_s))
             reports, self._reports = self._reports, []
@@ -125,6 +130,8 @@ class LocalExecutor:
             self._streams.clear()
             self._loop.close()
         self.plane.drain()
+        for worker in self._workers.values():
+            worker.close()
         self.plane.close()
 
 
@@ -140,7 +147,7 @@ class _Meeting:
 
 class _End:
     def __init__(self, meeting: _Meeting, side: Literal["source", "target"]) -> None:
-        self._meeting, self.side = meeting, side
+        self._meeting, self.side, self.is_near = meeting, side, True
 
     def offer(self, payload: Any) -> None:
         self._meeting.payload = payload

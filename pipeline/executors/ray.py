@@ -1,4 +1,4 @@
-"""Runs a graph on Ray actors: one actor a worker, columns in TransferQueue. The only module that imports ray.
+"""Runs a graph on Ray actors: one actor a worker, columns in TransferQueue.
 
 Without an address it starts a Ray of its own on a loopback address, with token authentication, and ends it. With an
 address it joins a running cluster. Worker groups are placed by placement groups; the graph's own code travels with the
@@ -7,19 +7,17 @@ tasks, so no file of the user needs to exist on another node.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 # Ray reads these once, while it is imported. Who imported Ray before us has chosen already.
 if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
@@ -27,26 +25,26 @@ if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") 
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayError
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError, WorkerLost
+from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
 from pipeline.executors import merged, shards
-from pipeline.graph import HOST, Graph, WorkerGroup
+from pipeline.executors.actors import Actor, StreamActor
+from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, one_line
+from pipeline.executors.placement import LOOPBACK, Placement, placed_first
+from pipeline.executors.turns import Turns
+from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import PlacedGroup, Plan, PlannedStage, with_samples, worker_groups
 from pipeline.ranks import Layout
 from pipeline.stage import Task
-from pipeline.trace import Placed
-from pipeline.worker import TaskResult, Worker, WorkerSettings
+from pipeline.trace import Placed, Turned
+from pipeline.worker import TaskResult, WorkerSettings
 
-START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
 RESTARTS = 8  # of workers of one group in a run
+PLANE_ATTEMPTS = 5
 EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
-LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
-SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
 DATA_PLANE_CPUS = 2  # TransferQueue's controller and its storage unit ask for one each
 
 
@@ -71,7 +69,8 @@ class RayExecutor:
         self._restarts: Counter[str] = Counter()
         self._retired: dict[Any, tuple[str, int]] = {}  # actors that died and were replaced
         self._served: dict[tuple[str, str], tuple[Task, ray.ObjectRef]] = {}  # what a group received last, by stage
-        self._placement_groups: list[Any] = []
+        self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
+        self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, Layout] = {}
         self._pending: dict[ray.ObjectRef, _Running] = {}
@@ -87,41 +86,45 @@ class RayExecutor:
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
+        self._turns = Turns(plan, self._turn)
         blob_of_all = cloudpickle.dumps(tuple(stages))
         setups: list[ray.ObjectRef] = []
         joins: list[ray.ObjectRef] = []
-        for placed in sorted(plan.groups, key=lambda group: group.name != HOST):  # the host group has one node only
+        for placed in sorted(plan.groups, key=placed_first):
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             streams = any(self._planned[name].shape == "stream" for name in placed.stages)
-            actor: Any = _StreamActor if streams else _Actor
-            birth = self._births[placed.name] = self._place(groups[placed.name], actor, hosted, blob_of_all, settings)
+            actor: Any = StreamActor if streams else Actor
+            beside = self._actors[placed.colocated] if placed.colocated else ()
+            birth = self._births[placed.name] = self._placement.place(
+                groups[placed.name], actor, hosted, blob_of_all, settings, beside
+            )
             actors = self._actors[placed.name] = [birth(rank) for rank in range(placed.workers)]
             self._layouts[placed.name] = Layout.of(groups[placed.name])
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
                 joins += [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
             setups += [actor.setup.remote() for actor in actors]
-        here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
-        self.plane = TransferQueuePlane.create(  # while the models load
-            trusted_network=self._trusted_network, storage_resource=here
-        )
+        self.plane = self._open_plane()  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
-        self._get_all(joins, "meet the other ranks of their group")
-        self._get_all(setups, "set up")
-        joined = self._get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        get_all(joins, "meet the other ranks of their group")
+        get_all(setups, "set up")
+        joined = get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         for placed_at, replaceable in joined:
-            self._replaceable[placed_at.group] = replaceable
+            self._replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
+            self._nodes.setdefault(placed_at.group, set()).add(placed_at.node)
         if restore:
-            self._get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
+            get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         return [placed_at for placed_at, _ in joined]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         stage = self._planned[task.stage]
+        self._turns.to(stage.groups[-1])
         if stage.shape == "transfer":
             source, target = stage.groups
-            sends = [actor.send.options(num_returns=2).remote(task) for actor in self._actors[source]]
+            near = len(self._nodes[source] | self._nodes[target]) == 1
+            sends = [actor.send.options(num_returns=2).remote(task, near) for actor in self._actors[source]]
             payload = sends[0][0]
-            received = [(actor.receive.remote(task, payload), actor) for actor in self._actors[target]]
+            received = [(actor.receive.remote(task, payload, near), actor) for actor in self._actors[target]]
             sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
             self._follow(_Running(task, leading=dict(received), others=dict(sent), payload=payload))
             return
@@ -155,7 +158,10 @@ class RayExecutor:
         if ready:  # whatever else is there already comes along
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         taken = [self._report(ref) if ref in self._streams else self._result(ref) for ref in ready]
-        return [result for result in taken if result]
+        results = [result for result in taken if result]
+        if results:
+            results[0].events[:0] = self._turns.taken()
+        return results
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         name = self._planned[task.stage].groups[0]
@@ -165,7 +171,7 @@ class RayExecutor:
 
     def save(self, folder: Path) -> None:
         actors = [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
-        self._get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}")
+        get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}")
 
     def cleared(self, rows: Sequence[str]) -> None:
         for name, actors in self._actors.items():
@@ -182,9 +188,7 @@ class RayExecutor:
             with suppress(DataPlaneLost):  # what is lost holds nothing that could be drained
                 self.plane.drain()
             self.plane.close()
-        for group in self._placement_groups:
-            remove_placement_group(group)
-        self._placement_groups.clear()
+        self._placement.close()
         for module in self._modules:
             if module.__name__ in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.unregister_pickle_by_value(module)
@@ -211,14 +215,13 @@ class RayExecutor:
             raise StageError(
                 Problem(
                     where=f"--address {self._address}" if self._address else "Ray",
-                    what=f"cannot be reached: {_one_line(error)}",
+                    what=f"cannot be reached: {one_line(error)}",
                     why="the run joins that cluster" if self._address else "the run starts its own Ray",
                     fix="check the address and the token (RAY_AUTH_TOKEN)" if self._address else "see the text above",
                 )
             ) from error
         self._owns_ray = True
-        needed_gpus = sum(group.gpus for group in plan.groups)
-        for kind, asked in (("GPU", needed_gpus), ("CPU", needed)):
+        for kind, asked in (("GPU", plan.gpus), ("CPU", needed)):
             have = ray.cluster_resources().get(kind, 0.0)
             if asked > have:
                 raise GraphError(
@@ -230,65 +233,21 @@ class RayExecutor:
                     )
                 )
 
-    def _place(
-        self, group: WorkerGroup, actor: Any, hosted: bytes, stages: bytes, settings: WorkerSettings
-    ) -> Callable[[int], Any]:
-        """Finds room for a group; what is returned starts its actor of a rank there."""
-        count, gpus = group.processes, group.gpus / group.processes
-        cpus = group.cpus * group.workers / count
-        if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
-            node = ray.get_runtime_context().get_node_id()
-            strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * count
-        else:
-            bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-            placed = placement_group([bundle] * count, strategy="PACK")
-            self._placement_groups.append(placed)
-            if not placed.wait(START_DEADLINE_S):
-                raise GraphError(
-                    Problem(
-                        where=str(group.location),
-                        what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
-                        why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
-                        fix="fewer workers, or a larger cluster",
-                    )
-                )
-            strategies = [
-                PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(count)
-            ]
-        variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-        if group.threads:
-            variables["OMP_NUM_THREADS"] = str(group.threads)
-        if not group.gpus and "OMP_WAIT_POLICY" not in os.environ:
-            variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        if ray.util.get_node_ip_address() == LOOPBACK:
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
-        return lambda rank: actor.options(
-            num_cpus=cpus,
-            num_gpus=gpus,
-            scheduling_strategy=strategies[rank],
-            name=None,
-            runtime_env={"env_vars": variables},
-        ).remote(rank, hosted, stages, settings)
+    def _open_plane(self) -> TransferQueuePlane:
+        """A data plane with its storage on this node. Ray may still list that of a run that has just ended."""
+        here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
+        for _ in range(PLANE_ATTEMPTS - 1):
+            try:
+                return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
+            except RayActorError:
+                TransferQueuePlane.forget()
+                time.sleep(1.0)
+        return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
 
-    def _get_all(self, refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
-        """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
-        try:
-            answers = ray.get(list(refs), timeout=START_DEADLINE_S)
-        except GetTimeoutError as error:
-            raise StageError(
-                Problem(
-                    where="Ray",
-                    what=f"the workers did not {what} in {START_DEADLINE_S:g} s",
-                    why="every wait has a deadline",
-                    fix="look into the logs of the run and of Ray",
-                )
-            ) from error
-        except RayError as error:
-            raise _lost(what, error) from error
-        for answer in answers:
-            if isinstance(answer, SluiceError):
-                raise answer
-        return answers
+    def _turn(self, name: str, awake: bool) -> list[Turned]:
+        """Have the workers of a group wake up or sleep."""
+        calls = [actor.turn.remote(awake) for actor in self._actors[name]]
+        return get_all(calls, "wake up" if awake else "give up their memory")
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
@@ -344,11 +303,11 @@ class RayExecutor:
         name, rank = self._find(actor)
         doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
         if not isinstance(error, RayActorError) or not self._replaceable[name]:
-            return TaskResult(task=task, error=_lost(doing, error))
+            return TaskResult(task=task, error=lost(doing, error))
         result = TaskResult(task=task, lost=f"worker {name}.{rank} died")
         if self._actors[name][rank] is actor:  # else another task of it has seen to that
             if self._restarts[name] == RESTARTS:
-                return TaskResult(task=task, error=_lost(doing, error, f"; {RESTARTS} others died before it"))
+                return TaskResult(task=task, error=lost(doing, error, f"; {RESTARTS} others died before it"))
             self._restarts[name] += 1
             try:
                 result.events.append(self._replace(name, rank))
@@ -368,14 +327,16 @@ class RayExecutor:
         """A new worker, with the weights that the old one served."""
         actor = self._births[name](rank)
         what = f"take the place of {name}.{rank}"
-        self._get_all([actor.setup.remote()], what)
-        ((placed, _),) = self._get_all([actor.connect.remote(self.plane.settings)], what)
+        get_all([actor.setup.remote()], what)
+        ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
         for (group, _), (task, payload) in self._served.items():
             if group == name:
-                (received,) = self._get_all([actor.receive.remote(task, payload)], what)
+                near = len({placed.node}.union(*(self._nodes[one] for one in self._planned[task.stage].groups))) == 1
+                (received,) = get_all([actor.receive.remote(task, payload, near)], what)
                 if received.error:
                     raise received.error
         self._actors[name][rank] = actor
+        self._nodes[name].add(placed.node)
         return placed
 
 
@@ -409,114 +370,6 @@ class _Running:
         for other in others:
             result.metrics = other.metrics | result.metrics
         return result
-
-
-def _lost(what: str, error: RayError, more: str = "") -> StageError:
-    died = isinstance(error, RayActorError)
-    return (WorkerLost if died else StageError)(
-        Problem(
-            where="Ray",
-            what=f"a worker {'died and did not' if died else 'did not'} {what}: {_one_line(error)}{more}",
-            why="its task has no result",
-            fix="look into the logs of the run and of Ray, then resume",
-        )
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """The first line that says something; Ray's texts go on for pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
-    return lines[0] if lines else type(error).__name__
-
-
-class _Hosted:
-    """A `Worker` behind Ray's calls."""
-
-    def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
-        group, mine = cloudpickle.loads(hosted)
-        self._worker = Worker(group, rank, mine, cloudpickle.loads(stages), settings)
-
-    def meeting_point(self, deadline_s: float) -> tuple[str, int]:
-        host = ray.util.get_node_ip_address()
-        return host, self._worker.meeting_point(host, deadline_s)
-
-    def join(self, meeting: tuple[str, int], deadline_s: float) -> None:
-        self._worker.join(*meeting, deadline_s)
-
-    def setup(self) -> SluiceError | None:
-        return self._worker.setup()
-
-    def connect(self, settings: Any) -> tuple[Placed, bool]:
-        """Where it runs, and whether another worker can take its place."""
-        self._worker.connect(TransferQueuePlane.attach(settings))
-        node = ray.util.get_node_ip_address()
-        placed = Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
-        return placed, self._worker.is_replaceable
-
-    def _run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
-        return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
-
-    def send(self, task: Task) -> tuple[Any, TaskResult]:
-        end = _End("source")
-        result = self._worker.transfer(task, end)
-        return end.payload, result
-
-    def receive(self, task: Task, payload: Any) -> TaskResult:
-        if payload is None:  # the source failed, and its result says why
-            return TaskResult(task=task)
-        return self._worker.transfer(task, _End("target", payload))
-
-    def save(self, folder: Path) -> None:
-        self._worker.save(folder)
-
-    def restore(self, folder: Path) -> None:
-        self._worker.restore(folder)
-
-
-@ray.remote
-class _Actor(_Hosted):
-    """A worker that does one thing after the other."""
-
-    def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
-        return self._run(task, meta, cleared)
-
-
-@ray.remote
-class _StreamActor(_Hosted):
-    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens.
-
-    Other tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding.
-    """
-
-    def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
-        super().__init__(rank, hosted, stages, settings)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasks")
-
-    async def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
-        if self._worker.ranks.connected:  # ranks meet in the order in which tasks come, those of streams included
-            return self._run(task, meta, cleared)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, task, meta, cleared)
-
-    async def stream(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> AsyncIterator[TaskResult]:
-        handle = KVBatchMeta.decode(meta) if meta is not None else None
-        async for report in self._worker.stream(task, handle, cleared):
-            yield report
-
-    def cancel(self, groups: Sequence[int]) -> None:
-        self._worker.cancel(groups)
-
-
-class _End:
-    """One end of a transfer. The payload goes from actor to actor through Ray's object store, past the driver."""
-
-    def __init__(self, side: Literal["source", "target"], payload: Any = None) -> None:
-        self.side, self.payload = side, payload
-
-    def offer(self, payload: Any) -> None:
-        self.payload = payload
-
-    def take(self) -> Any:
-        return self.payload
 
 
 def user_modules(graph_module: ModuleType) -> list[ModuleType]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from stages.backends.snapshot import Handle
+
 STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any other stream has another number
 
 
@@ -209,8 +211,9 @@ class Sampler(Texts, Protocol):
         position, is soon given up.
         """
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
         """Load weights of a policy version into the served copy, also while a stream of it is between two tokens.
+        A handle is what a `Trainer.snapshot` is in another process.
 
         Returns the `weight_hash` of what it has loaded. Raises StageError where names, shapes or dtypes differ; the
         copy and its version are then what they were.
@@ -220,7 +223,7 @@ class Sampler(Texts, Protocol):
         """The version that was served last; `default` where none was, and for a frozen model."""
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
+        """sha256 over names, dtypes, shapes and bytes, or on a GPU checksums of the bytes, in order of the names."""
 
 
 class Trainer(Texts, Protocol):
@@ -242,8 +245,12 @@ class Trainer(Texts, Protocol):
         All ranks call it together; rank 0 gets the weights, the others nothing.
         """
 
+    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
+        """The same for a reader on this machine: of a model on a GPU they stay there, in memory that the next call
+        fills anew, and another process gets a handle to it."""
+
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, in order of the names."""
+        """sha256 over names, dtypes, shapes and bytes, or on a GPU checksums of the bytes, in order of the names."""
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Floating point operations of a forward and a backward pass over these samples, without padding and

@@ -55,6 +55,15 @@ def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_pat
     assert not check(run_dir.path)
 
 
+COLOCATED = """
+from graphs import quickstart
+from pipeline import Graph
+from tests.unit.test_colocated import colocated
+
+def graph(steps: int = 4) -> Graph:
+    return colocated(quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
+                                      samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron"))
+"""
 TWO_RANKS = """
 from dataclasses import replace
 from graphs import quickstart
@@ -89,6 +98,24 @@ def kill_once(self, number, metrics):
 console.Progress.step = kill_once
 sys.exit(main([sys.argv[1], "--run-dir", str(folder), "--plain"]))
 """
+
+
+@pytest.mark.timeout(600)
+def test_both_engines_take_turns_where_they_are_colocated(tmp_path, ray_session):
+    need("vllm", "vllm")
+    file = tmp_path / "together.py"
+    file.write_text(COLOCATED)
+    run_dir = run(tmp_path / "run", file, {})
+    assert len(lines(run_dir)) == 4
+    assert max(line["train/mismatch_ratio_max"] for line in lines(run_dir)) < 1 + 1e-4
+    turned = [(event.group, event.awake) for event in events(run_dir, trace.Turned)]
+    assert turned[:3] == [("learner", False), ("sampler", False), ("learner", True)]
+    assert {first[0] != second[0] for first, second in zip(turned[1::2], turned[2::2])} == {True}
+    spans = [event for event in events(run_dir, trace.Ran) if event.group in ("sampler", "learner")]
+    apart = [(one.start_s, one.end_s, one.group) for one in spans if one.stage != "refit"]
+    for start_s, end_s, group in apart:
+        assert all(end_s <= other[0] or other[1] <= start_s for other in apart if other[2] != group)
+    assert not check(run_dir.path)
 
 
 @pytest.mark.timeout(600)

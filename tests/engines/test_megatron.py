@@ -277,6 +277,35 @@ def test_other_parallel_sizes_and_missing_files_are_refused(
         learner.restore(tmp_path)
 
 
+def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
+    cases: Any, engine: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Its state waits elsewhere, and gradients have no memory."""
+    model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    learner = engine.learner(model, cases.OPTIMIZATION)
+
+    def update() -> None:
+        learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
+
+    update()
+    (tmp_path / "awake").mkdir()
+    learner.save(tmp_path / "awake")
+    update()
+    wanted = engine.weight_hash(engine.trained_weights(model))
+    learner.restore(tmp_path / "awake")
+    assert engine.sleep() == 0, "there is no GPU to use"
+    gradients = [buffer.grad_data.untyped_storage().size() for buffer in learner.buffered.buffers]
+    assert gradients == [0] * len(gradients)
+    (tmp_path / "asleep").mkdir()
+    learner.save(tmp_path / "asleep")
+    name = "shard-00000.safetensors"
+    assert (tmp_path / "asleep" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes()
+    engine.wake()
+    update()
+    assert engine.weight_hash(engine.trained_weights(model)) == wanted
+
+
 def test_an_update_that_is_not_finite_changes_nothing(cases: Any, engine: Any, folder: Path) -> None:
     model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)

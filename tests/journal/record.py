@@ -48,6 +48,7 @@ _SPAN = {"start_s": "f", "end_s": "f"}
 _KINDS: dict[str, dict[str, str]] = {
     "started": {"graph": "s", "start": "i", "steps": "i", "executor": "s", "monotonic_s": "f", "wall_s": "f"},
     "placed": {"group": "s", "worker": "i", "node": "s", "pid": "i"},
+    "turned": {"group": "s", "worker": "i", "awake": "b", "memory_bytes": "i", **_SPAN},
     "admitted": {"step": "i", "groups": "I", "version": "i", "at_s": "f"},
     "claimed": {"step": "i", "groups": "I", "at_s": "f"},
     "dropped": {"stage": "s", "step": "i", "groups": "I", "reason": "s", "tokens": "I?", "at_s": "f"},
@@ -87,6 +88,7 @@ _IS = {
     "f": lambda value: _is_int(value) or isinstance(value, float),
     "s": lambda value: isinstance(value, str),
     "n": lambda value: value is None or _is_int(value) or isinstance(value, str),
+    "b": lambda value: isinstance(value, bool),
     "d": lambda value: isinstance(value, dict),
     "I": lambda value: isinstance(value, list) and all(map(_is_int, value)),
     "S": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),

@@ -155,7 +155,7 @@ def test_a_refit_between_two_tokens_is_in_the_token_versions() -> None:
 
     def publish(step: int) -> None:
         weights = other_weights(backend.served_weights(POLICY))
-        payload = {"version": step + 1, "weights": weights, "sha256": backend.weight_hash(weights)}
+        payload = {"version": step + 1, "weights": weights, "sha256": backend.weight_hash(weights), "size_bytes": 1}
         refit(Meeting(payload), Task(stage="refit", step=step))
 
     run = ROLLOUT.setup(here)

@@ -11,8 +11,9 @@ from pipeline.columns import Ragged
 from pipeline.sharding import Plain, Sharding
 from pipeline.stage import StageContext
 from stages.backends import Draws, Sampling, engine, one_shard
+from stages.backends.choose import choose
 from stages.backends.torch.engine import TorchEngine
-from stages.backends.torch.generate import choose, generate
+from stages.backends.torch.generate import generate
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -173,6 +174,22 @@ def test_a_token_without_probability_is_never_chosen(number: float) -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     tokens, _ = choose(logits, Sampling(1), torch.tensor([number], dtype=torch.float64))
     assert tokens.item() in (1, 3)
+
+
+@pytest.mark.parametrize("width", [511, 512, 513, 20_000])
+def test_blocks_of_a_large_vocabulary_find_what_one_running_sum_finds(width: int) -> None:
+    random = torch.Generator().manual_seed(width)
+    logits = torch.randn((64, width), generator=random) * 4
+    logits[:, ::3] = float("-inf")
+    numbers = torch.rand(64, generator=random, dtype=torch.float64)
+    numbers[:2] = torch.tensor([1e-300, 1 - 2.0**-53])
+    tokens, logprobs = choose(logits, Sampling(1, temperature=0.8), numbers)
+    scores = (logits / 0.8).log_softmax(-1)
+    running = scores.exp().double().cumsum(-1)
+    for row, token in enumerate(tokens.tolist()):
+        passed = torch.searchsorted(running[row], numbers[row] * running[row, -1], right=True)
+        assert token == min(int(passed), int(torch.nonzero(running[row].diff()).max()) + 1)
+    assert torch.equal(logprobs, scores.gather(-1, tokens[:, None])[:, 0]) and bool(logprobs.isfinite().all())
 
 
 def test_padding_never_makes_a_nan(backend: TorchEngine) -> None:

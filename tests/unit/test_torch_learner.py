@@ -259,3 +259,21 @@ def test_temperature_divides_the_logits(pristine: Any) -> None:
     same = Batch(given.prompt_ids, given.response_ids, given.advantage, cold)
     assert updated(learner(pristine), same, ClippedLoss(), temperature=0.5)["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert updated(learner(pristine), same, ClippedLoss())["ratio_max"] > 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parked_learner_can_be_saved_and_goes_on_to_the_bit(pristine: Any, tmp_path: Path, dtype: Any) -> None:
+    given, loss = batch(pristine), ClippedLoss(kl=0.1)
+    parked, other = (TorchLearner(copy.deepcopy(pristine).to(dtype), Optimization(lr=1e-2), pad=0) for _ in range(2))
+    for one in (parked, other):
+        updated(one, given, loss)
+    parked.park()
+    for one, name in ((parked, "parked"), (other, "other")):
+        (tmp_path / name).mkdir()
+        one.save(tmp_path / name)
+    for file in (tmp_path / "other").iterdir():
+        assert (tmp_path / "parked" / file.name).read_bytes() == file.read_bytes()
+    parked.leave()
+    for one in (parked, other):
+        updated(one, given, loss)
+    assert weight_hash(weights(parked.network)) == weight_hash(weights(other.network))

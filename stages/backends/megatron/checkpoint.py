@@ -37,8 +37,8 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
         expert = network.part.expert if table[name].expert else 0
         if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
             state[f"{_WEIGHT}:{name}:0"] = parameter.detach().reshape(-1)
-    for name, start, shares in _shares(network, optimizer):
-        state |= {f"{kind}:{name}:{start}": share.detach() for kind, share in shares.items()}
+    for name, start, found in shares(network, optimizer):
+        state |= {f"{kind}:{name}:{start}": share.detach() for kind, share in found.items()}
     save_file({key: tensor.cpu().contiguous() for key, tensor in state.items()}, folder / _file(groups.ranks.rank))
     dist.barrier()
     if groups.ranks.rank == 0:
@@ -61,8 +61,8 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
             found = _Found(folder, written["layout"], network, stack)
             for name, parameter in network.named_parameters():
                 found.fill(_WEIGHT, name, 0, parameter.detach().view(-1))
-            for name, start, shares in _shares(network, optimizer):
-                for kind, share in shares.items():
+            for name, start, held in shares(network, optimizer):
+                for kind, share in held.items():
                     found.fill(kind, name, start, share)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(
@@ -83,7 +83,7 @@ def _set_steps(optimizer: Any, steps: int) -> None:
                 group["step"] = steps
 
 
-def _shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
+def shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
     """Of each parameter that this rank updates a share of: its name, where in the flattened parameter the share begins,
     and the share's tensors by kind."""
     names = {parameter: name for name, parameter in network.named_parameters()}
@@ -93,10 +93,10 @@ def _shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[s
             start = each.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"].start
             master = each.optimizer.param_groups[group]["params"][position]
             held = each.optimizer.state[master]
-            shares = {kind: held[kind] for kind in _MOMENTS}
+            found = {kind: held[kind] for kind in _MOMENTS}
             if parameter.dtype != torch.float32:  # otherwise it is a view of the weight
-                shares[_MASTER] = master
-            yield names[parameter], start, shares
+                found[_MASTER] = master
+            yield names[parameter], start, found
 
 
 class _Found:

@@ -6,6 +6,7 @@ share one network: the frozen weights wait on the host, and change places with t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.sharding import Shard
 from stages.backends import Optimization
+from stages.backends.device import bytes_in_use, claim
 from stages.backends.folder import model_folder
 from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import fill, gathered, write
@@ -31,28 +33,15 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
 from stages.backends.megatron.shape import Decoder
+from stages.backends.snapshot import Snapshot
 from stages.backends.text import Texts, identity
-from stages.backends.torch.memory import keep_freed_memory
 from stages.backends.torch.weights import weight_hash
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
     """The engine of this rank; all ranks of the group call it together. Raises StageError where its group asks for GPUs
     and torch sees none."""
-    group = context.group
-    if group.gpus > 0 and not torch.cuda.is_available():
-        raise StageError(
-            Problem(
-                where=str(group.location),
-                what=f"worker group {group.name!r} asks for {group.gpus} GPUs and torch sees none",
-                why="a group with gpus above 0 computes on CUDA",
-                fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
-            )
-        )
-    if group.threads > 0:
-        torch.set_num_threads(group.threads)
-    keep_freed_memory()
-    device = torch.device("cuda", torch.cuda.current_device()) if group.gpus > 0 else torch.device("cpu")
+    group, device = context.group, claim(context.group)
     return MegatronEngine(join(context.ranks, group.expert_parallel, device, context.seed), context.run_dir)
 
 
@@ -76,6 +65,7 @@ class MegatronEngine:
         self.texts = Texts()
         self._held: dict[Model, _Held] = {}
         self._learners: dict[Model, MegatronLearner] = {}
+        self._snapshots: dict[Model, Snapshot] = {}
 
     def network(self, model: Model) -> Network:
         """This rank's part of the trained copy; the same object at every call."""
@@ -119,10 +109,33 @@ class MegatronEngine:
         """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
         return dict(self._gathered(model))
 
+    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
+        """The same where they are: on GPUs, whole on the first rank's, in memory that is filled anew."""
+        if self.groups.device.type == "cpu":
+            return self.trained_weights(model)
+        tensors = self._gathered(model, self.groups.device)
+        if self.groups.ranks.rank > 0:
+            deque(tensors, maxlen=0)  # sends its part of each
+            return {}
+        return self._snapshots.setdefault(identity(model), Snapshot()).fill(tensors)
+
     def export(self, model: Model, folder: Path) -> None:
         """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
+
+    def sleep(self) -> int:
+        """Give the memory of optimizers and gradients away until `wake`; weights stay, for a refit. Returns the bytes
+        then in use."""
+        for learner in self._learners.values():
+            learner.park()
+        return bytes_in_use(self.groups.device)
+
+    def wake(self) -> int:
+        """Take it again."""
+        for learner in self._learners.values():
+            learner.leave()
+        return bytes_in_use(self.groups.device)
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
         """sha256 of weights."""
@@ -160,9 +173,9 @@ class MegatronEngine:
             self._held[key] = _Held(folder, entries, network)
         return self._held[key]
 
-    def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered(self, model: Model, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         network = self.network(model)
-        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms)
+        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms, device)
 
     @contextmanager
     def _frozen(self, held: _Held) -> Iterator[None]:

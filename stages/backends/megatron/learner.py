@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from pipeline.columns import Ragged
 from pipeline.sharding import Update
 from stages.backends import Batch, Optimization
+from stages.backends.device import Parking
 from stages.backends.megatron import checkpoint
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
@@ -37,6 +38,7 @@ class MegatronLearner:
     def __init__(self, network: Network, settings: Optimization) -> None:
         self.network, self.settings, self.groups = network, settings, network.groups
         self.updates = self.skipped = 0
+        self.parking = Parking(self.groups.device)
         if settings.checkpoint_activations:
             network.recompute()
         half = network.config.params_dtype == torch.bfloat16
@@ -147,6 +149,18 @@ class MegatronLearner:
         self.updates += 1
         self.skipped += not finite
         return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
+
+    def park(self) -> None:
+        """Moments and master weights to the host, where they can be saved; gradients are forgotten."""
+        shares = checkpoint.shares(self.network, self.optimizer)
+        self.parking.park(tensor for _, _, kinds in shares for tensor in kinds.values())
+        on_gpu = self.groups.device.type == "cuda"
+        self.buffered.offload_grad_buffers(synchronize=on_gpu, empty_cache=on_gpu)
+
+    def leave(self) -> None:
+        """And back."""
+        self.parking.leave()
+        self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")
 
     def save(self, folder: Path) -> None:
         """Weights and optimizer, exact to the bit; each rank writes its share."""

@@ -24,6 +24,13 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             why="weights are divided over data-parallel workers",
             fix="workers=2 or more, or fully_sharded=False",
         )
+    if group.fully_sharded and group.colocated is not None:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} is fully_sharded and colocated",
+            why="the divided state of its optimizer cannot be moved to the host",
+            fix="fully_sharded=False, or GPUs of its own",
+        )
     if group.gpus > group.workers:
         yield Problem(
             where=where,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,10 +23,11 @@ from pipeline.errors import Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
 from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling
+from stages.backends.device import bytes_in_use, claim
+from stages.backends.snapshot import Handle, Snapshot, opened
 from stages.backends.text import Texts, identity
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import decode, generate
-from stages.backends.torch.memory import keep_freed_memory
 from stages.backends.torch.models import closing_tokens, load_network
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
@@ -37,20 +39,7 @@ Role = Literal["trained", "served", "frozen"]
 
 def open_engine(context: StageContext) -> TorchEngine:
     """The engine of this worker. Raises StageError where its group asks for a GPU and torch sees none."""
-    group = context.group
-    if group.gpus > 0 and not torch.cuda.is_available():
-        raise StageError(
-            Problem(
-                where=str(group.location),
-                what=f"worker group {group.name!r} asks for {group.gpus} GPUs and torch sees none",
-                why="a group with gpus above 0 computes on CUDA",
-                fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
-            )
-        )
-    if group.threads > 0:
-        torch.set_num_threads(group.threads)
-    keep_freed_memory()
-    device = torch.device("cuda") if group.gpus > 0 else torch.device("cpu")
+    group, device = context.group, claim(context.group)
     dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
     return TorchEngine(device, dtype, context.ranks, divided=group.fully_sharded and context.ranks.connected)
 
@@ -67,6 +56,7 @@ class TorchEngine(Texts):
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
+        self._snapshots: dict[Model, Snapshot] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
@@ -174,19 +164,45 @@ class TorchEngine(Texts):
         made = weight_tools.weights(self.network(model, "trained"), self.dtype)
         return made if self.ranks.rank == 0 else {}
 
+    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
+        """The same where they are: on a GPU, in memory that is filled anew."""
+        if self.device.type == "cpu" or (self.ranks.rank > 0 and not self.divided):
+            return self.trained_weights(model)
+        live = weight_tools.live_weights(self.network(model, "trained"), self.dtype)
+        if self.ranks.rank > 0:
+            deque(live, maxlen=0)  # its part of each tensor
+            return {}
+        return self._snapshots.setdefault(identity(model), Snapshot()).fill(live)
+
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
-        """Load weights of a version into the served copy, and hash what is there."""
-        weight_tools.load_weights(self.network(model, "served"), weights)
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
+        """Load weights of a version into the served copy, and hash what is there, in the way of the sender."""
+        network = self.network(model, "served")
+        if isinstance(weights, Handle):
+            weights = opened(weights, network.device)
+        weight_tools.load_weights(network, weights)
         self._versions[identity(model)] = version
-        return self.weight_hash(self.served_weights(model))
+        on_device = all(tensor.is_cuda for tensor in weights.values())
+        return self.weight_hash(dict(weight_tools.live_weights(network)) if on_device else self.served_weights(model))
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model is never a key."""
         return self._versions.get(model, default)
+
+    def sleep(self) -> int:
+        """Give the memory of optimizers away until `wake`; weights stay, for a refit. Returns the bytes then in use."""
+        for learner in self._learners.values():
+            learner.park()
+        return bytes_in_use(self.device)
+
+    def wake(self) -> int:
+        """Take it again."""
+        for learner in self._learners.values():
+            learner.leave()
+        return bytes_in_use(self.device)
 
     def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
         """sha256 of weights."""

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from pipeline.columns import Ragged
 from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
+from stages.backends.choose import choose
 from stages.backends.torch.padding import pad_left, unpad_right
 
 
@@ -177,46 +178,6 @@ def _prefill(
     ).logits[:, -1]
     cache.batch_select_indices(of_sample)
     return cache, logits_BV[of_sample], None if mask_BP is None else mask_BP[of_sample], lengths_B[of_sample]
-
-
-def choose(
-    logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
-
-    The tail is cut by top_k and then top_p (Holtzman et al. 2020: the smallest set that holds top_p); the cumulative
-    sum is float64, so that a large vocabulary loses nothing.
-    """
-    logits_BV = logits_BV.float()
-    if sampling.greedy:
-        logprobs_BV = logits_BV.log_softmax(-1)
-        tokens_B = logprobs_BV.argmax(-1)
-    else:
-        if uniform_B is None:
-            raise ValueError("sampling needs one uniform number a token")
-        logprobs_BV = (logits_BV / sampling.temperature).log_softmax(-1)
-        cumulative_BV = _cut(logprobs_BV.exp(), sampling).double().cumsum(-1)
-        total_B1 = cumulative_BV[:, -1:]
-        # Below the total even after rounding, so that the token found has a probability above 0.
-        target_B1 = torch.minimum(uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-        tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
-
-
-def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero outside the top_k and top_p sets and below min_p; a tie at the edge goes to the lower token id."""
-    width = probabilities_BV.shape[-1]
-    if sampling.min_p > 0:
-        floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)
-        probabilities_BV = probabilities_BV.masked_fill(probabilities_BV < floor_B1, 0.0)
-    if (sampling.top_k == 0 or sampling.top_k >= width) and sampling.top_p >= 1.0:
-        return probabilities_BV
-    sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
-    if 0 < sampling.top_k < width:
-        sorted_BV[:, sampling.top_k :] = 0.0
-    before_BV = sorted_BV.double().cumsum(-1) - sorted_BV
-    sorted_BV[before_BV >= sampling.top_p * sorted_BV.double().sum(-1, keepdim=True)] = 0.0
-    return torch.zeros_like(probabilities_BV).scatter(-1, order_BV, sorted_BV)
 
 
 def _distinct(prompt_ids: Ragged) -> tuple[list[torch.Tensor], list[int]]:

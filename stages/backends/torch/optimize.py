@@ -26,6 +26,7 @@ from pipeline.errors import CheckpointError, Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Microbatch, Update
 from stages.backends import Batch, Optimization
+from stages.backends.device import Parking
 from stages.backends.objective import MAXIMA, Scored, objective
 from stages.backends.torch.padding import pad_right
 from stages.backends.torch.score import Predicted, predict
@@ -58,6 +59,7 @@ class TorchLearner:
     ) -> None:
         self.network, self.settings, self.pad, self.ranks = network, settings, pad, ranks or Ranks()
         self.updates = self.skipped = 0
+        self.parking = Parking(network.device)
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
@@ -156,6 +158,15 @@ class TorchLearner:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
+
+    def park(self) -> None:
+        """Moments and master weights to the host; they can be saved there."""
+        masters = [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        self.parking.park([*masters, *(value for state in self.optimizer.state.values() for value in state.values())])
+
+    def leave(self) -> None:
+        """And back."""
+        self.parking.leave()
 
     def save(self, folder: Path) -> None:
         """safetensors and JSON; nothing that executes code when it is read. All ranks gather, rank 0 writes: what is

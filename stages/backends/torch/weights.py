@@ -1,14 +1,15 @@
-"""Weights as plain CPU tensors by name, and their hash. Knows modules and bytes; it does not know who needs them."""
+"""Weights by name, and their hash. Knows modules and bytes; it does not know who needs them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ops.checksum import checksum
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.backends.torch.sharded import like, whole
@@ -20,11 +21,14 @@ def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, t
     `dtype` is what floating-point weights are rounded to; None keeps theirs. Of a divided network every rank gets them
     whole, and all ranks must call it.
     """
-    named = {}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in live_weights(network, dtype)}
+
+
+def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same where they are, one after the other, and not copied where they are whole and of that dtype."""
     for name, tensor in _tensors(network).items():
-        wanted = dtype if tensor.is_floating_point() else None
-        named[name] = whole(tensor).to("cpu", wanted, copy=True).contiguous()
-    return named
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor).to(wanted).contiguous()
 
 
 @torch.no_grad()
@@ -49,13 +53,34 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
 
 
 def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over name, dtype, shape and bytes of each tensor, in order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(named):
-        tensor = named[name].detach().to("cpu").contiguous()
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return digest.hexdigest()
+    """sha256 over name, dtype, shape and bytes of each tensor, in order of the names.
+
+    Of tensors on a GPU, it is over checksums of their bytes, which stay there: another hash than the CPU's.
+    """
+    hashes = Hashes()
+    for name, tensor in named.items():
+        hashes.add(name, tensor)
+    return hashes.together()
+
+
+class Hashes:
+    """`weight_hash` of tensors as they pass, in any order."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Note one tensor."""
+        tensor = tensor.detach().contiguous()
+        if tensor.is_cuda:
+            contents = checksum(tensor)
+        else:
+            contents = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
+        self._of[name] = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + contents
+
+    def together(self) -> str:
+        """The hash of all of them."""
+        return hashlib.sha256(b"".join(self._of[name] for name in sorted(self._of))).hexdigest()
 
 
 def _tensors(network: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stages.backends.choose import choose
 from stages.backends.interface import Draws, Sampling
-from stages.backends.torch.generate import choose
 from stages.backends.vllm.environment import end_with_owner
 from stages.backends.vllm.versions import BatchUpdate, LogitsProcessor, MoveDirectionality
 

@@ -22,7 +22,7 @@ from pipeline import StageError
 from pipeline.errors import Problem, told
 from stages.backends.vllm import versions
 from stages.backends.vllm.requests import Request, Running
-from stages.backends.vllm.weights import WeightFile
+from stages.backends.vllm.weights import WeightFile, WeightsInPlace
 
 STALL_S = 900.0  # without any output, a start or a load, while there are requests
 START_S = 900.0
@@ -53,7 +53,8 @@ class Client:
         self.starts = 0
         self._llm: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
-        self._weights: WeightFile | None = None  # of the version that is served; None is the folder
+        self._weights: WeightFile | WeightsInPlace | None = None  # of the version that is served; None is the folder
+        self._sha256 = ""  # of them
         self._version: int | None = None
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
@@ -89,17 +90,18 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, weights: WeightFile, version: int) -> str:
-        """Load weights between two tokens, keep their file as the one that is served, and return its hash."""
+    def load(self, weights: WeightFile | WeightsInPlace, version: int) -> str:
+        """Load weights between two tokens, keep them as those that are served, and return their hash."""
         return self.call(self._load(weights, version))
 
-    def sleep(self) -> None:
-        """Give the GPU's memory back: weights go to the host, the cache is dropped. Running requests end."""
-        self.call(self._ask("sleep", level=1))
+    def sleep(self) -> int:
+        """Give the GPU's memory away: weights go to the host, the cache is dropped. Nothing may run. Returns the bytes
+        then in use on the first GPU, by all processes; an engine that is down stays so, and returns 0."""
+        return self.call(self._turn(awake=False))
 
-    def wake(self) -> None:
-        """Take the memory again."""
-        self.call(self._ask("wake_up"))
+    def wake(self) -> int:
+        """Take it again."""
+        return self.call(self._turn(awake=True))
 
     def check(self) -> None:
         """Raise StageError where requests wait and nothing has been heard for too long."""
@@ -177,7 +179,10 @@ class Client:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
         if self._weights is not None:
-            await self._answer(self._llm, versions.load(self._llm, self._weights.path, []))
+            sha256, _ = await self._answer(self._llm, versions.load(self._llm, self._weights.told, []))
+            if sha256 != self._sha256:
+                self._lose(self._llm)
+                raise StageError(self._overtaken())
         self._watching = asyncio.ensure_future(self._watch(self._llm))
         self.starts += 1
         self._heard_s = time.monotonic()
@@ -199,7 +204,7 @@ class Client:
             if request.llm is llm and request.following is not None:
                 request.following.cancel()
 
-    async def _load(self, weights: WeightFile, version: int) -> str:
+    async def _load(self, weights: WeightFile | WeightsInPlace, version: int) -> str:
         async with self._loading:
             try:
                 for _ in range(ATTEMPTS):
@@ -211,7 +216,7 @@ class Client:
                     weights.close()
         raise StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, weights: WeightFile, version: int) -> str:
+    async def _swap(self, llm: versions.AsyncLLM, weights: WeightFile | WeightsInPlace, version: int) -> str:
         """Pause between two steps, load, note where each request is, go on.
 
         The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
@@ -220,10 +225,10 @@ class Client:
         goes_on = False
         try:
             await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
-            sha256, counts = await self._answer(llm, versions.load(llm, weights.path, list(self._live)))
+            sha256, counts = await self._answer(llm, versions.load(llm, weights.told, list(self._live)))
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), version))
-            old, self._weights, self._version = self._weights, weights, version
+            old, self._weights, self._version, self._sha256 = self._weights, weights, version, sha256
             if old is not None and old is not weights:
                 old.close()
             await self._answer(llm, llm.resume_generation())
@@ -233,9 +238,12 @@ class Client:
                 self._lose(llm)
         return sha256
 
-    async def _ask(self, method: str, **arguments: Any) -> None:
-        llm = await self._alive()
-        await self._answer(llm, getattr(llm, method)(**arguments))
+    async def _turn(self, *, awake: bool) -> int:
+        llm = self._llm
+        if llm is None or llm.errored:
+            return 0  # whoever needs it starts it, awake
+        await self._answer(llm, llm.wake_up() if awake else llm.sleep(level=1))
+        return await self._answer(llm, versions.bytes_in_use(llm))
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
         """What an engine answers. Raises EngineDeadError where it dies meanwhile: vLLM leaves such callers waiting."""
@@ -265,7 +273,7 @@ class Client:
             where=self.setup.where,
             what=f"the vLLM engine has said nothing for {after_s:g} s",
             why="it owes an answer",
-            fix="look into the worker's log; a resumed run starts another engine",
+            fix="look into logs/ of the run; a resumed run starts another engine",
         )
 
     def _died(self) -> Problem:
@@ -273,7 +281,15 @@ class Client:
             where=self.setup.where,
             what=f"the vLLM engine died {ATTEMPTS} times under one task",
             why="a lost engine is started again once a task",
-            fix="look into the worker's log; often the memory is short: a smaller model, or fewer samples at a time",
+            fix="look into logs/ of the run; often the memory is short: a smaller model, or fewer samples at a time",
+        )
+
+    def _overtaken(self) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what="the vLLM engine died, and the weights that it served are not in the trainer's memory any more",
+            why="the trainer is already writing the next version there",
+            fix="resume from the last checkpoint",
         )
 
     def _not_started(self, error: BaseException) -> Problem:
@@ -281,5 +297,5 @@ class Client:
             where=self.setup.where,
             what=f"vLLM cannot start with the model in {str(self.setup.folder)!r}: {told(error)}",
             why="a vllm worker group samples with it",
-            fix="look into the worker's log; the architecture must be one that vLLM has, and the memory suffice",
+            fix="look into logs/ of the run; the architecture must be one that vLLM has, and the memory suffice",
         )

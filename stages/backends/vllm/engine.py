@@ -23,10 +23,12 @@ from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, samples_of
 from stages.backends.folder import model_folder
+from stages.backends.snapshot import Handle
 from stages.backends.text import Texts
 from stages.backends.torch.weights import weight_hash
 from stages.backends.vllm import environment
 from stages.backends.vllm import weights as weight_files
+from stages.backends.vllm.weights import WeightFile, WeightsInPlace
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
@@ -131,11 +133,13 @@ class VllmEngine(Texts):
         finally:
             running.close()
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor], version: int) -> str:
+    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
         """Load weights of a version between two tokens; the hash of what the engine has read."""
         client = self.client(model)
-        weight_files.check(weight_files.expected(client.setup.folder, self.dtype), weights)
-        sha256 = client.load(weight_files.WeightFile(weights), version)
+        wanted = weight_files.expected(client.setup.folder, self.dtype)
+        weight_files.check(wanted, weight_files.described(weights))
+        given = WeightsInPlace(weights) if isinstance(weights, Handle) else WeightFile(weights)
+        sha256 = client.load(given, version)
         self._version = version
         return sha256
 
@@ -148,15 +152,14 @@ class VllmEngine(Texts):
         """sha256 of weights."""
         return weight_hash(weights)
 
-    def sleep(self) -> None:
-        """Give the GPU's memory back until `wake`."""
-        if self._served is not None:
-            self._served.client.sleep()
+    def sleep(self) -> int:
+        """Give the GPU's memory away until `wake`: weights wait on the host, the cache is dropped. Returns the bytes
+        then in use on the first GPU; an engine that has not started has none to give."""
+        return self._served.client.sleep() if self._served is not None else 0
 
-    def wake(self) -> None:
-        """Take the GPU's memory again."""
-        if self._served is not None:
-            self._served.client.wake()
+    def wake(self) -> int:
+        """Take it again."""
+        return self._served.client.wake() if self._served is not None else 0
 
     def close(self) -> None:
         """End the engine's processes."""

@@ -6,6 +6,7 @@ with requests kept, and outputs that count their tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.third_party import pynvml
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -34,7 +36,8 @@ __all__ = [
 ]
 
 INTERVAL = 16  # tokens of a request between two of its outputs
-GPU_MEMORY = 0.85  # the share of a GPU that weights and cache may take
+GPU_MEMORY = 0.85  # the share of a GPU that weights and cache may take,
+FREE_MEMORY = 0.92  # and of what others have left of it
 
 
 def computes_on_cpu() -> bool:
@@ -47,7 +50,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
 
     Raises ValueError or RuntimeError where it cannot start.
     """
-    settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_MEMORY} if gpus else {}
+    settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": _memory()} if gpus else {}
     config = AsyncEngineArgs(
         model=str(folder),
         dtype="bfloat16" if gpus else "float32",
@@ -66,6 +69,19 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _memory() -> float:
+    """The share of the first GPU that this engine may take, asked without making a context on it."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    pynvml.nvmlInit()
+    try:
+        named = first.isdigit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if named else pynvml.nvmlDeviceGetHandleByUUID(first)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+    finally:
+        pynvml.nvmlShutdown()
+    return min(GPU_MEMORY, FREE_MEMORY * memory.free / memory.total)
 
 
 def _check_head(size: int) -> None:
@@ -110,8 +126,13 @@ async def outputs(
         yield list(made.token_ids), list(made.logprobs.logprobs), made.finish_reason
 
 
-async def load(llm: AsyncLLM, path: Path, names: Sequence[str]) -> tuple[str, dict[str, int]]:
+async def bytes_in_use(llm: AsyncLLM) -> int:
+    """`Loader.sluice_bytes_in_use` of the first rank."""
+    return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
+
+
+async def load(llm: AsyncLLM, told: dict[str, Any], names: Sequence[str]) -> tuple[str, dict[str, int]]:
     """`Loader.sluice_load` on every rank; the first one's answer, as all have the same."""
-    answers = await llm.collective_rpc("sluice_load", args=(str(path), list(names)))
+    answers = await llm.collective_rpc("sluice_load", args=(told, list(names)))
     sha256, counts = answers[0]
     return sha256, counts

@@ -1,4 +1,5 @@
-"""What a served model's weights must be, and how they get to the engine: as a file in memory. Knows no engine."""
+"""What a served model's weights must be, and how they get to the engine: as a file in memory, or where they lie on a
+GPU. Knows no engine."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from stages.backends.snapshot import Handle
 
 MEMORY = Path("/dev/shm")
 
@@ -31,10 +34,17 @@ def expected(folder: Path, dtype: torch.dtype) -> dict[str, str]:
     return {name: _shown(tensor) for name, tensor in named.items()}
 
 
-def check(wanted: Mapping[str, str], given: Mapping[str, torch.Tensor]) -> None:
+def described(weights: Mapping[str, torch.Tensor] | Handle) -> dict[str, str]:
+    """Dtype and shape of each weight that is given."""
+    if isinstance(weights, Handle):
+        return {entry.name: f"torch.{entry.dtype} {list(entry.shape)}" for entry in weights.entries}
+    return {name: _shown(tensor) for name, tensor in weights.items()}
+
+
+def check(wanted: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Raise StageError naming the first weight that differs."""
     for name in sorted(wanted.keys() | given.keys()):
-        has, gets = wanted.get(name, "no such tensor"), _shown(given[name]) if name in given else "no such tensor"
+        has, gets = wanted.get(name, "no such tensor"), given.get(name, "no such tensor")
         if has != gets:
             raise StageError(
                 Problem(
@@ -49,7 +59,8 @@ def check(wanted: Mapping[str, str], given: Mapping[str, torch.Tensor]) -> None:
 class WeightFile:
     """Weights as a safetensors file, in memory if there is room, which other processes of this user read by its path.
 
-    It has no name in a file system: it is gone when it is closed, and also when this process is killed.
+    `told` is what `Loader.sluice_load` is told of them. It has no name in a file system: it is gone when it is closed,
+    and also when this process is killed.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -59,11 +70,21 @@ class WeightFile:
             path = Path(folder) / "weights.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
             self._handle = os.open(path, os.O_RDONLY)
-        self.path = Path(f"/proc/{os.getpid()}/fd/{self._handle}")
+        self.told = {"path": f"/proc/{os.getpid()}/fd/{self._handle}"}
 
     def close(self) -> None:
         """Give the memory back."""
         os.close(self._handle)
+
+
+class WeightsInPlace:
+    """Weights that lie on a GPU of this machine, in memory that belongs to the trainer."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.told = {"handle": msgspec.to_builtins(handle, builtin_types=(bytes,))}
+
+    def close(self) -> None:
+        """The memory is its owner's."""
 
 
 def _shown(tensor: torch.Tensor) -> str:

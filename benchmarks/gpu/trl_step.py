@@ -1,0 +1,99 @@
+"""The step of benchmarks/gpu/step.py with TRL's GRPOTrainer and vLLM, both on one GPU, as a peer to it.
+
+python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] --out FILE
+
+The same model, prompts, numbers of samples and tokens, two updates a batch, no reference model, bfloat16, truncated
+importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's default, and sleeps while TRL trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.step import SHAPES, even
+from pipeline import Model
+from stages.tasks import Generated
+
+MICROBATCH = 8  # samples; a larger one does not fit beside the logits of 152k tokens
+UPDATES = 2
+
+
+def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
+    """Of each step, and of its generation."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from stages.backends.folder import model_folder
+
+    model = model_folder(Model(f"qwen3-{options.model}", config=SHAPES[options.model], alphabet="bytes"), folder)
+    task = Generated("reverse")
+    prompts = [task.train(index, order=0)[0] for index in range(options.groups * options.steps)]
+    passes = options.groups * options.samples // MICROBATCH
+    ends_s, generation_s = [time.perf_counter()], []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            ends_s.append(time.perf_counter())
+
+    class Timed(GRPOTrainer):
+        def _generate(self, *given: Any, **more: Any) -> Any:
+            begun_s = time.perf_counter()
+            made = super()._generate(*given, **more)
+            generation_s.append(time.perf_counter() - begun_s)
+            return made
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"), max_steps=options.steps * UPDATES, num_generations=options.samples,
+        per_device_train_batch_size=MICROBATCH, steps_per_generation=passes,
+        gradient_accumulation_steps=passes // UPDATES,
+        max_completion_length=options.tokens, learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0, bf16=True,
+        temperature=1.0, gradient_checkpointing=True, report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, seed=0, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo", use_vllm=True,
+        vllm_mode="colocate", vllm_enable_sleep_mode=True, vllm_max_model_length=options.tokens + 64,
+        vllm_importance_sampling_mode="token_truncate",
+        model_init_kwargs={"dtype": "bfloat16"},
+    )  # fmt: skip
+    Timed(
+        model=str(model), args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clock()],
+        reward_funcs=lambda completions, **_: [even(text) for text in completions],
+    ).train()  # fmt: skip
+    whole = ends_s[::UPDATES]
+    return [after - before for before, after in pairwise(whole)], generation_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="0.6B")
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        steps_s, generation_s = seconds(options, Path(folder))
+    step_s, rollout_s = statistics.fmean(steps_s[1:]), statistics.fmean(generation_s[1:])
+    tokens = options.groups * options.samples * options.tokens
+    row = {
+        "model": options.model,
+        "max_staleness": "TRL, one GPU",
+        "step s": round(step_s, 2),
+        "rollout s": round(rollout_s, 2),
+        "tokens/s/GPU": round(tokens / step_s),
+        "rollout tokens/s/GPU": round(tokens / rollout_s),
+    }
+    Path(options.out).write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A `Worker` as an actor of Ray: what the executor calls of it, and how the two sides of a transfer meet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray import cloudpickle
+
+from pipeline.data_plane.transfer_queue import TransferQueuePlane
+from pipeline.errors import SluiceError
+from pipeline.meta import KVBatchMeta
+from pipeline.rundir import RunDir
+from pipeline.stage import Task
+from pipeline.trace import Placed, Turned
+from pipeline.worker import TaskResult, Worker, WorkerSettings
+
+
+def write_into(log: Path) -> None:
+    """What this process and those that it starts print goes into the run directory, where that can be written."""
+    with suppress(OSError), log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+class Hosted:
+    """A `Worker` behind Ray's calls."""
+
+    def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
+        group, mine = cloudpickle.loads(hosted)
+        if settings.run_dir:
+            write_into(RunDir(settings.run_dir).log(group.name, rank))
+        self._worker = Worker(group, rank, mine, cloudpickle.loads(stages), settings)
+
+    def meeting_point(self, deadline_s: float) -> tuple[str, int]:
+        host = ray.util.get_node_ip_address()
+        return host, self._worker.meeting_point(host, deadline_s)
+
+    def join(self, meeting: tuple[str, int], deadline_s: float) -> None:
+        self._worker.join(*meeting, deadline_s)
+
+    def setup(self) -> SluiceError | None:
+        return self._worker.setup()
+
+    def connect(self, settings: Any) -> tuple[Placed, bool]:
+        """Where it runs, and whether another worker can take its place."""
+        self._worker.connect(TransferQueuePlane.attach(settings))
+        node = ray.util.get_node_ip_address()
+        placed = Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
+        return placed, self._worker.is_replaceable
+
+    def _run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+        return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
+
+    def home(self) -> tuple[str, list[str]]:
+        """The node, and the names of the GPUs that were given to this process."""
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
+        return ray.get_runtime_context().get_node_id(), [gpu for gpu in gpus.split(",") if gpu]
+
+    def turn(self, awake: bool) -> Turned:
+        return self._worker.turn(awake)
+
+    def send(self, task: Task, near: bool) -> tuple[Any, TaskResult]:
+        end = End("source", near)
+        result = self._worker.transfer(task, end)
+        return end.payload, result
+
+    def receive(self, task: Task, payload: Any, near: bool) -> TaskResult:
+        if payload is None:  # the source failed, and its result says why
+            return TaskResult(task=task)
+        return self._worker.transfer(task, End("target", near, payload))
+
+    def save(self, folder: Path) -> None:
+        self._worker.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        self._worker.restore(folder)
+
+
+@ray.remote
+class Actor(Hosted):
+    """A worker that does one thing after the other."""
+
+    def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+        return self._run(task, meta, cleared)
+
+
+@ray.remote
+class StreamActor(Hosted):
+    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens.
+
+    Other tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding.
+    """
+
+    def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
+        super().__init__(rank, hosted, stages, settings)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasks")
+
+    async def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
+        if self._worker.ranks.connected:  # ranks meet in the order in which tasks come, those of streams included
+            return self._run(task, meta, cleared)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, task, meta, cleared)
+
+    async def stream(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> AsyncIterator[TaskResult]:
+        handle = KVBatchMeta.decode(meta) if meta is not None else None
+        async for report in self._worker.stream(task, handle, cleared):
+            yield report
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        self._worker.cancel(groups)
+
+
+class End:
+    """One end of a transfer. The payload goes from actor to actor through Ray's object store, past the driver."""
+
+    def __init__(self, side: Literal["source", "target"], is_near: bool, payload: Any = None) -> None:
+        self.side, self.is_near, self.payload = side, is_near, payload
+
+    def offer(self, payload: Any) -> None:
+        self.payload = payload
+
+    def take(self) -> Any:
+        return self.payload

@@ -1,0 +1,52 @@
+"""Answers of actors, and what it means where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from pipeline.errors import Problem, SluiceError, StageError, WorkerLost
+
+START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
+
+
+def get_all(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
+    """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
+    try:
+        answers = ray.get(list(refs), timeout=START_DEADLINE_S)
+    except GetTimeoutError as error:
+        raise StageError(
+            Problem(
+                where="Ray",
+                what=f"the workers did not {what} in {START_DEADLINE_S:g} s",
+                why="every wait has a deadline",
+                fix="look into the logs of the run and of Ray",
+            )
+        ) from error
+    except RayError as error:
+        raise lost(what, error) from error
+    for answer in answers:
+        if isinstance(answer, SluiceError):
+            raise answer
+    return answers
+
+
+def lost(what: str, error: RayError, more: str = "") -> StageError:
+    died = isinstance(error, RayActorError)
+    return (WorkerLost if died else StageError)(
+        Problem(
+            where="Ray",
+            what=f"a worker {'died and did not' if died else 'did not'} {what}: {one_line(error)}{more}",
+            why="its task has no result",
+            fix="look into the logs of the run and of Ray, then resume",
+        )
+    )
+
+
+def one_line(error: Exception) -> str:
+    """The first line that says something; Ray's texts go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,115 @@
+"""Where the actors of worker groups run, and with which environment. Knows groups and nodes; no stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from pipeline.data_plane.transfer_queue import environment
+from pipeline.errors import GraphError, Problem
+from pipeline.executors.answers import START_DEADLINE_S, get_all
+from pipeline.graph import HOST, WorkerGroup
+from pipeline.plan import PlacedGroup
+from pipeline.worker import WorkerSettings
+
+LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
+SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
+
+
+class Placement:
+    """The places that a run holds."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def place(
+        self,
+        group: WorkerGroup,
+        actor: Any,
+        hosted: bytes,
+        stages: bytes,
+        settings: WorkerSettings,
+        beside: Sequence[Any],
+    ) -> Callable[[int], Any]:
+        """Finds room for a group; what is returned starts its actor of a rank there. `beside` are the actors of the
+        group on whose GPUs it lies."""
+        count, gpus = group.processes, group.gpus / group.processes
+        cpus = group.cpus * group.workers / count
+        variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+        visible: list[dict[str, str]] = [{}] * count
+        if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
+            node = ray.get_runtime_context().get_node_id()
+            strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * count
+        elif group.colocated:
+            strategies, visible = _beside(group, beside)
+            gpus = 0
+        else:
+            bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+            placed = placement_group([bundle] * count, strategy="PACK")
+            self._held.append(placed)
+            if not placed.wait(START_DEADLINE_S):
+                raise GraphError(
+                    Problem(
+                        where=str(group.location),
+                        what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
+                        why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
+                        fix="fewer workers, or a larger cluster",
+                    )
+                )
+            strategies = [
+                PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(count)
+            ]
+        if group.threads:
+            variables["OMP_NUM_THREADS"] = str(group.threads)
+        if not group.gpus and "OMP_WAIT_POLICY" not in os.environ:
+            variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
+        if ray.util.get_node_ip_address() == LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        return lambda rank: actor.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            scheduling_strategy=strategies[rank],
+            name=None,
+            runtime_env={"env_vars": variables | visible[rank]},
+        ).remote(rank, hosted, stages, settings)
+
+    def close(self) -> None:
+        """Give them back. Idempotent."""
+        for held in self._held:
+            remove_placement_group(held)
+        self._held.clear()
+
+
+def placed_first(group: PlacedGroup) -> int:
+    """The host group has one node only, and who lies on the GPUs of another group follows it."""
+    return 0 if group.name == HOST else 2 if group.colocated else 1
+
+
+def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[dict[str, str]]]:
+    """Where the processes of a group go that lies on the GPUs of another one, and which of them each one sees."""
+    assert group.colocated is not None
+    homes = get_all([actor.home.remote() for actor in owners], "be placed")
+    gpus = [(node, gpu) for node, visible in homes for gpu in visible]
+    if not gpus:
+        return [NodeAffinitySchedulingStrategy(homes[0][0], soft=False)] * group.processes, [{}] * group.processes
+    size = len(gpus) // group.processes
+    strategies, visible = [], []
+    for start in range(0, len(gpus), size):
+        (node, *others), ids = zip(*gpus[start : start + size])
+        if set(others) - {node}:
+            raise GraphError(
+                Problem(
+                    where=str(group.location),
+                    what=f"a worker of group {group.name!r} would have GPUs of {len({node, *others})} machines",
+                    why=f"it lies on the GPUs of {group.colocated.name!r}, as they were placed",
+                    fix="machines with as many GPUs as a replica has, or groups with GPUs of their own",
+                )
+            )
+        strategies.append(NodeAffinitySchedulingStrategy(node, soft=False))
+        visible.append({"CUDA_VISIBLE_DEVICES": ",".join(ids), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
+    return strategies, visible

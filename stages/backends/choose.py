@@ -1,0 +1,71 @@
+"""Which token a row of logits gives for a random number: the one rule of all backends. Knows tensors only.
+
+Legend: B rows, V vocabulary, K blocks of W tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from stages.backends.interface import Sampling
+
+BLOCK = 512  # tokens
+
+
+def choose(
+    logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
+
+    The tail is cut by top_k and then top_p (Holtzman et al. 2020: the smallest set that holds top_p).
+    """
+    logits_BV = logits_BV.float()
+    if sampling.greedy:
+        logprobs_BV = logits_BV.log_softmax(-1)
+        tokens_B = logprobs_BV.argmax(-1)
+    else:
+        if uniform_B is None:
+            raise ValueError("sampling needs one uniform number a token")
+        logprobs_BV = (logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature).log_softmax(-1)
+        tokens_B = _at(_cut(logprobs_BV.exp(), sampling), uniform_B)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The token of each row at which the cumulative weight passes the share `uniform_B` of the whole.
+
+    Sums are float64, so that a large vocabulary loses nothing. Those of blocks come first, and then those within one
+    block: a running sum over a whole vocabulary costs a GPU more than the rest of the choice.
+    """
+    width = weights_BV.shape[-1]
+    blocks_BKW = pad(weights_BV, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
+    cumulative_BK = blocks_BKW.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B1 = _below(uniform_B[:, None] * cumulative_BK[:, -1:], cumulative_BK[:, -1:])
+    block_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True)
+    before_B1 = torch.where(block_B1 > 0, cumulative_BK.gather(-1, (block_B1 - 1).clamp(min=0)), 0.0)
+    rows_B = torch.arange(len(weights_BV), device=weights_BV.device)
+    cumulative_BW = blocks_BKW[rows_B, block_B1[:, 0]].double().cumsum(-1)
+    within_B1 = torch.searchsorted(cumulative_BW, _below(target_B1 - before_B1, cumulative_BW[:, -1:]), right=True)
+    return (block_B1 * BLOCK + within_B1)[:, 0]
+
+
+def _below(target_B1: torch.Tensor, total_B1: torch.Tensor) -> torch.Tensor:
+    """The target, below the total even after rounding, so that what is found has a weight above 0."""
+    return torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+
+
+def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Zero outside the top_k and top_p sets and below min_p; a tie at the edge goes to the lower token id."""
+    width = probabilities_BV.shape[-1]
+    if sampling.min_p > 0:
+        floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)
+        probabilities_BV = probabilities_BV.masked_fill(probabilities_BV < floor_B1, 0.0)
+    if (sampling.top_k == 0 or sampling.top_k >= width) and sampling.top_p >= 1.0:
+        return probabilities_BV
+    sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
+    if 0 < sampling.top_k < width:
+        sorted_BV[:, sampling.top_k :] = 0.0
+    before_BV = sorted_BV.double().cumsum(-1) - sorted_BV
+    sorted_BV[before_BV >= sampling.top_p * sorted_BV.double().sum(-1, keepdim=True)] = 0.0
+    return torch.zeros_like(probabilities_BV).scatter(-1, order_BV, sorted_BV)
