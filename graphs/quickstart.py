@@ -28,7 +28,7 @@ TINY_QWEN3 = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 32,
     "max_position_embeddings": 64,
     "rope_theta": 10.0,
