@@ -43,10 +43,7 @@ class Board:
         self._stamps = [stage.stamps for stage in self.stages if stage.stamps]
         self.gate = plan.gate.field if plan.gate else ""
         self.before_gate = {name for name in self.holding if self.gate and self.gate not in self.waits[name]}
-        self._readers_of: dict[str, list[str]] = {}
-        for name, fields in self.waits.items():
-            for field in fields:
-                self._readers_of.setdefault(field, []).append(name)
+        self._readers_of: dict[tuple[str, ...], tuple[tuple[str, int], ...]] = {}  # filled as fields land
         self.steps: dict[int, Step] = {}
         self.pool: Step | None = None
         self.oldest: dict[int, int] = {}  # group -> oldest version of its tokens, or of the weights it started with
@@ -153,23 +150,27 @@ class Board:
                 reader.units.admit(fresh)
                 self._offer(reader)
 
-    def land(self, groups: Sequence[int], field: str) -> None:
-        """A sample field is present for groups."""
-        landed = self._landed[field]
+    def land(self, groups: Sequence[int], fields: tuple[str, ...]) -> None:
+        """Sample fields are present for groups."""
+        landed = [self._landed[field] for field in fields]
         ready: dict[int, tuple[Reader, list[int]]] = {}
         for group in groups:
             home = self._home.get(group)
-            if home is None or group in landed:
+            if home is None:
                 continue
-            landed.add(group)
+            fresh = fields
+            if any(group in there for there in landed):
+                fresh = tuple(field for field, there in zip(fields, landed) if group not in there)
+            for there in landed:
+                there.add(group)
             if group in home.dropped:
                 continue
-            home.kept += field == self.gate
-            for name in self._readers_of.get(field, ()):
+            home.kept += self.gate in fresh
+            for name, count in self._awaited(fresh):
                 reader = home.readers.get(name)
                 if reader is None:
                     continue
-                left = reader.missing[group] - 1
+                left = reader.missing[group] - count
                 if left:
                     reader.missing[group] = left
                 else:
@@ -178,6 +179,13 @@ class Board:
         for reader, of in ready.values():
             reader.units.ready(of)
             self._offer(reader)
+
+    def _awaited(self, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+        """The stages that wait for any of these fields, and for how many of them."""
+        if fields not in self._readers_of:
+            counts = [(name, sum(map(waits.count, fields))) for name, waits in self.waits.items()]
+            self._readers_of[fields] = tuple((name, count) for name, count in counts if count)
+        return self._readers_of[fields]
 
     def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
         """Groups are dropped: whoever waits for them lets go, who works on them does when it acknowledges.

@@ -194,10 +194,13 @@ class Grants:
 
     def _grant(self, workers: Workers, tasks: list[Task]) -> None:
         offers = self._offers[workers.name]
+        if not offers or (workers.partners and any(partner.busy for partner in workers.partners)):
+            return
         reserved = False  # for a task that needs every replica
-        for key, reader in sorted(offers.items(), key=lambda item: item[1].order):
-            if any(partner.busy for partner in workers.partners):
-                return
+        found = [*offers.items()]
+        if len(found) > 1:
+            found.sort(key=lambda item: item[1].order)
+        for key, reader in found:
             if reader.units and not reader.blockers:  # a checkpoint may have come in between
                 if reader.stage.shape == "stream":
                     self._start_stream(workers, reader, tasks)

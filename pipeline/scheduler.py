@@ -320,10 +320,10 @@ class Scheduler:
             self._board.stamp(event.groups, event.oldest)
         step = self._board.steps.get(event.step)
         published = False
-        for field in event.fields:
-            if field in self._board.sample_fields:
-                self._board.land(event.groups, field)
-                continue
+        weights = [field for field in event.fields if field not in self._board.sample_fields]
+        if len(weights) < len(event.fields):
+            self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
+        for field in weights:
             for reader in step.readers.values() if step else ():
                 if field in reader.blockers:
                     reader.blockers.discard(field)

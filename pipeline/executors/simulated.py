@@ -161,7 +161,7 @@ class Simulation:
         self._attempts[task.number] = attempt
         self._write(
             trace.Submitted(
-                **trace.of(task), group=stage.groups[0],
+                **attempt.told, group=stage.groups[0],
                 replica=task.replica, groups=task.groups, samples=len(task.groups) * size, version=task.version,
                 at_s=self._clock.now_s,
             )
@@ -214,7 +214,7 @@ class Simulation:
             told = trace.Acknowledged if fresh else trace.Fenced
             self._write(
                 told(
-                    **trace.of(task), groups=groups,
+                    **attempt.told, groups=groups,
                     at_s=self._clock.now_s,
                 )
             )  # fmt: skip
@@ -231,7 +231,7 @@ class Simulation:
             attempt.replaced = True
             self._write(
                 trace.Retried(
-                    **trace.of(task),
+                    **attempt.told,
                     groups=tuple(attempt.owed), reason=reason, at_s=self._clock.now_s,
                 )
             )  # fmt: skip
@@ -257,7 +257,7 @@ class Simulation:
         versions = [self._versions[group] for group in task.groups]
         tokens = sum(self._tokens.get(group, 0) for group in task.groups) * size
         return trace.Trained(
-            **trace.of(task), worker=0, version=task.step,
+            **attempt.told, worker=0, version=task.step,
             groups=task.groups, samples=(size,) * len(task.groups), oldest=tuple(old for old, _ in versions),
             newest=tuple(new for _, new in versions),
             entries=dict.fromkeys(self._per_token[task.stage], tokens), at_s=self._clock.now_s,

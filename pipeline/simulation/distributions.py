@@ -84,8 +84,10 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
     def draw(self, *, groups: int, samples: int, seed: int, counters: tuple[int, ...]) -> float:
         """Seconds for so many groups and samples; the random number is that of `seed` and `counters`."""
-        drawn_s = sum(term.draw(uniform(seed, *counters, i)) for i, term in enumerate(self.terms))
-        return drawn_s + self.per_sample_s * samples + self.per_group_s * groups
+        took_s = self.per_sample_s * samples + self.per_group_s * groups
+        for i, term in enumerate(self.terms):
+            took_s += term.parameters[0] if term.kind == "constant" else term.draw(uniform(seed, *counters, i))
+        return took_s
 
 
 def parse(text: str) -> Distribution:

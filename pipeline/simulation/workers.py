@@ -46,11 +46,12 @@ class Attempt:
 
     __slots__ = (
         "begun_s", "cores", "fault", "fetches", "jobs", "lanes", "left", "lost", "owed", "pieces", "replaced",
-        "samples", "stage", "stamped", "task", "tokens", "work_s",
+        "samples", "stage", "stamped", "task", "tokens", "told", "work_s",
     )  # fmt: skip
 
     def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
         self.task, self.stage, self.samples, self.tokens, self.fault = task, stage, samples, tokens, fault
+        self.told = trace.of(task)
         self.lanes: Sequence[tuple[str, int, Lane]] = ()
         self.fetches: trace.Got | None = None  # until it is told
         self.begun_s = 0.0
@@ -259,7 +260,7 @@ class Workers:
         cpu_s = attempt.work_s * attempt.cores
         return [
             trace.Ran(
-                **trace.of(task), group=group, worker=rank,
+                **attempt.told, group=group, worker=rank,
                 groups=task.groups, start_s=attempt.begun_s, end_s=now_s, cpu_s=cpu_s, metrics={},
             )
             for group, rank, _ in attempt.lanes
