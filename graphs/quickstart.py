@@ -47,7 +47,7 @@ def graph(
     seed: int = 0,
     prompts_per_step: int = 32,
     samples_per_prompt: int = 16,
-    lr: float = 2e-3,
+    lr: float = 1e-3,
     minibatches: int = 2,
     warm_start_steps: int = 600,
     warm_start_until: float = 0.25,

@@ -2,7 +2,7 @@
 
 from tests.errors.harness import Case
 
-IMPORT = "from stages import Packed, Supervised\n\n\n"
+IMPORT = "from stages import ClippedLoss, Packed, Supervised, TruncatedIS\n\n\n"
 SHARDED = """from pipeline.sharding import Packed, Sharding
 
 
@@ -42,6 +42,16 @@ GROUPS = [
         sampler='WorkerGroup("sampler", backend="torch", gpus=1)',
     ),
     learner("learners_do_not_divide_the_batch", "workers=3"),
+    learner("colocated_with_a_name", "colocated='sampler'"),
+    learner("colocated_with_more_gpus", "gpus=2, workers=2, colocated=sampler"),
+    learner("colocated_and_fully_sharded", "workers=2, fully_sharded=True, colocated=sampler"),
+    learner("colocated_with_a_group_of_no_stage", "colocated=WorkerGroup('other', backend='torch')"),
+    learner(
+        "colocated_and_ahead",
+        "colocated=sampler",
+        schedule="Schedule(steps=2, max_staleness=1)",
+        train="Train(policy, on=learner, lr=1e-3, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)))",
+    ),
     learner("group_parameter_of_another_library", "tp=2"),
     Case("group_without_a_name", {"learner": 'WorkerGroup(backend="torch")'}),
     Case("batch_of_fewer_groups_than_workers", {"learner": 'WorkerGroup("learner", backend="torch", workers=8)'}),

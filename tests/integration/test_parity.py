@@ -36,6 +36,7 @@ def described():
         lr=LR,
         minibatches=MINIBATCHES,
         warm_start_steps=WARM_STEPS,
+        warm_start_until=1.0,
         threads=1,
     )
     return replace(graph, schedule=replace(graph.schedule, checkpoint_every=STEPS // 2))

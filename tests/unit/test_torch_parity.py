@@ -19,7 +19,7 @@ STEPS, PROMPTS, SAMPLES, LR, WARM_STEPS = 20, 8, 8, 2e-3, 20
 class Meeting:
     """Both sides of a transfer, one after the other."""
 
-    side = "source"
+    side, is_near = "source", True
     payload: Any = None
 
     def offer(self, payload: Any) -> None:

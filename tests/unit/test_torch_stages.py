@@ -205,7 +205,7 @@ class Meeting:
     """Both sides of a transfer, one after the other; `spoil` changes what travels."""
 
     def __init__(self, spoil: Any = None) -> None:
-        self.side, self.spoil = "source", spoil
+        self.side, self.is_near, self.spoil = "source", True, spoil
         self.payload: Any = None
 
     def offer(self, payload: Any) -> None:

@@ -45,6 +45,22 @@ class Row:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Rows of a batch that are chosen in the same way."""
+
+    sampling: Sampling
+    rows: list[Row]
+    index_B: torch.Tensor
+
+    def uniforms(self, device: torch.device) -> torch.Tensor | None:
+        """The number of each row's next token; greedy needs none."""
+        if self.sampling.greedy:
+            return None
+        numbers = (row.uniforms_T[len(row.tokens)] for row in self.rows)  # type: ignore[index]
+        return torch.from_numpy(np.fromiter(numbers, np.float64, len(self.rows))).to(device)
+
+
 _seen: dict[str, Row | int] = {}  # each request of this process: its row, or how many tokens it had when it left
 
 
@@ -75,6 +91,8 @@ class Choice(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_owner()
         self._rows: dict[int, Row] = {}
+        self._alike: list[Alike] | None = None  # the rows by what they ask for; None where the batch has changed
+        self._width = 0  # rows of logits that this was for
 
     def is_argmax_invariant(self) -> bool:
         """No: the greatest of the logits becomes the chosen token's."""
@@ -84,6 +102,7 @@ class Choice(LogitsProcessor):
         """Follow the requests through the rows of the batch: those that leave, those that come, those that move."""
         if batch_update is None:
             return
+        self._alike = None
         for index in batch_update.removed:
             self._leave(index)
         for index, params, _, tokens in batch_update.added:
@@ -99,21 +118,25 @@ class Choice(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token a row."""
-        alike: dict[Sampling, list[int]] = {}
-        for index in sorted(self._rows):
-            if index < len(logits):
-                alike.setdefault(self._rows[index].sampling, []).append(index)
-        for sampling, rows in alike.items():
-            uniform_B = None if sampling.greedy else self._uniforms(rows, logits.device)
-            index_B = torch.tensor(rows, device=logits.device)
-            tokens_B, logprobs_B = choose(logits if len(rows) == len(logits) else logits[index_B], sampling, uniform_B)
-            logits[index_B] = -torch.inf
-            logits[index_B, tokens_B] = logprobs_B
+        if self._alike is None or self._width != len(logits):
+            self._alike, self._width = self._sorted(len(logits), logits.device), len(logits)
+        for group in self._alike:
+            whole = len(group.rows) == len(logits)
+            uniform_B = group.uniforms(logits.device)
+            tokens_B, logprobs_B = choose(logits if whole else logits[group.index_B], group.sampling, uniform_B)
+            logits[slice(None) if whole else group.index_B] = -torch.inf
+            logits[group.index_B, tokens_B] = logprobs_B
         return logits
 
-    def _uniforms(self, rows: list[int], device: torch.device) -> torch.Tensor:
-        numbers = [self._rows[index].uniforms_T[len(self._rows[index].tokens)] for index in rows]  # type: ignore[index]
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    def _sorted(self, width: int, device: torch.device) -> list[Alike]:
+        alike: dict[Sampling, list[int]] = {}
+        for index in sorted(self._rows):
+            if index < width:
+                alike.setdefault(self._rows[index].sampling, []).append(index)
+        return [
+            Alike(sampling, [self._rows[index] for index in rows], torch.tensor(rows, device=device))
+            for sampling, rows in alike.items()
+        ]
 
     def _leave(self, index: int) -> None:
         row = self._rows.pop(index, None)
