@@ -61,7 +61,7 @@ class LocalExecutor:
         return [Placed(group=name, worker=0, node="this process", pid=os.getpid()) for name in self._workers]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
-        self._turns.to(self._planned[task.stage].groups[-1])
+        self._turns.before(self._planned[task.stage])
         if self._planned[task.stage].shape == "stream":
             self._streams.add(self._loop.create_task(self._stream(task, meta)))
         else:

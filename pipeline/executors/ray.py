@@ -118,7 +118,7 @@ class RayExecutor:
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         stage = self._planned[task.stage]
-        self._turns.to(stage.groups[-1])
+        self._turns.before(stage)
         if stage.shape == "transfer":
             source, target = stage.groups
             near = len(self._nodes[source] | self._nodes[target]) == 1

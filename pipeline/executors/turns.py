@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.plan import Plan
+from pipeline.plan import Plan, PlannedStage
 from pipeline.trace import Turned
 
 
@@ -17,8 +17,13 @@ class Turns:
         self._asleep: set[str] = set()
         self._events: list[Turned] = []
 
-    def to(self, name: str) -> None:
-        """Before a task of this group: the others on its GPUs give their memory to it."""
+    def before(self, stage: PlannedStage) -> None:
+        """A task of this stage is to start. Where it computes with a model, the others on the GPUs of its group (of a
+        transfer, of the target) give their memory to that group."""
+        if stage.uses or stage.updates:
+            self._to(stage.groups[-1])
+
+    def _to(self, name: str) -> None:
         for partner in self._partners[name]:
             if partner not in self._asleep:
                 self._asleep.add(partner)

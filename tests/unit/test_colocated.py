@@ -95,15 +95,15 @@ def test_turns_wake_and_put_to_sleep_once():
         made.append((name, awake))
         return [trace.Turned(group=name, worker=0, awake=awake, memory_bytes=0, start_s=0.0, end_s=1.0)]
 
-    turns = Turns(plan(toys(1, 4, 1))[0], call)
-    for name in ("host", "sampler", "sampler", "learner", "host", "learner", "judge", "sampler"):
-        turns.to(name)
+    planned = plan(toys(1, 4, 1))[0]
+    turns = Turns(planned, call)
+    for name in ("prompts", "refit", "rollout", "logprobs", "samples", "reward", "train", "evaluate"):
+        turns.before(planned.stage(name))
     assert made == [
         ("judge", False), ("learner", False),
         ("sampler", False), ("learner", True),
-        ("learner", False), ("judge", True),
-        ("judge", False), ("sampler", True),
-    ]  # fmt: skip
+        ("learner", False), ("sampler", True),
+    ], "rewards are no models here"  # fmt: skip
     assert [(event.group, event.awake) for event in turns.taken()] == made and turns.taken() == []
 
 
