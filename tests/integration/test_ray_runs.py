@@ -16,6 +16,7 @@ from pipeline import trace
 from pipeline.data_plane import row_name
 from pipeline.engine import Engine
 from pipeline.errors import StageError
+from pipeline.executors.turns import Turns
 from pipeline.load import load
 from pipeline.meta import sample_key
 from pipeline.plan import plan
@@ -147,8 +148,10 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
     executor = RayExecutor()
     executor._actors["scorers"] = [Remote(rank) for rank in range(32)]
     executor._layouts["scorers"] = Layout(data=32)
-    described = load(HERE.parents[1] / "graphs/quickstart.py").build({})
-    scoring = plan(described)[0].stage("prev_logprobs")
+    planned = plan(load(HERE.parents[1] / "graphs/quickstart.py").build({}))[0]
+    scorers = msgspec.structs.replace(planned.groups[0], name="scorers")
+    executor._turns = Turns(msgspec.structs.replace(planned, groups=(scorers,)), lambda name, awake: [])
+    scoring = planned.stage("prev_logprobs")
     executor._planned["prev_logprobs"] = msgspec.structs.replace(scoring, groups=("scorers",))
     groups = tuple(range(64))
     keys = tuple(sample_key(group, i) for group in groups for i in range(3))
