@@ -1,4 +1,4 @@
-"""GRPO on a small Qwen3 that is made on the spot: two CPU cores, under a minute, no download.
+"""GRPO on a small Qwen3 that is made on the spot: two CPU cores, about a minute, no download.
 
 python -m pipeline.run graphs/quickstart.py --task sort
 """
