@@ -294,9 +294,10 @@ def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator
             )
         if group.colocated is not None:
             yield from _colocated(group, groups, graph)
-    asked = sum(group.gpus for group in usable if group.colocated is None)
+    owners = [group for group in usable if group.gpus and group.colocated is None]
+    asked = sum(group.gpus for group in owners)
     if gpus is not None and asked > gpus:
-        parts = ", ".join(f"{group.name} {group.gpus}" for group in usable if group.gpus and group.colocated is None)
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in owners)
         yield Problem(
             where=str(graph.location),
             what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",

@@ -131,19 +131,12 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
 
 def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
     """Seconds of a step in which memory changes hands, and GiB in use on a GPU, by all processes, in each turn."""
-    gib = {
-        group: max((turn.memory_bytes for turn in turns if turn.group == group and turn.awake), default=0) / 2**30
-        for group in ("sampler", "learner")
-    }
-    left = {
-        group: max((turn.memory_bytes for turn in turns if turn.group == group and not turn.awake), default=0) / 2**30
-        for group in gib
-    }
-    return {
-        "turns s": round(covered((turn.start_s, turn.end_s) for turn in turns) / steps, 2),
-        **{f"{group} awake GiB": round(gib[group], 1) for group in gib},
-        **{f"{group} asleep GiB": round(left[group], 1) for group in gib},
-    }
+    made: dict[str, Any] = {"turns s": round(covered((turn.start_s, turn.end_s) for turn in turns) / steps, 2)}
+    for awake, state in ((True, "awake"), (False, "asleep")):
+        for group in ("sampler", "learner"):
+            used = [turn.memory_bytes for turn in turns if (turn.group, turn.awake) == (group, awake)]
+            made[f"{group} {state} GiB"] = round(max(used, default=0) / 2**30, 1)
+    return made
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -211,7 +204,7 @@ def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=540)
     if done.returncode or not out.exists():
         return {"model": options.model, "max_staleness": f"TRL: exit code {done.returncode}"}
-    return json.loads(out.read_text())
+    return json.loads(out.read_text())["rows"][0]
 
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The step of benchmarks/gpu/step.py with TRL's GRPOTrainer and vLLM, both on one GPU, as a peer to it.
 
-python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] --out FILE
+python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] [--out FILE]
 
 The same model, prompts, numbers of samples and tokens, two updates a batch, no reference model, bfloat16, truncated
 importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's default, and sleeps while TRL trains.
@@ -9,7 +9,6 @@ importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's defa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.step import SHAPES, even
+from benchmarks.report import report
 from pipeline import Model
 from stages.tasks import Generated
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,8 @@ def main() -> None:
         "tokens/s/GPU": round(tokens / step_s),
         "rollout tokens/s/GPU": round(tokens / rollout_s),
     }
-    Path(options.out).write_text(json.dumps(row))
+    notes = f"One GPU; {options.groups} x {options.samples} samples of {options.tokens} tokens, {options.steps} steps."
+    report("gpu.trl_step", [row], list(row), notes, options.out)
 
 
 if __name__ == "__main__":

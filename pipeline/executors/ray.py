@@ -121,7 +121,7 @@ class RayExecutor:
         self._turns.before(stage)
         if stage.shape == "transfer":
             source, target = stage.groups
-            near = len(self._nodes[source] | self._nodes[target]) == 1
+            near = self._is_near(stage)
             sends = [actor.send.options(num_returns=2).remote(task, near) for actor in self._actors[source]]
             payload = sends[0][0]
             received = [(actor.receive.remote(task, payload, near), actor) for actor in self._actors[target]]
@@ -244,6 +244,10 @@ class RayExecutor:
                 time.sleep(1.0)
         return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
 
+    def _is_near(self, transfer: PlannedStage) -> bool:
+        """Whether all workers of both sides are on one machine."""
+        return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
+
     def _turn(self, name: str, awake: bool) -> list[Turned]:
         """Have the workers of a group wake up or sleep."""
         calls = [actor.turn.remote(awake) for actor in self._actors[name]]
@@ -329,14 +333,14 @@ class RayExecutor:
         what = f"take the place of {name}.{rank}"
         get_all([actor.setup.remote()], what)
         ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
+        self._nodes[name].add(placed.node)
         for (group, _), (task, payload) in self._served.items():
             if group == name:
-                near = len({placed.node}.union(*(self._nodes[one] for one in self._planned[task.stage].groups))) == 1
+                near = self._is_near(self._planned[task.stage])
                 (received,) = get_all([actor.receive.remote(task, payload, near)], what)
                 if received.error:
                     raise received.error
         self._actors[name][rank] = actor
-        self._nodes[name].add(placed.node)
         return placed
 
 

@@ -22,7 +22,7 @@ from pipeline import StageError
 from pipeline.errors import Problem, told
 from stages.backends.vllm import versions
 from stages.backends.vllm.requests import Request, Running
-from stages.backends.vllm.weights import WeightFile, WeightsInPlace
+from stages.backends.vllm.weights import Weights
 
 STALL_S = 900.0  # without any output, a start or a load, while there are requests
 START_S = 900.0
@@ -53,7 +53,7 @@ class Client:
         self.starts = 0
         self._llm: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
-        self._weights: WeightFile | WeightsInPlace | None = None  # of the version that is served; None is the folder
+        self._weights: Weights | None = None  # of the version that is served; None is the folder
         self._sha256 = ""  # of them
         self._version: int | None = None
         self._failures = 0  # to start
@@ -90,7 +90,7 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, weights: WeightFile | WeightsInPlace, version: int) -> str:
+    def load(self, weights: Weights, version: int) -> str:
         """Load weights between two tokens, keep them as those that are served, and return their hash."""
         return self.call(self._load(weights, version))
 
@@ -204,7 +204,7 @@ class Client:
             if request.llm is llm and request.following is not None:
                 request.following.cancel()
 
-    async def _load(self, weights: WeightFile | WeightsInPlace, version: int) -> str:
+    async def _load(self, weights: Weights, version: int) -> str:
         async with self._loading:
             try:
                 for _ in range(ATTEMPTS):
@@ -216,7 +216,7 @@ class Client:
                     weights.close()
         raise StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, weights: WeightFile | WeightsInPlace, version: int) -> str:
+    async def _swap(self, llm: versions.AsyncLLM, weights: Weights, version: int) -> str:
         """Pause between two steps, load, note where each request is, go on.
 
         The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt

@@ -27,6 +27,7 @@ __all__ = [
     "LogitsProcessor",
     "MoveDirectionality",
     "ParallelLMHead",
+    "bytes_in_use",
     "computes_on_cpu",
     "load",
     "longest",

@@ -87,5 +87,8 @@ class WeightsInPlace:
         """The memory is its owner's."""
 
 
+Weights = WeightFile | WeightsInPlace
+
+
 def _shown(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
