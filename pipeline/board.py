@@ -6,6 +6,8 @@ A group is at home in the step whose batch it belongs to, or, until a step claim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 
 from pipeline.plan import Plan, PlannedStage
 from pipeline.readiness import Reader, units_of
@@ -40,16 +42,19 @@ class Board:
         self.holding = {  # the stages that read or write samples
             s.name for s in self.stages if self.waits[s.name] or not self.sample_fields.isdisjoint(s.writes)
         }
-        self._stamps = [stage.stamps for stage in self.stages if stage.stamps]
+        self._bits = {field: 1 << i for i, field in enumerate(sorted(self.sample_fields))}  # sets of fields as integers
+        self._awaited = {name: self._as_bits(fields) for name, fields in self.waits.items() if fields}
+        self._stamps = self._as_bits(stage.stamps for stage in self.stages if stage.stamps)
         self.gate = plan.gate.field if plan.gate else ""
         self.before_gate = {name for name in self.holding if self.gate and self.gate not in self.waits[name]}
-        self._readers_of: dict[tuple[str, ...], tuple[tuple[str, int], ...]] = {}  # filled as fields land
+        self._gate_bit = self._as_bits([self.gate] if self.gate else ())
+        self._waiting_for: dict[int, list[tuple[str, int]]] = {}  # fields -> stages that wait for any; as fields land
         self.steps: dict[int, Step] = {}
         self.pool: Step | None = None
         self.oldest: dict[int, int] = {}  # group -> oldest version of its tokens, or of the weights it started with
         self._pool_left: dict[int, int] = {}  # group -> stages of the pool that have not acknowledged it
         self._home: dict[int, Step] = {}
-        self._landed: dict[str, set[int]] = {field: set() for field in self.sample_fields}
+        self._present: dict[int, int] = {}  # group -> the fields of it that are present
         self._holders: dict[int, int] = {}  # group -> stages that have not acknowledged it
 
     @property
@@ -69,13 +74,13 @@ class Board:
     def decided(self, group: int) -> bool:
         """Whether the gate has kept or dropped this group, or it is gone."""
         home = self._home.get(group)
-        return home is None or group in home.dropped or group in self._landed[self.gate]
+        return home is None or group in home.dropped or bool(self._present.get(group, 0) & self._gate_bit)
 
     def absent(self, step: int, field: str) -> list[int]:
         """The groups of a step, other than those that were dropped, for which a sample field has not landed."""
-        landed = self._landed[field]
+        bit, present = self._bits[field], self._present
         homes = [home for home in self.homes if home.number == step]
-        return [g for home in homes for g in home.groups if g not in landed and g not in home.dropped]
+        return [g for home in homes for g in home.groups if not present.get(g, 0) & bit and g not in home.dropped]
 
     def add_reader(self, step: Step, stage: PlannedStage, blockers: set[str], *, opening: bool = False) -> None:
         """A stage will see this step; `opening`, only the weights that the run starts from."""
@@ -101,7 +106,7 @@ class Board:
             self._pool_left.update(dict.fromkeys(groups, len(holders)))
         self._home.update(dict.fromkeys(groups, step))
         for reader in holders:
-            waits = len(self.waits[reader.stage.name])
+            waits = self._awaited.get(reader.stage.name, 0).bit_count()
             if reader.stage.name in self.before_gate and reader.total is not None:
                 reader.total += len(groups)
             if reader.stage.per != "batch":  # the order of a batch is known once its groups are decided
@@ -123,9 +128,9 @@ class Board:
         holders = [reader for name, reader in step.readers.items() if name in self.holding]
         for reader in holders:
             reader.units.admit(groups)
+            awaited = self._awaited.get(reader.stage.name, 0)
             for group in groups:
-                missing = sum(group not in self._landed[field] for field in self.waits[reader.stage.name])
-                if missing:
+                if missing := (awaited & ~self._present.get(group, 0)).bit_count():
                     reader.missing[group] = missing
                 else:
                     reader.units.ready((group,))
@@ -141,7 +146,7 @@ class Board:
         while step.placed < len(step.groups):
             group = step.groups[step.placed]
             if group not in step.dropped:
-                if self.gate and group not in self._landed[self.gate]:
+                if self.gate and not self._present.get(group, 0) & self._gate_bit:
                     break
                 fresh.append(group)
             step.placed += 1
@@ -152,21 +157,19 @@ class Board:
 
     def land(self, groups: Sequence[int], fields: tuple[str, ...]) -> None:
         """Sample fields are present for groups."""
-        landed = [self._landed[field] for field in fields]
+        landed, present = self._as_bits(fields), self._present
         ready: dict[int, tuple[Reader, list[int]]] = {}
         for group in groups:
             home = self._home.get(group)
             if home is None:
                 continue
-            fresh = fields
-            if any(group in there for there in landed):
-                fresh = tuple(field for field, there in zip(fields, landed) if group not in there)
-            for there in landed:
-                there.add(group)
+            before = present.get(group, 0)
+            present[group] = before | landed
             if group in home.dropped:
                 continue
-            home.kept += self.gate in fresh
-            for name, count in self._awaited(fresh):
+            fresh = landed & ~before
+            home.kept += bool(fresh & self._gate_bit)
+            for name, count in self._waiting_for.get(fresh) or self._who_waits_for(fresh):
                 reader = home.readers.get(name)
                 if reader is None:
                     continue
@@ -180,12 +183,14 @@ class Board:
             reader.units.ready(of)
             self._offer(reader)
 
-    def _awaited(self, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    def _who_waits_for(self, fields: int) -> list[tuple[str, int]]:
         """The stages that wait for any of these fields, and for how many of them."""
-        if fields not in self._readers_of:
-            counts = [(name, sum(map(waits.count, fields))) for name, waits in self.waits.items()]
-            self._readers_of[fields] = tuple((name, count) for name, count in counts if count)
-        return self._readers_of[fields]
+        counts = [(name, (awaited & fields).bit_count()) for name, awaited in self._awaited.items()]
+        self._waiting_for[fields] = [(name, count) for name, count in counts if count]
+        return self._waiting_for[fields]
+
+    def _as_bits(self, fields: Iterable[str]) -> int:
+        return reduce(or_, (self._bits[field] for field in fields), 0)
 
     def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
         """Groups are dropped: whoever waits for them lets go, who works on them does when it acknowledges.
@@ -219,13 +224,13 @@ class Board:
     def stamp(self, groups: Iterable[int], versions: Iterable[int]) -> None:
         """The oldest version of the tokens of groups. What is present already stays as old as it is."""
         for group, version in zip(groups, versions):
-            if group in self._home and not any(group in self._landed[field] for field in self._stamps):
+            if group in self._home and not self._present.get(group, 0) & self._stamps:
                 self.oldest[group] = version
 
     def unstamp(self, groups: Iterable[int]) -> None:
         """An attempt is lost: groups that have no tokens are of no age."""
         for group in groups:
-            if not any(group in self._landed[field] for field in self._stamps):
+            if not self._present.get(group, 0) & self._stamps:
                 self.oldest.pop(group, None)
 
     def acknowledge(self, groups: Iterable[int]) -> list[int]:
@@ -251,7 +256,6 @@ class Board:
             if home is self.pool:
                 home.dropped.pop(group, None)
             self.oldest.pop(group, None)
-            for landed in self._landed.values():
-                landed.discard(group)
+            self._present.pop(group, None)
             cleared.append(group)
         return cleared

@@ -163,9 +163,9 @@ class Engine:
             else:
                 self._check_progress()
 
-    def _handle(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self._carry_out(self.scheduler.handle(event))
+    def _handle(self, events: Sequence[Event]) -> None:
+        if events:
+            self._carry_out(self.scheduler.handle(*events))
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:

@@ -126,22 +126,26 @@ class Scheduler:
         self._admit(decisions)
         return self._granted(decisions)
 
-    def handle(self, event: Event) -> list[Decision]:
-        """Take one event, return what follows from it. A report of a task that is over or was replaced is ignored."""
+    def handle(self, *events: Event) -> list[Decision]:
+        """Take what one report says, return what follows from it; tasks start when all of it is known.
+
+        A report of a task that is over or was replaced is ignored.
+        """
         decisions: list[Decision] = []
-        match event:
-            case Landed() if event.task is None or self._grants.running(event.task):
-                self._land(event, decisions)
-            case Dropped() if event.task is None or self._grants.running(event.task):
-                self._drop(event, decisions)
-            case Finished() if running := self._grants.running(event.task.number):
-                self._finish(running, event.groups, decisions)
-            case Failed() if running := self._grants.running(event.task.number):
-                self._fail(running, decisions)
-            case Saved():
-                self._saving.discard(event.step)
-                for step in self._board.steps.values():
-                    self._unblock(step, self._trainers, f"checkpoint {event.step + 1}")
+        for event in events:
+            match event:
+                case Landed() if event.task is None or self._grants.running(event.task):
+                    self._land(event, decisions)
+                case Dropped() if event.task is None or self._grants.running(event.task):
+                    self._drop(event, decisions)
+                case Finished() if running := self._grants.running(event.task.number):
+                    self._finish(running, event.groups, decisions)
+                case Failed() if running := self._grants.running(event.task.number):
+                    self._fail(running, decisions)
+                case Saved():
+                    self._saving.discard(event.step)
+                    for step in self._board.steps.values():
+                        self._unblock(step, self._trainers, f"checkpoint {event.step + 1}")
         return self._granted(decisions)
 
     def _granted(self, decisions: list[Decision]) -> list[Decision]:

@@ -48,7 +48,7 @@ class Simulation:
 
     `cores` are those of each machine, None where nothing contends; `nodes` says on which machine a worker is, by group
     and rank, and those that it leaves out share one; `one_process` has all workers take turns in one process, as the
-    local executor does. `write` gets the events in place of the list that `run` returns. `watch(now_s, event,
+    local executor does. `write` gets the events in place of the list that `run` returns. `watch(now_s, events,
     decisions)` sees everything that the scheduler is told and decides.
     """
 
@@ -63,7 +63,7 @@ class Simulation:
         one_process: bool = False,
         faults: Callable[[Task], Fault | None] | None = None,
         write: Callable[[trace.TraceEvent], object] | None = None,
-        watch: Callable[[float, Event | None, list[Decision]], object] | None = None,
+        watch: Callable[[float, tuple[Event, ...], list[Decision]], object] | None = None,
     ) -> None:
         self.plan, self.durations, self.seed = plan, durations, seed
         self.scheduler = Scheduler(plan)
@@ -78,7 +78,8 @@ class Simulation:
         )  # fmt: skip
         self._clock = self._workers.clock
         self._stages = {stage.name: stage for stage in plan.stages}
-        self._weights = frozenset(plan.weights_fields)
+        weights = frozenset(plan.weights_fields)
+        self._makes = {stage.name: tuple(f for f in stage.writes if f in weights) for stage in plan.stages}
         self._external = [stage for stage in plan.stages if stage.shape == "external"]
         self._stamps = {stage.stamps for stage in plan.stages if stage.stamps}
         ragged = {edge.ragged for edge in plan.edges if edge.field in self._stamps and edge.ragged}
@@ -87,6 +88,7 @@ class Simulation:
             for stage in plan.stages
         }
         self._replicas = {group.name: group.replicas for group in plan.groups}
+        self._dispatch_s = durations.costs.dispatch_s
         self._attempts: dict[int, Attempt] = {}
         self._driver_free_s = 0.0
         self._tokens: dict[int, int] = {}
@@ -109,20 +111,20 @@ class Simulation:
             for name, rank, _ in lanes:
                 node = self._nodes.get((name, rank), ALONE)
                 self._write(trace.Placed(group=name, worker=rank, node=node, pid=self._pid))
-        self._decide(None, self.scheduler.begin())
+        self._decide((), self.scheduler.begin())
         self._clock.run()
         if not self.scheduler.done:
             raise StageError(self._stuck())
         self._write(trace.Ended(steps=plan.steps, rows_left=self.scheduler.in_flight, at_s=self.now_s))
         return self.events
 
-    def _tell(self, event: Event) -> None:
-        self._decide(event, self.scheduler.handle(event))
+    def _tell(self, *events: Event) -> None:
+        self._decide(events, self.scheduler.handle(*events))
 
-    def _decide(self, event: Event | None, decisions: list[Decision]) -> None:
+    def _decide(self, events: tuple[Event, ...], decisions: list[Decision]) -> None:
         now_s, write = self._clock.now_s, self._write
         if self._watch:
-            self._watch(now_s, event, decisions)
+            self._watch(now_s, events, decisions)
         for decision in decisions:
             match decision:
                 case Run():
@@ -138,7 +140,7 @@ class Simulation:
                 case Drop(step=step, groups=groups, reason=reason):
                     self._dropped("", step, groups, reason)
                 case Cancel(task=task, groups=groups):
-                    delay_s = self.durations.costs.dispatch_s.get(task.stage, 0.0)
+                    delay_s = self._dispatch_s.get(task.stage, 0.0)
                     self._clock.after(delay_s, self._workers.cancel, self._attempts[task.number], groups)
                 case Save():
                     self._save(decision.step)
@@ -166,7 +168,10 @@ class Simulation:
                 at_s=self._clock.now_s,
             )
         )  # fmt: skip
-        self._clock.after(self.durations.costs.dispatch_s.get(task.stage, 0.0), self._workers.begin, attempt)
+        if delay_s := self._dispatch_s.get(task.stage):
+            self._clock.after(delay_s, self._workers.begin, attempt)
+        else:
+            self._workers.begin(attempt)  # which tells nothing before time has passed
 
     # What workers tell. It takes a while to arrive, and the driver takes one report after the other.
 
@@ -186,43 +191,39 @@ class Simulation:
     def _take(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> None:
         """The driver takes a report: the task has done `groups`, and `written` is what its worker recorded."""
         task, stage = attempt.task, attempt.stage
-        fresh = self.scheduler.is_current(task) and (not groups or any(group in attempt.owed for group in groups))
+        fresh = self.scheduler.is_current(task) and (not groups or not attempt.owed.keys().isdisjoint(groups))
         landed: tuple[int, ...] = ()
+        events: list[Event] = []
         for event in written:
             if fresh:
                 self._write(event)
             if isinstance(event, trace.Put):
                 landed = event.groups
-                if fresh:
+                if fresh and event.versions:
                     self._versions.update(zip(landed, event.versions))
                     self._tokens.update(zip(landed, event.tokens))
-                oldest = tuple(old for old, _ in event.versions)
-                self._tell(Landed(task.step, landed, event.fields, oldest, task.number))
+                oldest = tuple(old for old, _ in event.versions) if event.versions else ()
+                events.append(Landed(task.step, landed, event.fields, oldest, task.number))
         if fresh and stage.updates and not self._stamps.isdisjoint(stage.reads):
             self._write(self._trained(attempt))
-        if weights := tuple(field for field in stage.writes if field in self._weights):
+        if weights := self._makes[task.stage]:
             if fresh and stage.shape == "transfer":
                 self._publish(task)
-            self._tell(Landed(task.step, (), weights, (), task.number))
+            events.append(Landed(task.step, (), weights, (), task.number))
         if self.plan.gate and stage.name == self.plan.gate.stage and len(landed) < len(groups):
             gone = tuple(group for group in groups if group not in set(landed))
             reason = self.durations.costs.drop_reason
             if fresh:
                 self._dropped(stage.name, task.step, gone, reason)
-            self._tell(Dropped(task.step, dict.fromkeys(gone, reason), task.number))
+            events.append(Dropped(task.step, dict.fromkeys(gone, reason), task.number))
         if fresh or attempt.replaced:  # the same report for the second time says nothing
             told = trace.Acknowledged if fresh else trace.Fenced
-            self._write(
-                told(
-                    **attempt.told, groups=groups,
-                    at_s=self._clock.now_s,
-                )
-            )  # fmt: skip
+            self._write(told(**attempt.told, groups=groups, at_s=self._clock.now_s))
         for group in groups:
             attempt.owed.pop(group, None)
-        self._tell(Finished(task, groups))
         if not attempt.owed:
             self._attempts.pop(task.number, None)
+        self._tell(*events, Finished(task, groups))
 
     def _failed(self, attempt: Attempt, reason: str) -> None:
         """The driver learns that an attempt is lost."""

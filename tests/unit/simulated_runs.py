@@ -24,7 +24,7 @@ def write_run(folder: Path, plan: Plan, durations: Durations, **options: Any) ->
         if isinstance(event, trace.StepEnded):
             lines.append({"step": event.step + 1, "version": event.step + 1, **event.metrics})
 
-    def save(_now_s: float, _event: object, decisions: list) -> None:
+    def save(_now_s: float, _events: object, decisions: list) -> None:
         for decision in decisions:
             if isinstance(decision, Save):
                 done = decision.step + 1
