@@ -3,14 +3,16 @@
 vLLM's own sampler draws from a generator a request, whose state depends on how often it was asked, and gives logprobs
 before the temperature or after the tail is cut. Here the random number of (sample, token) is a function of both, as
 everywhere in Sluice, and the logprobs are those of softmax(logits / temperature) over the whole vocabulary: `Choice`
-leaves a row of logits one finite entry, at the chosen token, and that entry is the token's logprob. So a sample does
-not depend on its neighbours, on preemption or on a restart, and is the torch backend's sample but for rounding.
+makes the chosen token's entry of a row of logits the greatest, and keeps its logprob on the device (`kept`). So a
+sample does not depend on its neighbours, on preemption or on a restart, and is the torch backend's sample but for
+rounding. Nothing here waits for the device: vLLM prepares the next step while it computes this one.
 
 Legend: B rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from stages.backends.choose import choose
 from stages.backends.interface import Draws, Sampling
 from stages.backends.vllm.environment import end_with_owner
+from stages.backends.vllm.kept import Logprobs
 from stages.backends.vllm.versions import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 
@@ -52,16 +55,22 @@ class Alike:
     sampling: Sampling
     rows: list[Row]
     index_B: torch.Tensor
+    kept_B: torch.Tensor  # rows of the table of logprobs
 
-    def uniforms(self, device: torch.device) -> torch.Tensor | None:
+    def places(self) -> np.ndarray:
+        """The place of each row's next token in its response."""
+        return np.fromiter((len(row.tokens) for row in self.rows), np.int64, len(self.rows))
+
+    def uniforms(self, places_B: np.ndarray) -> np.ndarray | None:
         """The number of each row's next token; greedy needs none."""
         if self.sampling.greedy:
             return None
-        numbers = (row.uniforms_T[len(row.tokens)] for row in self.rows)  # type: ignore[index]
-        return torch.from_numpy(np.fromiter(numbers, np.float64, len(self.rows))).to(device)
+        numbers = (row.uniforms_T[place] for row, place in zip(self.rows, places_B))  # type: ignore[index]
+        return np.fromiter(numbers, np.float64, len(self.rows))
 
 
 _seen: dict[str, Row | int] = {}  # each request of this process: its row, or how many tokens it had when it left
+_kept = Logprobs()
 
 
 def tokens_of(names: list[str]) -> dict[str, int]:
@@ -70,6 +79,12 @@ def tokens_of(names: list[str]) -> dict[str, int]:
     _seen.clear()
     _seen.update(kept)
     return {name: row if isinstance(row, int) else len(row.tokens) for name, row in kept.items()}
+
+
+def logprobs_of(lengths: Mapping[str, int], others: Sequence[str]) -> list[bytes]:
+    """The logprobs of so many tokens of each request, float32. They are forgotten, and those of others unread."""
+    _kept.forget(others)
+    return _kept.take(lengths)
 
 
 def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | None) -> dict[str, Any]:
@@ -90,6 +105,8 @@ class Choice(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_owner()
+        self._device, self._pinned = device, is_pin_memory
+        self._greatest = torch.full((), torch.inf, device=device)  # a number of Python's would be sent each time
         self._rows: dict[int, Row] = {}
         self._alike: list[Alike] | None = None  # the rows by what they ask for; None where the batch has changed
         self._width = 0  # rows of logits that this was for
@@ -119,24 +136,33 @@ class Choice(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token a row."""
         if self._alike is None or self._width != len(logits):
-            self._alike, self._width = self._sorted(len(logits), logits.device), len(logits)
+            self._alike, self._width = self._sorted(len(logits)), len(logits)
         for group in self._alike:
-            whole = len(group.rows) == len(logits)
-            uniform_B = group.uniforms(logits.device)
-            tokens_B, logprobs_B = choose(logits if whole else logits[group.index_B], group.sampling, uniform_B)
-            logits[slice(None) if whole else group.index_B] = -torch.inf
-            logits[group.index_B, tokens_B] = logprobs_B
+            places_B = group.places()
+            numbers_B = group.uniforms(places_B)
+            uniform_B = None if numbers_B is None else self._sent(numbers_B)
+            of = logits if len(group.rows) == len(logits) else logits[group.index_B]
+            tokens_B, logprobs_B = choose(of, group.sampling, uniform_B)
+            logits[group.index_B, tokens_B] = self._greatest
+            _kept.write(group.kept_B, self._sent(places_B), logprobs_B)
         return logits
 
-    def _sorted(self, width: int, device: torch.device) -> list[Alike]:
+    def _sorted(self, width: int) -> list[Alike]:
         alike: dict[Sampling, list[int]] = {}
         for index in sorted(self._rows):
             if index < width:
                 alike.setdefault(self._rows[index].sampling, []).append(index)
-        return [
-            Alike(sampling, [self._rows[index] for index in rows], torch.tensor(rows, device=device))
-            for sampling, rows in alike.items()
-        ]
+        made = []
+        for sampling, indices in alike.items():
+            rows = [self._rows[index] for index in indices]
+            kept = [_kept.row(row.name, sampling.max_tokens + 1, self._device) for row in rows]
+            made.append(Alike(sampling, rows, self._sent(np.array(indices)), self._sent(np.array(kept))))
+        return made
+
+    def _sent(self, values_B: np.ndarray) -> torch.Tensor:
+        """On the device, without waiting for what it computes."""
+        values = torch.from_numpy(values_B)
+        return (values.pin_memory() if self._pinned else values).to(self._device, non_blocking=True)
 
     def _leave(self, index: int) -> None:
         row = self._rows.pop(index, None)

@@ -53,6 +53,7 @@ class Client:
         self.starts = 0
         self._llm: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
+        self._unread: list[str] = []  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
         self._sha256 = ""  # of them
         self._version: int | None = None
@@ -78,9 +79,9 @@ class Client:
             future.cancel()
             raise StageError(self._silent(deadline_s)) from None
 
-    def submit(self, requests: Sequence[Request]) -> Running:
-        """Hand requests in."""
-        return Running(self, requests)
+    def submit(self, requests: Sequence[Request], size: int) -> Running:
+        """Hand requests in, in lots of `size` that come out whole."""
+        return Running(self, requests, size)
 
     def longest(self) -> int:
         """Tokens of a prompt and its response together, at most."""
@@ -122,30 +123,58 @@ class Client:
         if self._weights is not None:
             self._weights.close()
 
-    async def sample(self, request: Request) -> None:
-        """Fill a request in. An engine that dies under it is started again, and the request begins anew."""
-        for _ in range(ATTEMPTS):
-            llm = await self._alive()
-            if request.unwanted:
-                request.ended = "abort"
-                return
-            request.tokens, request.logprobs, request.spans = [], [], [(0, self._version)]
-            self._live[request.name] = request
-            request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
-            try:
-                await asyncio.wait({request.following})
-                if not request.following.cancelled():  # `_lose` cancels it
-                    return request.following.result()
-            except versions.EngineDeadError:
-                self._heard_s = time.monotonic()
-            finally:
-                request.following.cancel()
-                del self._live[request.name]
+    async def sample(self, lot: Sequence[Request]) -> None:
+        """Fill requests in. An engine that dies under them is started again, and they begin anew."""
+        try:
+            for _ in range(ATTEMPTS):
+                llm = await self._alive()
+                tasks = [asyncio.ensure_future(self._sample(llm, request)) for request in lot]
+                try:
+                    if all(await asyncio.gather(*tasks)):
+                        return await self._read(llm, lot)
+                except versions.EngineDeadError:
+                    pass  # it took the logprobs with it
+                finally:
+                    for task in tasks:
+                        task.cancel()
+        finally:
+            self._unread += [request.name for request in lot if request.logprobs is None]
         raise StageError(self._died())
+
+    async def _sample(self, llm: versions.AsyncLLM, request: Request) -> bool:
+        """Have the tokens of a request sampled; whether the engine has outlived it."""
+        if request.unwanted:
+            request.ended = "abort"
+            return True
+        request.tokens, request.spans = [], [(0, self._version)]
+        self._live[request.name] = request
+        request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
+        try:
+            await asyncio.wait({request.following})
+            if request.following.cancelled():  # `_lose` does that
+                return False
+            request.following.result()
+            return True
+        except versions.EngineDeadError:
+            self._heard_s = time.monotonic()
+            return False
+        finally:
+            request.following.cancel()
+            del self._live[request.name]
+
+    async def _read(self, llm: versions.AsyncLLM, lot: Sequence[Request]) -> None:
+        """Get the logprobs of a lot, unless it was given up."""
+        if any(request.ended == "abort" for request in lot):
+            return
+        unread, self._unread = self._unread, []
+        lengths = {request.name: len(request.tokens) for request in lot}
+        found = await self._answer(llm, versions.logprobs(llm, lengths, unread))
+        for request, values in zip(lot, found):
+            request.logprobs = values
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         async for made in versions.outputs(llm, request.prompt, request.params, request.name):
-            request.tokens, request.logprobs, request.ended = made
+            request.tokens, request.ended = made
             self._heard_s = time.monotonic()
             if request.unwanted and request.ended is None:
                 await llm.abort(request.name)

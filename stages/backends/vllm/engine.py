@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ from stages.backends.vllm.weights import WeightFile, WeightsInPlace
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
-    from stages.backends.vllm.requests import Request
+    from stages.backends.vllm.requests import Lot, Request
 
 LOOK_S = 0.02  # between two looks for ended samples and unwanted groups
 
@@ -89,14 +90,14 @@ class VllmEngine(Texts):
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy."""
-        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws))
-        ended: dict[int, Request] = {}
+        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws), len(prompt_ids))
+        ended: list[Lot] = []
         try:
-            while len(ended) < len(prompt_ids):
-                ended |= {request.position: request for request in running.take(LOOK_S)}
+            while not ended:
+                ended = running.take(LOOK_S)
         finally:
             running.close()
-        return _generation([ended[position] for position in range(len(prompt_ids))], 0)
+        return _generation(ended[0], 0)
 
     async def stream(
         self,
@@ -110,22 +111,18 @@ class VllmEngine(Texts):
         unwanted: Callable[[int], bool] = lambda group: False,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Responses of the served copy, group by group, in the order in which they end."""
-        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws))
-        open_groups: dict[int, list[Request]] = {group: [] for group in range(len(prompt_ids) // group_size)}
+        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws), group_size)
+        open_groups = set(range(len(prompt_ids) // group_size))
         given_up: set[int] = set()
         try:
             while open_groups:
-                for request in running.take(0.0):
-                    open_groups[request.position // group_size].append(request)
-                whole = [group for group, ended in open_groups.items() if len(ended) == group_size]
-                ended_of = {group: sorted(open_groups.pop(group), key=lambda r: r.position) for group in sorted(whole)}
-                if lost := {
-                    group: max(len(r.tokens) for r in ended_of[group]) for group in ended_of if group in given_up
-                }:
-                    yield Cancelled(lost)
-                if made := tuple(group for group in ended_of if group not in given_up):
-                    yield Decoded(made, _generation([r for group in made for r in ended_of[group]], version))
-                for group in [group for group in open_groups if group not in given_up and unwanted(group)]:
+                ended = {lot[0].position // group_size: lot for lot in running.take(0.0)}
+                open_groups -= ended.keys()
+                if lost := sorted(ended.keys() & given_up):
+                    yield Cancelled({group: max(len(request.tokens) for request in ended[group]) for group in lost})
+                if made := tuple(sorted(ended.keys() - given_up)):
+                    yield Decoded(made, _generation([request for group in made for request in ended[group]], version))
+                for group in sorted(group for group in open_groups - given_up if unwanted(group)):
                     given_up.add(group)
                     running.give_up(samples_of([group], group_size))
                 if open_groups:
@@ -210,7 +207,7 @@ def _generation(ended: Sequence[Request], version: int) -> Generation:
     stamps = [version if stamp is None else stamp for request in ended for stamp in request.versions()]
     return Generation(
         Ragged(torch.tensor([token for request in ended for token in request.tokens], dtype=torch.long), lengths),
-        Ragged(torch.tensor([value for request in ended for value in request.logprobs], dtype=torch.float32), lengths),
+        Ragged(torch.from_numpy(np.concatenate([request.logprobs for request in ended])), lengths),
         torch.tensor([request.ended == "length" for request in ended]),
         Ragged(torch.tensor(stamps, dtype=torch.int32), lengths),
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from stages.backends.device import bytes_in_use
 from stages.backends.snapshot import Handle, opened
 from stages.backends.torch.weights import Hashes
-from stages.backends.vllm.choice import tokens_of
+from stages.backends.vllm.choice import logprobs_of, tokens_of
 from stages.backends.vllm.versions import ParallelLMHead
 
 
@@ -26,6 +26,10 @@ class Loader:
     def sluice_bytes_in_use(self) -> int:
         """Of this rank's GPU, by all processes."""
         return bytes_in_use(self.device)
+
+    def sluice_logprobs(self, lengths: dict[str, int], others: list[str]) -> list[bytes]:
+        """Of the tokens of requests that have ended, float32. `others` are requests of which nobody wants them."""
+        return logprobs_of(lengths, others)
 
     def sluice_load(self, told: dict[str, Any], names: list[str]) -> tuple[str, dict[str, int]]:
         """Load weights with the names of a Hugging Face folder, each rank its share: from a safetensors file (`path`),

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
     from stages.backends.vllm.versions import AsyncLLM
@@ -23,7 +25,7 @@ class Request:
     prompt: Sequence[int]
     params: Any
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: np.ndarray | None = None  # float32, one a token; none where it was aborted
     ended: str | None = None
     unwanted: bool = False
     llm: AsyncLLM | None = None
@@ -38,21 +40,25 @@ class Request:
         return made
 
 
-class Running:
-    """Requests that were handed in together; those that have ended come out in the order in which they end."""
+Lot = Sequence[Request]
 
-    def __init__(self, client: Client, requests: Sequence[Request]) -> None:
-        self._client, self._requests = client, {request.position: request for request in requests}
-        self._ended: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
+
+class Running:
+    """Requests that were handed in together, in lots of `size`; lots come out in the order in which they are whole."""
+
+    def __init__(self, client: Client, requests: Sequence[Request], size: int) -> None:
+        self._client, self._requests = client, requests
+        self._lots = [requests[start : start + size] for start in range(0, len(requests), size)]
+        self._ended: queue.SimpleQueue[Lot | BaseException] = queue.SimpleQueue()
         self._future = client.start(self._all())
 
-    def take(self, wait_s: float) -> list[Request]:
-        """The requests that ended since the last call, after waiting for one at most that long.
+    def take(self, wait_s: float) -> list[Lot]:
+        """The lots that ended since the last call, after waiting for one at most that long.
 
         Raises what a request failed with, and StageError where the engine has been silent for too long.
         """
         self._client.check()
-        found: list[Request] = []
+        found: list[Lot] = []
         if wait_s and self._ended.empty():
             with suppress(queue.Empty):
                 self._keep(found, self._ended.get(timeout=wait_s))
@@ -68,18 +74,18 @@ class Running:
         """End all that run still."""
         self._future.cancel()
 
-    def _keep(self, found: list[Request], item: Request | BaseException) -> None:
+    def _keep(self, found: list[Lot], item: Lot | BaseException) -> None:
         if isinstance(item, BaseException):
             raise item
         found.append(item)
 
     async def _all(self) -> None:
-        await asyncio.gather(*(self._one(request) for request in self._requests.values()))
+        await asyncio.gather(*(self._one(lot) for lot in self._lots))
 
-    async def _one(self, request: Request) -> None:
+    async def _one(self, lot: Lot) -> None:
         try:
-            await self._client.sample(request)
+            await self._client.sample(lot)
         except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits
             self._ended.put(error)
         else:
-            self._ended.put(request)
+            self._ended.put(lot)

@@ -7,15 +7,17 @@ with requests kept, and outputs that count their tokens.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -30,6 +32,7 @@ __all__ = [
     "bytes_in_use",
     "computes_on_cpu",
     "load",
+    "logprobs",
     "longest",
     "open_llm",
     "outputs",
@@ -56,17 +59,17 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
         model=str(folder),
         dtype="bfloat16" if gpus else "float32",
         tensor_parallel_size=tensor_parallel,
-        distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+        # With ranks in processes of their own, even one, the next step is scheduled while this one is prepared.
+        distributed_executor_backend="mp" if gpus or tensor_parallel > 1 else "uni",
         enforce_eager=not gpus,
         max_model_len=-1,  # as long as the model allows and the cache holds
         enable_prefix_caching=True,
         logits_processors=["stages.backends.vllm.choice:Choice"],
-        logprobs_mode="processed_logits",
         worker_extension_cls="stages.backends.vllm.loader.Loader",
         stream_interval=INTERVAL,
         disable_log_stats=True,
         **settings,
-    ).create_engine_config()
+    ).create_engine_config(UsageContext.LLM_CLASS)  # which has the largest batches: nobody waits for a first token
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
@@ -111,8 +114,6 @@ def parameters(
         detokenize=bool(stop),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
-        logprobs=0,
-        flat_logprobs=True,
         output_kind=RequestOutputKind.CUMULATIVE,
         extra_args={"sluice": choice},
     )
@@ -120,11 +121,17 @@ def parameters(
 
 async def outputs(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
-) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
-    """Of a request, now and then: its tokens so far, their logprobs, and at last why it ended: stop, length, abort."""
+) -> AsyncIterator[tuple[list[int], str | None]]:
+    """Of a request, now and then: its tokens so far, and at last why it ended: stop, length, abort."""
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
         made: Any = output.outputs[0]
-        yield list(made.token_ids), list(made.logprobs.logprobs), made.finish_reason
+        yield list(made.token_ids), made.finish_reason
+
+
+async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]) -> list[np.ndarray]:
+    """`Loader.sluice_logprobs`: one array a request, from the first rank, as all have the same."""
+    answers = await llm.collective_rpc("sluice_logprobs", args=(dict(lengths), list(others)))
+    return [np.frombuffer(row, np.float32) for row in answers[0]]
 
 
 async def bytes_in_use(llm: AsyncLLM) -> int:
