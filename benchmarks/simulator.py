@@ -130,8 +130,8 @@ def predicted(record: Path, change: Changes, rounds: int = 5) -> list[Report]:
 
 
 def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """What was predicted of each configuration, beside what was measured: in each round every run once, in turns, since
-    machines have fast and slow minutes."""
+    """What was predicted of each configuration, beside what was measured: in each round every run once, in turns, and
+    medians over the rounds, since machines have fast and slow minutes."""
     needed = [name for name in RUNS if name in names or any(RUNS[other][0] == name for other in names)]
     runs: dict[str, list[Path]] = {name: [] for name in needed}
     for number in range(rounds):
@@ -145,20 +145,23 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
     rows = []
     for name in names:
         record, change = RUNS[name]
-        told = [one for path in runs[record] for one in predicted(path, change)]
+        rounds_told = [predicted(path, change) for path in runs[record]]
+        told = [one for reports in rounds_told for one in reports]
         real = [read(path) for path in runs[name]]
-        told_s, real_s = ([one.steps.mean for one in reports] for reports in (told, real))
+        told_s = [statistics.fmean(one.steps.mean for one in reports) for reports in rounds_told]
+        real_s = [one.steps.mean for one in real]
         dropped = [100 * statistics.fmean(one.dropped.share for one in reports) for reports in (told, real)]
         age = [statistics.fmean(one.staleness.mean for one in reports) for reports in (told, real)]
-        error = statistics.fmean(told_s) / statistics.fmean(real_s) - 1
+        error = statistics.median(told_s) / statistics.median(real_s) - 1
         paces = [pace(mine, other) for mine, other in zip(runs[name], runs[record])]
         rows.append(
             {
                 "configuration": name,
-                "predicted ms": round(1e3 * statistics.fmean(told_s), 1),
-                "measured ms": round(1e3 * statistics.fmean(real_s), 1),
+                "predicted ms": round(1e3 * statistics.median(told_s), 1),
+                "measured ms": round(1e3 * statistics.median(real_s), 1),
                 "error %": round(100 * error, 1),
                 "within 15 %": "fitted to it" if name == record else "yes" if abs(error) <= AIM else "NO",
+                "rounds, predicted ms": " ".join(f"{1e3 * one:.0f}" for one in told_s),
                 "rounds, measured ms": " ".join(f"{1e3 * one:.0f}" for one in real_s),
                 "pace": " ".join(f"{one:.2f}" for one in paces),
                 "busy, predicted": _busy(told),
@@ -262,10 +265,10 @@ def main() -> None:
         rows += speed()
     notes = (
         f"{options.rounds} rounds of {options.steps} steps of 32 x 16 samples on {CORES:g} cores; delays lognormal, "
-        f"mean {MEAN_S} s, sigma {TAIL}. Means of the steps behind the warm-up; predictions are means over 5 seeds, "
-        "made from the synchronous record of their round alone. Staleness in versions and dropped groups: predicted / "
-        "measured. Pace: CPU seconds of the trainer's tasks in each run over those in its record; not 1 where the "
-        "machine was faster in one of them."
+        f"mean {MEAN_S} s, sigma {TAIL}. Medians of the rounds' means behind the warm-up; predictions are means over "
+        "5 seeds, made from the synchronous record of their round alone. Staleness in versions and dropped groups: "
+        "predicted / measured. Pace: CPU seconds of the trainer's tasks in each run over those in its record; not 1 "
+        "where the machine was faster in one of them."
     )
     report("simulator", rows, list(dict.fromkeys(key for row in rows for key in row)), notes, options.out)
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.step import SHAPES
+from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
 from pipeline import Model, StageContext, WorkerGroup
 from stages.tasks import Generated
@@ -34,13 +34,19 @@ def prompts(groups: int) -> list[str]:
 
 def alone(options: argparse.Namespace, folder: Path) -> float:
     """Seconds of `LLM.generate`."""
+    from stages.backends.vllm import environment
+
+    environment.prepare(gpus=True, threads=1, tensor_parallel=1)  # the same model runner for both
     from vllm import LLM, SamplingParams
 
-    from stages.backends.folder import model_folder
     from stages.backends.vllm.versions import GPU_MEMORY
 
-    model = model_folder(policy(options), folder)
-    llm = LLM(model=str(model), dtype="bfloat16", gpu_memory_utilization=GPU_MEMORY, disable_log_stats=True)
+    llm = LLM(
+        model=model_of(options.model, folder),
+        dtype="bfloat16",
+        gpu_memory_utilization=GPU_MEMORY,
+        disable_log_stats=True,
+    )
     params = SamplingParams(
         n=options.samples, temperature=1.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0, detokenize=False
     )
@@ -59,7 +65,7 @@ def ours(options: argparse.Namespace, folder: Path) -> float:
 
     group = WorkerGroup("sampler", backend="vllm", gpus=1, threads=1)
     context = StageContext(group=group, rank=0, seed=0, group_size=options.samples, run_dir=folder, shared={})
-    backend, model = engine(context), policy(options)
+    backend, model = engine(context), Model(model_of(options.model, folder))
     texts = [text for text in prompts(options.groups) for _ in range(options.samples)]
     ids = backend.encode(model, texts)
     groups = tuple(i // options.samples for i in range(len(texts)))
@@ -91,11 +97,6 @@ def choice(options: argparse.Namespace, folder: Path) -> float:
         torch.cuda.synchronize()
         took_s = (time.perf_counter() - begun_s) / 20
     return took_s
-
-
-def policy(options: argparse.Namespace) -> Model:
-    """Random weights of the true shape."""
-    return Model(f"qwen3-{options.model}", config=SHAPES[options.model], alphabet="bytes")
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
 from pipeline import Graph, Model, Schedule, WorkerGroup, trace
 from pipeline.engine import Engine
@@ -36,22 +37,6 @@ from pipeline.sharding import Packed
 from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
 from stages.tasks import Generated
 
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6B": QWEN3 | dict(zip(SIZES, (1024, 3072, 28, 16))),
-    "4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32))),
-    "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
-}
 ENGINES = ("rollout", "prev_logprobs", "train")
 
 
@@ -60,10 +45,9 @@ def even(response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
-def described(options: argparse.Namespace, staleness: int) -> Graph:
+def described(options: argparse.Namespace, staleness: int, policy: Model) -> Graph:
     """GRPO without a reference model."""
     gpus = 0 if options.cpu else 1
-    policy = Model(f"qwen3-{options.model}", config=SHAPES[options.model], alphabet="bytes")
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
         tensor_parallel=options.sampler_tensor, threads=1,
@@ -180,8 +164,9 @@ def main() -> None:
     if options.colocated:
         options.staleness = [0]
     with tempfile.TemporaryDirectory() as folder:
+        policy = Model(model_of(options.model, Path(folder)))
         for staleness in options.staleness:
-            graph = described(options, staleness)
+            graph = described(options, staleness, policy)
             run_dir = RunDir(Path(folder) / str(staleness)).create()
             begun_s = time.monotonic()
             Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=progress).execute()

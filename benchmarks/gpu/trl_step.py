@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.step import SHAPES, even
+from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.gpu.step import even
 from benchmarks.report import report
-from pipeline import Model
 from stages.tasks import Generated
 
 MICROBATCH = 8  # samples; a larger one does not fit beside the logits of 152k tokens
@@ -32,9 +32,7 @@ def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from stages.backends.folder import model_folder
-
-    model = model_folder(Model(f"qwen3-{options.model}", config=SHAPES[options.model], alphabet="bytes"), folder)
+    model = model_of(options.model, folder)
     task = Generated("reverse")
     prompts = [task.train(index, order=0)[0] for index in range(options.groups * options.steps)]
     passes = options.groups * options.samples // MICROBATCH
@@ -63,7 +61,7 @@ def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
         model_init_kwargs={"dtype": "bfloat16"},
     )  # fmt: skip
     Timed(
-        model=str(model), args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clock()],
+        model=model, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clock()],
         reward_funcs=lambda completions, **_: [even(text) for text in completions],
     ).train()  # fmt: skip
     whole = ends_s[::UPDATES]

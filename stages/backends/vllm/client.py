@@ -138,7 +138,7 @@ class Client:
                     for task in tasks:
                         task.cancel()
         finally:
-            self._unread += [request.name for request in lot if request.logprobs is None]
+            self._unread += [request.name for request in lot if request.logprobs is None and request.whole]
         raise StageError(self._died())
 
     async def _sample(self, llm: versions.AsyncLLM, request: Request) -> bool:
@@ -146,7 +146,7 @@ class Client:
         if request.unwanted:
             request.ended = "abort"
             return True
-        request.tokens, request.spans = [], [(0, self._version)]
+        request.tokens, request.ended, request.spans = [], None, [(0, self._version)]
         self._live[request.name] = request
         request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
         try:
@@ -164,7 +164,7 @@ class Client:
 
     async def _read(self, llm: versions.AsyncLLM, lot: Sequence[Request]) -> None:
         """Get the logprobs of a lot, unless it was given up."""
-        if any(request.ended == "abort" for request in lot):
+        if not all(request.whole for request in lot):
             return
         unread, self._unread = self._unread, []
         lengths = {request.name: len(request.tokens) for request in lot}
@@ -173,11 +173,15 @@ class Client:
             request.logprobs = values
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
-        async for made in versions.outputs(llm, request.prompt, request.params, request.name):
-            request.tokens, request.ended = made
-            self._heard_s = time.monotonic()
-            if request.unwanted and request.ended is None:
-                await llm.abort(request.name)
+        try:
+            async for made in versions.outputs(llm, request.prompt, request.params, request.name):
+                request.tokens, request.ended = made
+                self._heard_s = time.monotonic()
+                if request.unwanted and request.ended is None:
+                    await llm.abort(request.name)
+        finally:
+            if not request.whole:  # by now the engine has been told to abort it, and will hear of this after that
+                self._unread.append(request.name)
 
     async def end(self, requests: Sequence[Request]) -> None:
         """Abort requests; those that vLLM has not yet are aborted when it has."""

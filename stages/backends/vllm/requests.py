@@ -32,6 +32,11 @@ class Request:
     following: asyncio.Task[None] | None = None
     spans: list[tuple[int, int | None]] = field(default_factory=list)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its own end."""
+        return self.ended not in (None, "abort")
+
     def versions(self) -> list[int | None]:
         """One a token."""
         made: list[int | None] = []

@@ -1,0 +1,59 @@
+"""Models of true shape with random weights, as Hugging Face folders, drawn on a GPU where there is one.
+
+python -m benchmarks.gpu.shapes 4B FOLDER
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": QWEN3 | dict(zip(SIZES, (1024, 3072, 28, 16))),
+    "4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32))),
+    "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
+}
+DEADLINE_S = 600.0
+
+
+def model_of(name: str, folder: Path) -> str:
+    """The path of a model's folder within `folder`, made by a process of its own, which leaves nothing on the GPU."""
+    path = folder / f"qwen3-{name}"
+    if not path.exists():
+        command = [sys.executable, "-m", "benchmarks.gpu.shapes", name, str(path)]
+        subprocess.run(command, check=True, timeout=DEADLINE_S)
+    return str(path)
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from stages.backends.torch.models import byte_tokenizer, save
+
+    name, path = sys.argv[1:]
+    tokenizer, gpu = byte_tokenizer(), torch.cuda.is_available()
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    shape = SHAPES[name] | ends
+    torch.manual_seed(0)
+    with torch.device("cuda" if gpu else "cpu"):
+        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
+    save(network, tokenizer, Path(path))
+
+
+if __name__ == "__main__":
+    main()
