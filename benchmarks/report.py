@@ -19,7 +19,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+STAT = Path("/proc/stat")
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core", "trl")
+
+
+def _seconds() -> list[int]:
+    """Time of all cores so far, by what they did with it (proc_stat(5)); none where there is no such file."""
+    return [int(number) for number in STAT.read_text().split("\n", 1)[0].split()[1:9]] if STAT.exists() else []
+
+
+_began = _seconds()
 
 
 def report(
@@ -34,11 +43,14 @@ def report(
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(notes, markup=False)
+    if (percent := stolen()) is not None:
+        console.print(f"The hypervisor gave {percent} % of the wanted CPU time to others.", markup=False)
     result = {
         "name": name,
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
         "notes": notes,
         "hardware": hardware(),
+        "stolen_percent": stolen(),
         "versions": versions(),
         "columns": list(columns),
         "rows": [dict(row) for row in rows],
@@ -54,6 +66,14 @@ def _repeatable(arguments: Sequence[str]) -> list[str]:
     """The arguments without --out and its file, which is a path of one machine."""
     pairs = zip(["", *arguments], arguments)
     return [given for before, given in pairs if before != "--out" and given.partition("=")[0] != "--out"]
+
+
+def stolen() -> float | None:
+    """The share of the time in which cores were wanted that the hypervisor gave to others, in percent, since this
+    process began; None where the kernel does not say."""
+    spent = [now - before for now, before in zip(_seconds(), _began)]
+    wanted = sum(spent) - sum(spent[3:5])  # all but idle and waiting for a disk
+    return round(100 * spent[7] / wanted, 1) if wanted else None
 
 
 def hardware() -> dict[str, Any]:

@@ -116,10 +116,11 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
 def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
     """Seconds of a step in which memory changes hands, and GiB in use on a GPU, by all processes, in each turn."""
     made: dict[str, Any] = {"turns s": round(covered((turn.start_s, turn.end_s) for turn in turns) / steps, 2)}
-    for awake, state in ((True, "awake"), (False, "asleep")):
+    for awake, state, changes in ((True, "awake", "wakes"), (False, "asleep", "sleeps")):
         for group in ("sampler", "learner"):
-            used = [turn.memory_bytes for turn in turns if (turn.group, turn.awake) == (group, awake)]
-            made[f"{group} {state} GiB"] = round(max(used, default=0) / 2**30, 1)
+            of = [turn for turn in turns if (turn.group, turn.awake) == (group, awake)]
+            made[f"{group} {changes} s"] = round(sum(turn.end_s - turn.start_s for turn in of) / steps, 2)
+            made[f"{group} {state} GiB"] = round(max((turn.memory_bytes for turn in of), default=0) / 2**30, 1)
     return made
 
 
