@@ -1,0 +1,147 @@
+"""Where the ranks of one side hold the tensors of a model: boxes of each tensor, and their places in memory.
+
+    tensors = {"model.norm.weight": Tensor((1024,), "bfloat16")}
+    layout = Layout(tensors, ranks=[[Place("model.norm.weight", ((0, 1024),), "norm", 0, (2,))]])
+
+Coordinates are those of a Hugging Face folder, without padding; the experts of a layer are one tensor each of gate, up
+and down, whose first dimension counts experts. Each side describes itself in these coordinates alone, so neither knows
+how the other names or interleaves its parameters. Plain numbers: no device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+Box = tuple[tuple[int, int], ...]  # in each dimension: the first index, and the one behind the last
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the model: its whole shape, and its dtype by torch's name for it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a tensor in a rank's memory: its first element lies `offset` bytes into `buffer`, and a step along a
+    dimension is so many bytes as `strides` says."""
+
+    tensor: str
+    box: Box
+    buffer: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each rank of one side holds. Raises ValueError for a place that no tensor has, naming both."""
+
+    tensors: Mapping[str, Tensor]
+    ranks: Sequence[Sequence[Place]]
+
+    def __post_init__(self) -> None:
+        for rank, places in enumerate(self.ranks):
+            for place in places:
+                self._check(rank, place)
+
+    def _check(self, rank: int, place: Place) -> None:
+        where = f"rank {rank} holds {place.tensor!r}"
+        tensor = self.tensors.get(place.tensor)
+        if tensor is None:
+            raise ValueError(f"{where}, which is no tensor of the model")
+        if tensor.dtype not in ITEM_BYTES:
+            raise ValueError(f"{where} of dtype {tensor.dtype!r}, whose size is not known")
+        if not len(place.box) == len(place.strides) == len(tensor.shape):
+            raise ValueError(f"{where} of shape {list(tensor.shape)} as box {list(place.box)}, strides {place.strides}")
+        if any(not 0 <= start < stop <= size for (start, stop), size in zip(place.box, tensor.shape)):
+            raise ValueError(f"{where} of shape {list(tensor.shape)} as box {list(place.box)}, which is not within it")
+        if place.offset < 0 or any(stride <= 0 for stride in place.strides):
+            raise ValueError(f"{where} at offset {place.offset} with strides {place.strides}: bytes count forwards")
+        reach = tensor.item_bytes
+        for stride, extent in sorted(zip(place.strides, (stop - start for start, stop in place.box))):
+            if extent > 1 and stride < reach:
+                raise ValueError(f"{where} as box {list(place.box)} with strides {place.strides}: its elements overlap")
+            reach += (extent - 1) * stride
+
+
+def dense(tensor: str, box: Box, item_bytes: int, buffer: str, offset: int = 0) -> Place:
+    """A box that lies in one piece, its last dimension closest together."""
+    strides: list[int] = []
+    for start, stop in reversed(box):
+        strides.insert(0, item_bytes)
+        item_bytes *= stop - start
+    return Place(tensor, box, buffer, offset, tuple(strides))
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def size(box: Box) -> int:
+    """Elements of a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """What two boxes of a tensor have in common."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """Disjoint boxes that are `box` without `hole`, which lies within it."""
+    rest: list[Box] = []
+    left = list(box)
+    for i, (start, stop) in enumerate(hole):
+        before, after = (left[i][0], start), (stop, left[i][1])
+        rest += [(*left[:i], side, *left[i + 1 :]) for side in (before, after) if side[0] < side[1]]
+        left[i] = (start, stop)
+    return rest
+
+
+def check_apart(layout: Layout, rank: int) -> None:
+    """Raise ValueError where two places of a rank share a byte."""
+    spans = sorted((place.buffer, *_span(layout, place), i) for i, place in enumerate(layout.ranks[rank]))
+    open_: list[tuple[str, int, int, int]] = []  # those that reach up to what comes next
+    for span in spans:
+        buffer, start, _, i = span
+        open_ = [other for other in open_ if other[0] == buffer and other[2] > start]
+        for *_, j in open_:
+            first, second = layout.ranks[rank][j], layout.ranks[rank][i]
+            if len(shared := np.intersect1d(_items(layout, first), _items(layout, second))):
+                raise ValueError(
+                    f"rank {rank} holds {first.tensor!r} and {second.tensor!r} on byte {shared[0]} of {buffer!r}"
+                )
+        open_.append(span)
+
+
+def _span(layout: Layout, place: Place) -> tuple[int, int]:
+    """From its first byte to the one behind its last."""
+    far = sum((stop - start - 1) * stride for (start, stop), stride in zip(place.box, place.strides))
+    return place.offset, place.offset + far + layout.tensors[place.tensor].item_bytes
+
+
+def _items(layout: Layout, place: Place) -> np.ndarray:
+    """Every byte of a place."""
+    found = place.offset + np.arange(layout.tensors[place.tensor].item_bytes)
+    for (start, stop), stride in zip(place.box, place.strides):
+        found = np.add.outer(found, stride * np.arange(stop - start)).ravel()
+    return found

@@ -1,0 +1,237 @@
+"""Which bytes go from which rank of one layout to which rank of another: every byte of the destination once.
+
+    plan = build(trainer, sampler)                 # every rank builds the same one: compare plan.digest first
+    for copy in plan.copies(receiver=3): ...       # what rank 3 of the sampler gets, and where it lies
+
+What a receiver lacks is cut out of the boxes that the senders hold. A box that several senders hold alike (data
+parallel replicas, tied weights) is divided into segments, each of which goes to the sender with the least to send, so
+that no two of them differ by more than a segment. Plain numbers: no device is touched, and no name is read twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+
+from ops.refit.layout import Box, Layout, Place, check_apart, intersection, size, without
+
+SEGMENT_BYTES = 32 << 20  # at most, of what one sender gives one receiver in one piece
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`rows` runs of `run` bytes from a buffer of a source rank into one of a destination rank; a row is so many bytes
+    behind the one before it."""
+
+    source: int
+    destination: int
+    source_buffer: str
+    destination_buffer: str
+    source_offset: int
+    destination_offset: int
+    run: int
+    rows: int
+    source_stride: int
+    destination_stride: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that it moves."""
+        return self.run * self.rows
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A box of a tensor that all of `sources` hold and all of `destinations` lack: (rank, place) each."""
+
+    box: Box
+    item_bytes: int
+    sources: tuple[tuple[int, Place], ...]
+    destinations: tuple[tuple[int, Place], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return size(self.box) * self.item_bytes
+
+
+class Plan:
+    """What `build` returns. `sent` and `received` are bytes by rank."""
+
+    def __init__(self, segments: Sequence[_Segment], chosen: Sequence[np.ndarray], senders: int, to: Layout) -> None:
+        self._segments, self._chosen = segments, chosen  # by segment, for each of its destinations: which source
+        self._to = to
+        self.sent, self.received = np.zeros(senders, np.int64), np.zeros(len(to.ranks), np.int64)
+        for segment, choice in zip(segments, chosen):
+            np.add.at(self.received, [rank for rank, _ in segment.destinations], segment.size)
+            np.add.at(self.sent, np.array([rank for rank, _ in segment.sources])[choice], segment.size)
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for two plans that move the same bytes in the same way."""
+        told: dict[int, bytes] = {}  # by identity: many segments have the same holders
+        for segment in self._segments:
+            for holders in (segment.sources, segment.destinations):
+                if id(holders) not in told:
+                    told[id(holders)] = hashlib.sha256(repr(holders).encode()).digest()
+        hashed = hashlib.sha256()
+        for segment, choice in zip(self._segments, self._chosen):
+            hashed.update(told[id(segment.sources)] + told[id(segment.destinations)])
+            hashed.update(f"{segment.box} {segment.item_bytes}".encode() + choice.tobytes())
+        return hashed.hexdigest()
+
+    def copies(self, receiver: int) -> list[Copy]:
+        """What a receiver gets. Raises ValueError where two of its places lie on the same bytes."""
+        check_apart(self._to, receiver)
+        return [
+            copy
+            for number, segment in enumerate(self._segments)
+            for i, (rank, _) in enumerate(segment.destinations)
+            if rank == receiver
+            for copy in self._copies(number, i)
+        ]
+
+    def _copies(self, number: int, i: int) -> Iterator[Copy]:
+        segment = self._segments[number]
+        destination, there = segment.destinations[i]
+        source, here = segment.sources[self._chosen[number][i]]
+        for runs in _runs(segment.box, segment.item_bytes, here, there):
+            yield Copy(source, destination, here.buffer, there.buffer, *runs)
+
+
+def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> Plan:
+    """The plan. Raises ValueError, naming the tensor, where shapes or dtypes differ or nobody holds what is wanted."""
+    held, wanted = _holders(source), _holders(destination)
+    segments: list[_Segment] = []
+    for name in wanted:
+        _check_same(name, source, destination)
+        tensor = destination.tensors[name]
+        givers = {box: tuple(ranks) for box, ranks in held.get(name, {}).items()}
+        boxes = sorted(givers)
+        for box, ranks in wanted[name].items():
+            receivers = tuple(ranks)
+            for part, giver in _cover(name, box, boxes):
+                cut = pieces(part, max(1, segment_bytes // tensor.item_bytes))
+                segments += [_Segment(piece, tensor.item_bytes, givers[giver], receivers) for piece in cut]
+    return Plan(segments, _choose(segments, len(source.ranks)), len(source.ranks), destination)
+
+
+def pieces(box: Box, limit: int) -> list[Box]:
+    """A box as boxes of at most `limit` elements, cut along its first dimensions as evenly as possible."""
+    for i, (start, stop) in enumerate(box):
+        inner = size(box[i + 1 :])
+        if size(box) <= limit or stop - start == 1:
+            continue
+        count = min(stop - start, -(-size(box) // limit)) if inner <= limit else stop - start
+        edges = [start + (stop - start) * n // count for n in range(count + 1)]
+        cut = [(*box[:i], (a, b), *box[i + 1 :]) for a, b in pairwise(edges)]
+        return [smaller for one in cut for smaller in pieces(one, limit)]
+    return [box]
+
+
+def _holders(layout: Layout) -> dict[str, dict[Box, list[tuple[int, Place]]]]:
+    """By tensor and box, who holds it."""
+    found: dict[str, dict[Box, list[tuple[int, Place]]]] = {}
+    for rank, places in enumerate(layout.ranks):
+        for place in places:
+            found.setdefault(place.tensor, {}).setdefault(place.box, []).append((rank, place))
+    return found
+
+
+def _check_same(name: str, source: Layout, destination: Layout) -> None:
+    here, there = source.tensors.get(name), destination.tensors[name]
+    if here is None:
+        raise ValueError(f"the destination wants {name!r}, which the source has not")
+    if here != there:
+        raise ValueError(
+            f"{name!r} is {here.dtype} {list(here.shape)} at the source and {there.dtype} {list(there.shape)} at the "
+            "destination: bytes are moved as they are, never cast"
+        )
+
+
+def _cover(name: str, box: Box, boxes: Iterable[Box]) -> list[tuple[Box, Box]]:
+    """Disjoint parts of a box, each with the box of the source that it is cut out of."""
+    found: list[tuple[Box, Box]] = []
+    left = [box]
+    for giver in boxes:
+        rest: list[Box] = []
+        for lacking in left:
+            if (part := intersection(lacking, giver)) is None:
+                rest.append(lacking)
+            else:
+                found.append((part, giver))
+                rest += without(lacking, part)
+        left = rest
+        if not left:
+            return found
+    raise ValueError(f"no rank of the source holds {list(left[0])} of {name!r}")
+
+
+def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
+    """For each destination of each segment, which of its sources gives it: the largest segments first, each time the
+    sender with the least load."""
+    chosen: list[np.ndarray] = [np.zeros(len(segment.destinations), np.int32) for segment in segments]
+    load = np.zeros(senders, np.int64)
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for number, segment in enumerate(segments):
+        ranks = tuple(rank for rank, _ in segment.sources)
+        if len(ranks) == 1:
+            load[ranks[0]] += segment.size * len(segment.destinations)
+        else:
+            alike.setdefault((-segment.size, ranks), []).append(number)
+    for (negative, ranks), numbers in sorted(alike.items()):
+        bytes_each = -negative
+        counts = [len(segments[number].destinations) for number in numbers]
+        shares = _filled(load[list(ranks)], bytes_each, sum(counts))
+        load[list(ranks)] += shares * bytes_each
+        order = np.concatenate([np.arange(share) for share in shares])  # in turns: neighbours ask different senders
+        turns = np.repeat(np.arange(len(ranks)), shares)[np.argsort(order, kind="stable")]
+        for number, part in zip(numbers, np.split(turns, np.cumsum(counts)[:-1])):
+            chosen[number] = part.astype(np.int32)
+    return chosen
+
+
+def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
+    """How many of `count` equal segments each sender gets, if each goes to the one with the least load."""
+    low, high = int(load.min()), int(load.max()) + bytes_each * count
+    while high - low > 1:  # the highest level up to which whole segments fill all that lies below it
+        level = (low + high) // 2
+        fits = int((np.maximum(level - load, 0) // bytes_each).sum()) <= count
+        low, high = (level, high) if fits else (low, level)
+    shares = np.maximum(low - load, 0) // bytes_each
+    for _ in range(count - int(shares.sum())):
+        shares[np.argmin(load + shares * bytes_each)] += 1
+    return shares
+
+
+def _runs(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """A box as rows of bytes: offsets here and there, bytes of a run, rows, and how far apart they are."""
+    offset, other_offset = _offset(box, here), _offset(box, there)
+    dims: list[tuple[int, int, int]] = []  # extent, stride here, stride there; those that lie as one are one
+    for (start, stop), stride, other_stride in zip(box, here.strides, there.strides):
+        extent = stop - start
+        if extent == 1:
+            continue
+        if dims and dims[-1][1:] == (extent * stride, extent * other_stride):
+            extent *= dims.pop()[0]
+        dims.append((extent, stride, other_stride))
+    run = item_bytes
+    if dims and dims[-1][1:] == (item_bytes, item_bytes):
+        run = dims.pop()[0] * item_bytes
+    rows, stride, other_stride = dims.pop() if dims else (1, run, run)
+    for steps in product(*(range(extent) for extent, _, _ in dims)):
+        yield (
+            offset + sum(step * dim[1] for step, dim in zip(steps, dims)),
+            other_offset + sum(step * dim[2] for step, dim in zip(steps, dims)),
+            run, rows, stride, other_stride,
+        )  # fmt: skip
+
+
+def _offset(box: Box, place: Place) -> int:
+    starts = zip(box, place.box, place.strides)
+    return place.offset + sum((first - begin) * stride for (first, _), (begin, _), stride in starts)
