@@ -1,0 +1,16 @@
+"""The experts of a layer as one tensor, for layouts: its first dimension counts them. Knows names only."""
+
+from __future__ import annotations
+
+import re
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def of_expert(name: str) -> tuple[str, int | None]:
+    """The tensor of all experts that one of theirs belongs to, and which one it is; None where it is not of an expert.
+
+    "model.layers.0.mlp.experts.7.up_proj.weight" is number 7 of "model.layers.0.mlp.experts.*.up_proj.weight".
+    """
+    found = _EXPERT.search(name)
+    return (_EXPERT.sub(".experts.*.", name), int(found[1])) if found else (name, None)

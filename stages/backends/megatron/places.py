@@ -1,0 +1,42 @@
+"""Where a Megatron rank holds the tensors of the model: its table of names as boxes in memory. Arithmetic only.
+
+    layout = Layout(tensors(decoder, "bfloat16"), [places(decoder, part, 2) for part in parts])
+
+A buffer is a parameter, by Megatron-core's name, in one piece of memory.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ops.refit.layout import Place, Tensor
+from stages.backends.experts import of_expert
+from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.shape import Decoder
+
+
+def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
+    """All tensors of the model, those of a layer's experts together."""
+    found: dict[str, Tensor] = {}
+    for parameter in parameters(decoder, Part()).values():
+        for piece in parameter.pieces:
+            name, expert = of_expert(piece.name)
+            found[name] = Tensor(piece.shape if expert is None else (decoder.experts, *piece.shape), dtype)
+    return found
+
+
+def places(decoder: Decoder, part: Part, item_bytes: int) -> list[Place]:
+    """What a rank holds. Padding is in no place."""
+    found: list[Place] = []
+    for buffer, parameter in parameters(decoder, part).items():
+        row_bytes = item_bytes * prod(parameter.shape[1:])
+        strides = (row_bytes, item_bytes)[: len(parameter.shape)]
+        for piece in parameter.pieces:
+            name, expert = of_expert(piece.name)
+            box = (piece.rows, *([piece.columns or (0, piece.shape[1])] if len(piece.shape) > 1 else []))
+            if expert is None:
+                found.append(Place(name, box, buffer, piece.at * row_bytes, strides))
+            else:
+                own = (row_bytes * parameter.shape[0], *strides)  # alone in its parameter: nothing steps over experts
+                found.append(Place(name, ((expert, expert + 1), *box), buffer, piece.at * row_bytes, own))
+    return found
