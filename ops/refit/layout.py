@@ -120,17 +120,17 @@ def without(box: Box, hole: Box) -> list[Box]:
 def check_apart(layout: Layout, rank: int) -> None:
     """Raise ValueError where two places of a rank share a byte."""
     spans = sorted((place.buffer, *_span(layout, place), i) for i, place in enumerate(layout.ranks[rank]))
-    open_: list[tuple[str, int, int, int]] = []  # those that reach up to what comes next
+    reaching: list[tuple[str, int, int, int]] = []  # those that end behind the start of what comes next
     for span in spans:
         buffer, start, _, i = span
-        open_ = [other for other in open_ if other[0] == buffer and other[2] > start]
-        for *_, j in open_:
+        reaching = [other for other in reaching if other[0] == buffer and other[2] > start]
+        for *_, j in reaching:
             first, second = layout.ranks[rank][j], layout.ranks[rank][i]
-            if len(shared := np.intersect1d(_items(layout, first), _items(layout, second))):
-                raise ValueError(
-                    f"rank {rank} holds {first.tensor!r} and {second.tensor!r} on byte {shared[0]} of {buffer!r}"
-                )
-        open_.append(span)
+            byte = _shared(_runs(layout, first), _runs(layout, second))
+            if byte is not None:
+                both = f"{first.tensor!r} and {second.tensor!r}"
+                raise ValueError(f"rank {rank} holds {both} on byte {byte} of {buffer!r}")
+        reaching.append(span)
 
 
 def _span(layout: Layout, place: Place) -> tuple[int, int]:
@@ -139,9 +139,21 @@ def _span(layout: Layout, place: Place) -> tuple[int, int]:
     return place.offset, place.offset + far + layout.tensors[place.tensor].item_bytes
 
 
-def _items(layout: Layout, place: Place) -> np.ndarray:
-    """Every byte of a place."""
-    found = place.offset + np.arange(layout.tensors[place.tensor].item_bytes)
-    for (start, stop), stride in zip(place.box, place.strides):
-        found = np.add.outer(found, stride * np.arange(stop - start)).ravel()
-    return found
+def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:
+    """Where the runs of a place begin, and how many bytes each has."""
+    run, starts = layout.tensors[place.tensor].item_bytes, np.array([place.offset])
+    for stride, extent in sorted(zip(place.strides, (stop - start for start, stop in place.box))):
+        if extent > 1 and stride == run and len(starts) == 1:
+            run *= extent
+        elif extent > 1:
+            starts = np.add.outer(starts, stride * np.arange(extent)).ravel()
+    return starts, run
+
+
+def _shared(first: tuple[np.ndarray, int], second: tuple[np.ndarray, int]) -> int | None:
+    """A byte that runs of one place and runs of another one have in common."""
+    starts = np.concatenate([first[0], second[0]])
+    ends = np.concatenate([first[0] + first[1], second[0] + second[1]])
+    order = np.argsort(starts, kind="stable")
+    meets = np.flatnonzero(ends[order][:-1] > starts[order][1:])
+    return int(starts[order][meets[0] + 1]) if len(meets) else None

@@ -1,0 +1,143 @@
+"""How long it takes to plan a refit, on one core, and how evenly the plan loads the senders.
+
+python -m benchmarks.refit_plan [--out FILE]
+
+Layouts are described, the plan is built, its digest is made, and one receiver's copies are listed: what every rank does
+once in a run. Megatron ranks of TP x PP x EP (and data parallel replicas) send to replicas of vLLM. The 671B shape is
+that of DeepSeek-V3: 61 layers of 256 experts, 4 layers a pipeline stage, experts over 64 ranks, the rest over 8; it is
+served by 32 replicas of 32 ranks.
+
+Aim: under 2 s for Qwen3-30B-A3B, under 30 s for 1,024 ranks of the 671B shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
+
+from benchmarks.report import report
+from ops.refit.layout import Layout, Place, Tensor, dense, whole
+from ops.refit.plan import build
+from stages.backends.megatron import places as megatron
+from stages.backends.megatron.names import Part
+from stages.backends.megatron.shape import Decoder
+from stages.backends.vllm import places as vllm
+
+ITEM_BYTES = 2
+QWEN3_30B = Decoder(
+    layers=48, hidden=2048, vocab=151936, heads=32, groups=4, head_dim=128, intermediate=768, tied=False,
+    qkv_bias=False, qk_norm=True, experts=128, chosen=8,
+)  # fmt: skip
+QWEN3_4B = Decoder(
+    layers=36, hidden=2560, vocab=151936, heads=32, groups=8, head_dim=128, intermediate=9728, tied=True,
+    qkv_bias=False, qk_norm=True,
+)  # fmt: skip
+
+
+def qwen3(decoder: Decoder, parts: list[Part], tensor: int, replicas: int) -> tuple[Layout, Layout]:
+    """Megatron ranks to replicas of vLLM."""
+    tensors = megatron.tensors(decoder, "bfloat16")
+    served = [vllm.places(decoder, rank, tensor, ITEM_BYTES) for _ in range(replicas) for rank in range(tensor)]
+    return Layout(tensors, [megatron.places(decoder, part, ITEM_BYTES) for part in parts]), Layout(tensors, served)
+
+
+LAYERS, EXPERTS, INNER, HIDDEN = 61, 256, 2048, 7168
+DEEPSEEK: dict[str, tuple[tuple[int, ...], int | None]] = {  # shape, and the dimension that tensor parallelism divides
+    "mlp.experts.*.gate_proj": ((EXPERTS, INNER, HIDDEN), 1),
+    "mlp.experts.*.up_proj": ((EXPERTS, INNER, HIDDEN), 1),
+    "mlp.experts.*.down_proj": ((EXPERTS, HIDDEN, INNER), 2),
+    "mlp.shared_experts.gate_proj": ((INNER, HIDDEN), 0),
+    "mlp.shared_experts.up_proj": ((INNER, HIDDEN), 0),
+    "mlp.shared_experts.down_proj": ((HIDDEN, INNER), 1),
+    "mlp.gate": ((EXPERTS, HIDDEN), None),
+    "mlp.gate.e_score_correction_bias": ((EXPERTS,), None),
+    "self_attn.q_a_proj": ((1536, HIDDEN), None),
+    "self_attn.q_b_proj": ((128 * 192, 1536), 0),
+    "self_attn.kv_a_proj_with_mqa": ((576, HIDDEN), None),
+    "self_attn.kv_b_proj": ((128 * 256, 512), 0),
+    "self_attn.o_proj": ((HIDDEN, 128 * 128), 1),
+    "input_layernorm": ((HIDDEN,), None),
+    "post_attention_layernorm": ((HIDDEN,), None),
+}
+
+
+def deepseek(stages: int = 16, tensor: int = 8, experts: int = 64, serve: int = 32) -> tuple[Layout, Layout]:
+    """1,024 ranks to 1,024 ranks."""
+    tensors = {f"{i}.{n}": Tensor(shape, "bfloat16") for i in range(LAYERS) for n, (shape, _) in DEEPSEEK.items()}
+
+    def place(name: str, dimension: int | None, share: int, shares: int) -> Place:
+        box = [*whole(tensors[name].shape)]
+        if dimension is not None:
+            width = tensors[name].shape[dimension] // shares
+            box[dimension] = (width * share, width * (share + 1))
+        return dense(name, tuple(box), ITEM_BYTES, name)
+
+    trained: list[list[Place]] = []
+    for stage, rank in product(range(stages), range(experts)):
+        layers = range(4 * stage, min(4 * stage + 4, LAYERS))
+        trained.append(
+            [
+                place(f"{i}.{n}", 0, rank, experts) if "*" in n else place(f"{i}.{n}", dimension, rank % tensor, tensor)
+                for i in layers
+                for n, (_, dimension) in DEEPSEEK.items()
+            ]
+        )
+    served = [
+        [place(f"{i}.{n}", dimension, rank, serve) for i in range(LAYERS) for n, (_, dimension) in DEEPSEEK.items()]
+        for rank in range(serve)
+    ]
+    return Layout(tensors, trained), Layout(tensors, served * (stages * experts // serve))
+
+
+def split(tensor: int = 1, stages: int = 1, experts: int = 1, replicas: int = 1) -> list[Part]:
+    """Ranks of a training layout."""
+    return [
+        Part(tensor=t, tensors=tensor, stage=s, stages=stages, expert=e, experts=experts)
+        for _, s, e, t in product(range(replicas), range(stages), range(experts), range(tensor))
+    ]
+
+
+CASES: dict[str, Callable[[], tuple[Layout, Layout]]] = {
+    "Qwen3-4B, TP2 PP2 -> TP4": lambda: qwen3(QWEN3_4B, split(tensor=2, stages=2), 4, 1),
+    "Qwen3-30B-A3B, EP4 -> TP4": lambda: qwen3(QWEN3_30B, split(experts=4), 4, 1),
+    "Qwen3-30B-A3B, EP8 DP2 -> 4 x TP4": lambda: qwen3(QWEN3_30B, split(experts=8, replicas=2), 4, 4),
+    "671B, 1,024 ranks -> 32 x TP32": deepseek,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES))
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in options.only:
+        marks = [time.process_time()]
+        source, destination = CASES[name]()
+        marks.append(time.process_time())
+        plan = build(source, destination)
+        marks.append(time.process_time())
+        digest = plan.digest
+        marks.append(time.process_time())
+        copies = plan.copies(0)
+        marks.append(time.process_time())
+        took_s = [round(after - before, 2) for before, after in pairwise(marks)]
+        rows.append(
+            {
+                "layouts": name,
+                **dict(zip(("described s", "planned s", "digest s", "copies s"), took_s)),
+                "copies": len(copies),
+                "GB received": round(float(plan.received[0]) / 1e9, 2),
+                "most sent / mean": round(float(plan.sent.max() / plan.sent.mean()), 3),
+                "digest": digest[:12],
+            }
+        )
+    notes = "CPU seconds. Aim: planned in under 2 s for 30B, under 30 s for 671B."
+    report("refit_plan", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()
