@@ -11,7 +11,7 @@ that no two of them differ by more than a segment. Plain numbers: no device is t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -51,13 +51,9 @@ class _Segment:
 
     box: Box
     item_bytes: int
+    size: int  # bytes
     sources: tuple[tuple[int, Place], ...]
     destinations: tuple[tuple[int, Place], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of it."""
-        return size(self.box) * self.item_bytes
 
 
 class Plan:
@@ -111,21 +107,24 @@ def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_B
     for name in wanted:
         _check_same(name, source, destination)
         tensor = destination.tensors[name]
-        givers = {box: tuple(ranks) for box, ranks in held.get(name, {}).items()}
-        boxes = sorted(givers)
+        holders = {box: tuple(ranks) for box, ranks in held.get(name, {}).items()}
+        givers = _Givers(name, list(holders), len(tensor.shape))
         for box, ranks in wanted[name].items():
             receivers = tuple(ranks)
-            for part, giver in _cover(name, box, boxes):
-                cut = pieces(part, max(1, segment_bytes // tensor.item_bytes))
-                segments += [_Segment(piece, tensor.item_bytes, givers[giver], receivers) for piece in cut]
+            for part, giver in givers.cover(box):
+                for piece in pieces(part, max(1, segment_bytes // tensor.item_bytes)):
+                    took = size(piece) * tensor.item_bytes
+                    segments.append(_Segment(piece, tensor.item_bytes, took, holders[giver], receivers))
     return Plan(segments, _choose(segments, len(source.ranks)), len(source.ranks), destination)
 
 
 def pieces(box: Box, limit: int) -> list[Box]:
     """A box as boxes of at most `limit` elements, cut along its first dimensions as evenly as possible."""
+    if size(box) <= limit:
+        return [box]
     for i, (start, stop) in enumerate(box):
         inner = size(box[i + 1 :])
-        if size(box) <= limit or stop - start == 1:
+        if stop - start == 1:
             continue
         count = min(stop - start, -(-size(box) // limit)) if inner <= limit else stop - start
         edges = [start + (stop - start) * n // count for n in range(count + 1)]
@@ -154,22 +153,42 @@ def _check_same(name: str, source: Layout, destination: Layout) -> None:
         )
 
 
-def _cover(name: str, box: Box, boxes: Iterable[Box]) -> list[tuple[Box, Box]]:
-    """Disjoint parts of a box, each with the box of the source that it is cut out of."""
-    found: list[tuple[Box, Box]] = []
-    left = [box]
-    for giver in boxes:
-        rest: list[Box] = []
-        for lacking in left:
-            if (part := intersection(lacking, giver)) is None:
-                rest.append(lacking)
-            else:
-                found.append((part, giver))
-                rest += without(lacking, part)
-        left = rest
-        if not left:
-            return found
-    raise ValueError(f"no rank of the source holds {list(left[0])} of {name!r}")
+class _Givers:
+    """The boxes of one tensor that senders hold."""
+
+    def __init__(self, name: str, boxes: Sequence[Box], dimensions: int) -> None:
+        self._name, self._boxes = name, sorted(boxes)
+        self._edges = np.array(self._boxes, np.int64).reshape(-1, dimensions, 2)
+        self._apart = all(len(self._meeting(box)[0]) == 1 for box in self._boxes)
+
+    def cover(self, box: Box) -> list[tuple[Box, Box]]:
+        """Disjoint parts of a box, each with the box that it is cut out of. Raises ValueError where one is missing."""
+        meeting, edges = self._meeting(box)
+        if self._apart and (edges[:, :, 1] - edges[:, :, 0]).prod(1).sum() == size(box):
+            parts = [tuple((start, stop) for start, stop in part) for part in edges.tolist()]
+            return list(zip(parts, (self._boxes[i] for i in meeting)))
+        found: list[tuple[Box, Box]] = []
+        left = [box]
+        for giver in (self._boxes[i] for i in meeting):
+            rest: list[Box] = []
+            for lacking in left:
+                if (common := intersection(lacking, giver)) is None:
+                    rest.append(lacking)
+                else:
+                    found.append((common, giver))
+                    rest += without(lacking, common)
+            left = rest
+        if left:
+            raise ValueError(f"no rank of the source holds {list(left[0])} of {self._name!r}")
+        return found
+
+    def _meeting(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
+        """Which boxes have something in common with this one, and what."""
+        wanted = np.array(box, np.int64)
+        low = np.maximum(self._edges[:, :, 0], wanted[:, 0])
+        high = np.minimum(self._edges[:, :, 1], wanted[:, 1])
+        meeting = np.flatnonzero((low < high).all(1))
+        return meeting, np.stack([low[meeting], high[meeting]], 2)
 
 
 def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:

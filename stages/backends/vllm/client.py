@@ -53,7 +53,7 @@ class Client:
         self.starts = 0
         self._llm: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
-        self._unread: list[str] = []  # requests whose logprobs lie in the engine, and nobody wants them
+        self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
         self._sha256 = ""  # of them
         self._version: int | None = None
@@ -138,7 +138,7 @@ class Client:
                     for task in tasks:
                         task.cancel()
         finally:
-            self._unread += [request.name for request in lot if request.logprobs is None and request.whole]
+            self._unread |= {request.name for request in lot if request.logprobs is None and request.whole}
         raise StageError(self._died())
 
     async def _sample(self, llm: versions.AsyncLLM, request: Request) -> bool:
@@ -146,6 +146,7 @@ class Client:
         if request.unwanted:
             request.ended = "abort"
             return True
+        self._unread.discard(request.name)  # that was in an engine which died
         request.tokens, request.ended, request.spans = [], None, [(0, self._version)]
         self._live[request.name] = request
         request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
@@ -166,7 +167,7 @@ class Client:
         """Get the logprobs of a lot, unless it was given up."""
         if not all(request.whole for request in lot):
             return
-        unread, self._unread = self._unread, []
+        unread, self._unread = sorted(self._unread), set()
         lengths = {request.name: len(request.tokens) for request in lot}
         found = await self._answer(llm, versions.logprobs(llm, lengths, unread))
         for request, values in zip(lot, found):
@@ -181,7 +182,7 @@ class Client:
                     await llm.abort(request.name)
         finally:
             if not request.whole:  # by now the engine has been told to abort it, and will hear of this after that
-                self._unread.append(request.name)
+                self._unread.add(request.name)
 
     async def end(self, requests: Sequence[Request]) -> None:
         """Abort requests; those that vLLM has not yet are aborted when it has."""
