@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.gpu.shapes import SHAPES, add_work, model_of
 from benchmarks.report import report
 from pipeline import Model, StageContext, WorkerGroup
 from stages.tasks import Generated
@@ -101,10 +101,7 @@ def choice(options: argparse.Namespace, folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="0.6B")
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
+    add_work(parser)
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its seconds")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ python -m benchmarks.gpu.shapes 4B FOLDER
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
 }
 DEADLINE_S = 600.0
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is sampled: a model, and groups of samples of so many tokens."""
+    parser.add_argument("--model", choices=SHAPES, default="0.6B")
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
 
 
 def model_of(name: str, folder: Path) -> str:

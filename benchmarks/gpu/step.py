@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
 from pipeline import Graph, Model, Schedule, WorkerGroup, trace
 from pipeline.engine import Engine
@@ -140,7 +140,7 @@ def progress(step: int, metrics: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="0.6B")
+    add_work(parser)
     parser.add_argument("--sampler", type=int, default=1, help="GPUs that sample")
     parser.add_argument("--sampler-tensor", type=int, default=1, help="of them, those that hold one model together")
     parser.add_argument("--learner", type=int, default=1, help="GPUs that train")
@@ -148,9 +148,6 @@ def main() -> None:
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
     parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.gpu.step import even
 from benchmarks.report import report
 from stages.tasks import Generated
@@ -70,10 +70,7 @@ def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="0.6B")
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
+    add_work(parser)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()

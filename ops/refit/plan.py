@@ -4,8 +4,8 @@
     for copy in plan.copies(receiver=3): ...       # what rank 3 of the sampler gets, and where it lies
 
 What a receiver lacks is cut out of the boxes that the senders hold. A box that several senders hold alike (data
-parallel replicas, tied weights) is divided into segments, each of which goes to the sender with the least to send, so
-that no two of them differ by more than a segment. Plain numbers: no device is touched, and no name is read twice.
+parallel replicas, tied weights) is divided into segments, each of which goes to the sender with the least to send:
+senders that hold all alike differ by a segment at most. Plain numbers: no device is touched.
 """
 
 from __future__ import annotations

@@ -48,11 +48,8 @@ def layouts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> Layout:
                 place = dense(name, box, tensor.item_bytes, f"{name}.{number}", draw(st.integers(0, 5)))
                 if len(box) > 1 and draw(st.booleans()):  # rows are further apart than they are long
                     apart = place.strides[-2] + draw(st.integers(0, 8))
-                    extent = box[-2][1] - box[-2][0]
-                    outer = [apart * extent * step for step in np.cumprod([1, *(b - a for a, b in box[1:-2])])][::-1]
-                    place = Place(
-                        name, box, place.buffer, place.offset, (*outer[: len(box) - 2], apart, place.strides[-1])
-                    )
+                    outer = [apart * (box[-2][1] - box[-2][0])] * (len(box) - 2)  # of three dimensions at most
+                    place = Place(name, box, place.buffer, place.offset, (*outer, apart, place.strides[-1]))
                 ranks[rank].append(place)
     return Layout(tensors, ranks)
 

@@ -1,7 +1,6 @@
 """Logprobs of the tokens that were chosen: they stay on the device until somebody asks. Knows names and tensors.
 
-vLLM hands logprobs out token by token and request by request, which costs a large batch more than its tokens do. A
-table that is read once a group costs nothing that can be measured.
+vLLM hands logprobs out token by token and request by request; a table is read once a group.
 
 Legend: B rows of a batch, R rows of the table, one a request, T its tokens.
 """
