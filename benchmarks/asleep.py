@@ -147,7 +147,7 @@ class Swap(Stage):
                 rendezvous.offer(task.step + 1)
                 return Output()
             time.sleep(self.seconds)
-            context.shared.setdefault("served", [0])[0] = rendezvous.take()
+            context.shared.setdefault("served", [0])[0] = rendezvous.take()[0]
             return Output(weights=(task.step + 1, f"{task.step + 1:064x}"))
 
         return run

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 BLOCK = 1 << 22  # words whose products are in memory at a time
-_SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _MASK = (1 << 64) - 1
 
 
@@ -29,9 +29,9 @@ def checksum(tensor: torch.Tensor) -> bytes:
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for number, start in enumerate(range(0, len(words), BLOCK)):
         block = words[start : start + BLOCK]
-        for one, seed in enumerate(_SEEDS):
+        for one, seed in enumerate(SEEDS):
             inside = (block * _weights(seed, words.device)[: len(block)]).sum()
-            sums[one] += inside * _signed(_mixed(number + seed) | 1)
+            sums[one] += inside * signed(_mixed(number + seed) | 1)
     length = tensor.numel() * tensor.element_size()
     return b"".join(((value + length) & _MASK).to_bytes(8, "little") for value in sums.tolist())
 
@@ -40,13 +40,13 @@ def checksum(tensor: torch.Tensor) -> bytes:
 def _weights(seed: int, device: torch.device) -> torch.Tensor:
     """An odd number for each position of a block."""
     positions = torch.arange(BLOCK, device=device)
-    return (_mixed_words(positions + _signed(seed)) | 1).contiguous()
+    return (mixed_words(positions + signed(seed)) | 1).contiguous()
 
 
-def _mixed_words(words: torch.Tensor) -> torch.Tensor:
+def mixed_words(words: torch.Tensor) -> torch.Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on each word."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> shift & ((1 << 64 - shift) - 1))) * _signed(factor)
+        words = (words ^ (words >> shift & ((1 << 64 - shift) - 1))) * signed(factor)
     return words ^ (words >> 31 & ((1 << 33) - 1))
 
 
@@ -58,7 +58,7 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """As a 64-bit number with a sign."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word

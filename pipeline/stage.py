@@ -92,10 +92,10 @@ class Rendezvous(Protocol):
     is_near: bool
 
     def offer(self, payload: Any) -> None:
-        """Source: hand the payload (names to tensors, and plain values) to the other side."""
+        """Source: hand this rank's payload to the other side."""
 
-    def take(self) -> Any:
-        """Target: the payload. The tensors may be shared memory: read them, do not write them."""
+    def take(self) -> list[Any]:
+        """Target: the payloads of all ranks of the source. Arrays may be shared memory: read, do not write them."""
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
     Refit(policy, source=learner, target=sampler)
 
-The receiving side hashes the weights that it now serves, and a difference from the sender's hash is an error, so an
-acknowledged version says which bytes generate.
+Every rank of the source offers its part, and every rank of the target brings what it needs into its own storage. The
+receiving side adds up what it serves then, and a difference from what was offered is an error, so an acknowledged
+version says which bytes generate, by a hash that does not depend on how ranks divide the model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
-from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.errors import Problem
 from pipeline.stage import Rendezvous
 from stages.backends import backend_problems, engine, model_problems
@@ -65,26 +66,12 @@ class Refit(Stage):
         backend = engine(context)
 
         def run(rendezvous: Rendezvous, task: Task) -> Output:
-            version = task.step + 1
             if rendezvous.side == "source":
-                weights = (backend.snapshot if rendezvous.is_near else backend.trained_weights)(self.model)
-                if context.ranks.rank == 0:  # it has the whole model
-                    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-                    sha256 = backend.weight_hash(weights)
-                    rendezvous.offer({"version": version, "weights": weights, "sha256": sha256, "size_bytes": size})
+                rendezvous.offer(backend.share(self.model, near=rendezvous.is_near))
                 return Output()
-            payload = rendezvous.take()
-            sha256 = backend.serve(self.model, payload["weights"], version)
-            if (version, sha256) != (payload["version"], payload["sha256"]):
-                raise StageError(
-                    Problem(
-                        where=f"stage {self.name!r}, step {task.step}",
-                        what=f"sent version {payload['version']} with sha256 {payload['sha256'][:12]}, "
-                        f"now serving version {version} with {sha256[:12]}",
-                        why="rollout must sample from exactly the weights that were trained",
-                        fix="resume from the last checkpoint; if it comes again, the transfer is broken",
-                    )
-                )
-            return Output(metrics={"size_bytes": float(payload["size_bytes"])}, weights=(version, sha256))
+            shares = rendezvous.take()
+            version = task.step + 1
+            sha256 = backend.serve(self.model, shares, version)
+            return Output(metrics={"size_bytes": float(shares[0].model_bytes)}, weights=(version, sha256))
 
         return run

@@ -96,8 +96,8 @@ class Plan:
         segment = self._segments[number]
         destination, there = segment.destinations[i]
         source, here = segment.sources[self._chosen[number][i]]
-        for runs in _runs(segment.box, segment.item_bytes, here, there):
-            yield Copy(source, destination, here.buffer, there.buffer, *runs)
+        for bounds in runs(segment.box, segment.item_bytes, here, there):
+            yield Copy(source, destination, here.buffer, there.buffer, *bounds)
 
 
 def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> Plan:
@@ -228,7 +228,7 @@ def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
     return shares
 
 
-def _runs(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[tuple[int, int, int, int, int, int]]:
+def runs(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[tuple[int, int, int, int, int, int]]:
     """A box as rows of bytes: offsets here and there, bytes of a run, rows, and how far apart they are."""
     offset, other_offset = _offset(box, here), _offset(box, there)
     dims: list[tuple[int, int, int]] = []  # extent, stride here, stride there; those that lie as one are one

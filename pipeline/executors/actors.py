@@ -69,12 +69,12 @@ class Hosted:
     def send(self, task: Task, near: bool) -> tuple[Any, TaskResult]:
         end = End("source", near)
         result = self._worker.transfer(task, end)
-        return end.payload, result
+        return end.payloads[0] if end.payloads else None, result
 
-    def receive(self, task: Task, payload: Any, near: bool) -> TaskResult:
-        if payload is None:  # the source failed, and its result says why
+    def receive(self, task: Task, near: bool, *payloads: Any) -> TaskResult:
+        if any(payload is None for payload in payloads):  # a source failed, and its result says why
             return TaskResult(task=task)
-        return self._worker.transfer(task, End("target", near, payload))
+        return self._worker.transfer(task, End("target", near, payloads))
 
     def save(self, folder: Path) -> None:
         self._worker.save(folder)
@@ -117,13 +117,13 @@ class StreamActor(Hosted):
 
 
 class End:
-    """One end of a transfer. The payload goes from actor to actor through Ray's object store, past the driver."""
+    """One end of a transfer. Payloads go from actor to actor through Ray's object store, past the driver."""
 
-    def __init__(self, side: Literal["source", "target"], is_near: bool, payload: Any = None) -> None:
-        self.side, self.is_near, self.payload = side, is_near, payload
+    def __init__(self, side: Literal["source", "target"], is_near: bool, payloads: Sequence[Any] = ()) -> None:
+        self.side, self.is_near, self.payloads = side, is_near, list(payloads)
 
     def offer(self, payload: Any) -> None:
-        self.payload = payload
+        self.payloads = [payload]
 
-    def take(self) -> Any:
-        return self.payload
+    def take(self) -> list[Any]:
+        return self.payloads

@@ -139,7 +139,7 @@ class _Meeting:
     """Both sides run one after the other in one process: the payload waits here."""
 
     def __init__(self) -> None:
-        self.payload: Any = None
+        self.payloads: list[Any] = []
 
     def end(self, side: Literal["source", "target"]) -> _End:
         return _End(self, side)
@@ -150,7 +150,7 @@ class _End:
         self._meeting, self.side, self.is_near = meeting, side, True
 
     def offer(self, payload: Any) -> None:
-        self._meeting.payload = payload
+        self._meeting.payloads = [payload]
 
-    def take(self) -> Any:
-        return self._meeting.payload
+    def take(self) -> list[Any]:
+        return self._meeting.payloads

@@ -68,7 +68,9 @@ class RayExecutor:
         self._replaceable: dict[str, bool] = {}
         self._restarts: Counter[str] = Counter()
         self._retired: dict[Any, tuple[str, int]] = {}  # actors that died and were replaced
-        self._served: dict[tuple[str, str], tuple[Task, ray.ObjectRef]] = {}  # what a group received last, by stage
+        self._served: dict[
+            tuple[str, str], tuple[Task, Sequence[ray.ObjectRef]]
+        ] = {}  # what a group received last, by stage
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
         self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
@@ -123,10 +125,10 @@ class RayExecutor:
             source, target = stage.groups
             near = self._is_near(stage)
             sends = [actor.send.options(num_returns=2).remote(task, near) for actor in self._actors[source]]
-            payload = sends[0][0]
-            received = [(actor.receive.remote(task, payload, near), actor) for actor in self._actors[target]]
+            payloads = [payload for payload, _ in sends]
+            received = [(actor.receive.remote(task, near, *payloads), actor) for actor in self._actors[target]]
             sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
-            self._follow(_Running(task, leading=dict(received), others=dict(sent), payload=payload))
+            self._follow(_Running(task, leading=dict(received), others=dict(sent), payloads=payloads))
             return
         name = stage.groups[0]
         layout = self._layouts[name]
@@ -298,8 +300,8 @@ class RayExecutor:
             return result
         if len(running.results) < len(running.leading) + len(running.others):
             return None
-        if running.payload is not None:
-            self._served[self._planned[task.stage].groups[-1], task.stage] = task, running.payload
+        if running.payloads:
+            self._served[self._planned[task.stage].groups[-1], task.stage] = task, running.payloads
         return running.whole()
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
@@ -334,10 +336,10 @@ class RayExecutor:
         get_all([actor.setup.remote()], what)
         ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
         self._nodes[name].add(placed.node)
-        for (group, _), (task, payload) in self._served.items():
+        for (group, _), (task, payloads) in self._served.items():
             if group == name:
                 near = self._is_near(self._planned[task.stage])
-                (received,) = get_all([actor.receive.remote(task, payload, near)], what)
+                (received,) = get_all([actor.receive.remote(task, near, *payloads)], what)
                 if received.error:
                     raise received.error
         self._actors[name][rank] = actor
@@ -357,13 +359,13 @@ class _Stream:
 class _Running:
     """A task on its way: the calls whose results count, and those that only must not fail, each with its actor.
 
-    `payload` is what a transfer carries.
+    `payloads` are what a transfer carries, one a rank of its source.
     """
 
     task: Task
     leading: dict[ray.ObjectRef, Any]
     others: dict[ray.ObjectRef, Any]
-    payload: ray.ObjectRef | None = None
+    payloads: Sequence[ray.ObjectRef] = ()
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def single(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a folder that one of these is: of all experts, each one's."""
+    if "experts.*." not in name:
+        yield name, tensor
+        return
+    for expert in range(len(tensor)):
+        yield name.replace("experts.*.", f"experts.{expert}."), tensor[expert]
 
 
 def of_expert(name: str) -> tuple[str, int | None]:

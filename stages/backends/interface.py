@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from stages.backends.snapshot import Handle
+    from ops.refit.share import Share
 
 STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any other stream has another number
 
@@ -211,19 +211,16 @@ class Sampler(Texts, Protocol):
         position, is soon given up.
         """
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
-        """Load weights of a policy version into the served copy, also while a stream of it is between two tokens.
-        A handle is what a `Trainer.snapshot` is in another process.
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+        """Bring weights of a policy version into the served copy, also while a stream of it is between two tokens.
+        `shares` are those of all trainer ranks, as `Trainer.share` gave them or as they came from another process.
 
-        Returns the `weight_hash` of what it has loaded. Raises StageError where names, shapes or dtypes differ; the
-        copy and its version are then what they were.
+        Returns the hash of what is served then. Raises StageError where names, shapes or dtypes differ, and the copy
+        and its version are then what they were; or where what is served is not what was offered.
         """
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version that was served last; `default` where none was, and for a frozen model."""
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, or on a GPU checksums of the bytes, in order of the names."""
 
 
 class Trainer(Texts, Protocol):
@@ -245,12 +242,9 @@ class Trainer(Texts, Protocol):
         All ranks call it together; rank 0 gets the weights, the others nothing.
         """
 
-    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
-        """The same for a reader on this machine: of a model on a GPU they stay there, in memory that the next call
-        fills anew, and another process gets a handle to it."""
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 over names, dtypes, shapes and bytes, or on a GPU checksums of the bytes, in order of the names."""
+    def share(self, model: Model, *, near: bool) -> Share:
+        """This rank's part of the trained copy, in memory that the next call fills anew; with `near` for readers on
+        this machine, else to be sent. All ranks call it together."""
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Floating point operations of a forward and a backward pass over these samples, without padding and

@@ -30,6 +30,7 @@ from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import join
 from stages.backends.megatron.learner import MegatronLearner
+from stages.backends.torch.weights import weight_hash
 from stages.losses import ClippedLoss, TruncatedIS
 
 VOCAB = 131  # no multiple of 2: two tensor-parallel ranks pad it
@@ -170,7 +171,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     frozen = engine.score(model.frozen(), *given, temperature=TEMPERATURE)
     again = engine.trained_weights(model)
     metrics["frozen is as before"] = float(torch.equal(frozen.values, before.values))
-    metrics["trained is unchanged"] = float(engine.weight_hash(again) == engine.weight_hash(trained))
+    metrics["trained is unchanged"] = float(weight_hash(again) == weight_hash(trained))
     tensors = {f"gradient {name}": tensor for name, tensor in found.items()}
     tensors |= {f"weight {name}": tensor for name, tensor in trained.items()}
     tensors |= {f"sample {i} before": row.clone() for i, row in zip(shard.index, before.rows())}
@@ -201,7 +202,7 @@ def _checkpointed(folder: Path, out: Path, rank: int, layout: Layout, ranks: Ran
     resumed = second.learner(model, OPTIMIZATION)
     resumed.restore(out)
     train(resumed)
-    hashes = [engine.weight_hash(engine.trained_weights(model)) for engine in (first, second)]
+    hashes = [weight_hash(engine.trained_weights(model)) for engine in (first, second)]
     first.export(model, out / "exported")
     return {"resumed is the same": float(hashes[0] == hashes[1]), "updates": float(resumed.updates)}
 

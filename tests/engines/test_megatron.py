@@ -20,6 +20,7 @@ from pipeline import Model, StageError
 from pipeline.errors import CheckpointError
 from pipeline.ranks import Layout, Ranks, open_store
 from pipeline.sharding import Packed, Plain
+from stages.backends.torch.weights import weight_hash
 from tests.optional import need
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -292,7 +293,7 @@ def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     (tmp_path / "awake").mkdir()
     learner.save(tmp_path / "awake")
     update()
-    wanted = engine.weight_hash(engine.trained_weights(model))
+    wanted = weight_hash(engine.trained_weights(model))
     learner.restore(tmp_path / "awake")
     assert engine.sleep() == 0, "there is no GPU to use"
     gradients = [buffer.grad_data.untyped_storage().size() for buffer in learner.buffered.buffers]
@@ -303,21 +304,21 @@ def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     assert (tmp_path / "asleep" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes()
     engine.wake()
     update()
-    assert engine.weight_hash(engine.trained_weights(model)) == wanted
+    assert weight_hash(engine.trained_weights(model)) == wanted
 
 
 def test_an_update_that_is_not_finite_changes_nothing(cases: Any, engine: Any, folder: Path) -> None:
     model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     learner = engine.learner(model, cases.OPTIMIZATION)
-    before = engine.weight_hash(engine.trained_weights(model))
+    before = weight_hash(engine.trained_weights(model))
     broken = replace(batch, advantage=torch.full((8,), float("inf")))
     made = learner.update(broken, cases.LOSS, temperature=1.0, update=shard.updates[0])
     assert (made["skipped"], learner.skipped) == (1.0, 1)
-    assert engine.weight_hash(engine.trained_weights(model)) == before
+    assert weight_hash(engine.trained_weights(model)) == before
     made = learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
     assert made["skipped"] == 0.0
-    assert engine.weight_hash(engine.trained_weights(model)) != before
+    assert weight_hash(engine.trained_weights(model)) != before
 
 
 def test_vocabulary_parallel_logprobs_are_those_of_one_rank(measured: None, folder: Path) -> None:

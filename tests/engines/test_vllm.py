@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ops.refit.share import digest_of
 from pipeline import Model, StageError, WorkerGroup
 from pipeline.columns import Ragged
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
@@ -16,6 +17,7 @@ from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.checks import problems
 from tests.engines import vllm_models as tiny
 from tests.optional import need
+from tests.shares import shares_of
 
 need("vllm", "vllm")
 
@@ -52,7 +54,7 @@ def started(root: Path) -> Iterator[Any]:
 def backend(started: Any, model: Model) -> Any:
     """The module's engine, with the first weights as version 1."""
     if started.served_version(model) != 1:
-        started.serve(model, tiny.weights_of(model), 1)
+        started.serve(model, tiny.shares(model), 1)
     return started
 
 
@@ -110,8 +112,9 @@ def test_a_closing_token_is_part_of_the_response(backend: Any, model: Model) -> 
 def test_weights_that_are_served_are_those_that_sample(
     backend: Any, torch_backend: TorchEngine, model: Model, other: Model
 ) -> None:
-    sent = tiny.weights_of(other)
-    assert backend.serve(model, sent, 7) == torch_backend.weight_hash(sent)
+    sent = tiny.shares(other)
+    assert backend.serve(model, sent, 7) == digest_of(sent)
+    assert backend.client(model).loaded == []
     assert backend.served_version(model) == 7
     prompt_ids = prompts(backend, model)
     made = backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS))
@@ -131,7 +134,7 @@ def test_other_weights_are_refused_and_change_nothing(backend: Any, model: Model
     else:
         wrong[name] = wrong[name][:-1] if change == "shape" else wrong[name].double()
     with pytest.raises(StageError, match="lm_head.weight" if change == "more" else name):
-        backend.serve(model, wrong, 9)
+        backend.serve(model, shares_of(wrong), 9)
     assert backend.served_version(model) == 1
     made = backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))
     assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompts(backend, model), made, 1.0)) < NEAR
@@ -157,7 +160,7 @@ def test_a_prompt_that_the_engine_remembers_is_computed_again_with_new_weights(
     """It is longer than a block of the cache, which prompts that are alike share."""
     prompt_ids = backend.encode(model, ["0123456789 abcdefghij + " * 12] * 4)
     for weights in (model, other, model):
-        backend.serve(model, tiny.weights_of(weights), 2)
+        backend.serve(model, tiny.shares(weights), 2)
         for _ in range(2):
             made = backend.generate(model, prompt_ids, PLAIN, tiny.draws((0,)))
             assert tiny.farthest(made, tiny.logprobs(tiny.reference(weights), prompt_ids, made, 1.0)) < NEAR
@@ -168,7 +171,7 @@ def test_weights_change_between_two_tokens(backend: Any, model: Model, other: Mo
     sampling = Sampling(max_tokens=900, top_k=30)
     prompt_ids = prompts(backend, model)
     weights = {1: model, 2: other, 3: model, 4: other}
-    sent = {version: tiny.weights_of(of) for version, of in weights.items()}
+    sent = {version: tiny.shares(of) for version, of in weights.items()}
 
     async def run() -> list[Any]:
         stream = backend.stream(model, prompt_ids, sampling, tiny.draws(GROUPS), group_size=4, version=3)

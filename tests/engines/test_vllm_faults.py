@@ -15,9 +15,10 @@ import torch
 
 from pipeline import Model, StageError
 from stages.backends import Decoded, Sampling
-from stages.backends.vllm.weights import WeightFile
+from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
 from tests.optional import need
+from tests.shares import shares_of
 
 need("vllm", "vllm")
 psutil = need("vllm", "psutil")
@@ -107,7 +108,7 @@ def streamed(backend: Any, model: Model, meanwhile: Callable[[], None] = lambda:
 
 def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any, model: Model, root: Path) -> None:
     other = tiny.folder(root, 1)
-    backend.serve(model, tiny.weights_of(other), 4)
+    backend.serve(model, tiny.shares(other), 4)
     undisturbed = rows_of(streamed(backend, model))
 
     def lose() -> None:
@@ -138,7 +139,7 @@ def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backen
     def load() -> None:
         wait_for(lambda: busy(backend, model))
         with pytest.raises(Exception, match="collective_rpc"):
-            backend.client(model).load(WeightFile(wrong), 5)
+            backend.client(model).load(Weights(shares_of(wrong), 0, 1), 5)
 
     events = streamed(backend, model, load)
     assert rows_of(events) == before

@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ops.refit.share import Share
 from pipeline import Model, StageContext, WorkerGroup
 from pipeline.columns import Ragged
 from stages.backends import Draws, Generation
 from stages.backends.torch.models import build, character_tokenizer, load_network, save
 from stages.backends.torch.weights import weights
+from tests.shares import shares_of
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +=?"
 QWEN3 = {
@@ -62,8 +64,13 @@ def reference(model: Model) -> PreTrainedModel:
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
-    """Its weights, as a trainer sends them."""
+    """Its weights by name."""
     return weights(reference(model))
+
+
+def shares(model: Model, *, near: bool = True) -> list[Share]:
+    """Its weights, as a trainer offers them."""
+    return shares_of(weights_of(model), near=near)
 
 
 @torch.no_grad()

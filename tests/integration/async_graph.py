@@ -166,7 +166,7 @@ class Publish(Stage):
             if rendezvous.side == "source":
                 rendezvous.offer(task.step + 1)
                 return Output()
-            context.shared["version"] = version = rendezvous.take()
+            context.shared["version"] = version = rendezvous.take()[0]
             return Output(weights=(version, hashlib.sha256(str(version).encode()).hexdigest()))
 
         return run

@@ -215,7 +215,7 @@ class Send(Stage):
             if rendezvous.side == "source":
                 rendezvous.offer({"version": context.shared.get("trained", 0)})
                 return Output()
-            version = rendezvous.take()["version"]
+            version = rendezvous.take()[0]["version"]
             if self.serves:
                 context.shared["version"] = version
             return Output(weights=(version, hashlib.sha256(str(version).encode()).hexdigest()))

@@ -15,6 +15,8 @@ from pipeline import Model, Output, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
 from stages import Refit, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Sampling, engine, samples_of
+from stages.backends.torch.weights import weight_hash
+from tests.shares import shares_of
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -114,11 +116,11 @@ def test_the_seam_is_where_the_weights_changed_and_the_cache_before_it_stays(sea
     backend: Any = engine(context())
     old = backend.served_weights(POLICY)
     new = other_weights(old)
-    backend.serve(POLICY, old, 4)
+    backend.serve(POLICY, shares_of(old), 4)
     prompt_ids = backend.encode(POLICY, [text for text in PROMPTS for _ in range(G)])
     draws = Draws(0, tuple(range(len(prompt_ids))), (0,) * len(prompt_ids))
     stream = backend.stream(POLICY, prompt_ids, Sampling(12, stop=STOP), draws, group_size=G)
-    events = together(stream, after(seam - 1, lambda: backend.serve(POLICY, new, 5)))
+    events = together(stream, after(seam - 1, lambda: backend.serve(POLICY, shares_of(new), 5)))
     network = backend.network(POLICY, "served")
     crossed = 0
     for prompt, ids, logprobs, versions in samples_in(events, prompt_ids):
@@ -141,11 +143,11 @@ class Meeting:
 
     side = "target"
 
-    def __init__(self, payload: Any) -> None:
-        self.payload = payload
+    def __init__(self, payloads: list[Any]) -> None:
+        self.payloads = payloads
 
-    def take(self) -> Any:
-        return self.payload
+    def take(self) -> list[Any]:
+        return self.payloads
 
 
 def test_a_refit_between_two_tokens_is_in_the_token_versions() -> None:
@@ -155,8 +157,7 @@ def test_a_refit_between_two_tokens_is_in_the_token_versions() -> None:
 
     def publish(step: int) -> None:
         weights = other_weights(backend.served_weights(POLICY))
-        payload = {"version": step + 1, "weights": weights, "sha256": backend.weight_hash(weights), "size_bytes": 1}
-        refit(Meeting(payload), Task(stage="refit", step=step))
+        refit(Meeting(shares_of(weights)), Task(stage="refit", step=step))
 
     run = ROLLOUT.setup(here)
     publish(1)
@@ -170,7 +171,7 @@ def test_a_refit_between_two_tokens_is_in_the_token_versions() -> None:
 def test_a_copy_that_was_never_served_is_of_the_tasks_version(model: Model) -> None:
     here, groups = context(), (0, 1)
     if not model.trainable:  # the served copy is another one
-        engine(here).serve(POLICY, engine(here).served_weights(POLICY), 9)
+        engine(here).serve(POLICY, shares_of(engine(here).served_weights(POLICY)), 9)
     run = replace(ROLLOUT, model=model).setup(here)
     versions = whole(collected(run(columns_of(groups), task_of(groups, version=6))))["token_versions"]
     assert set(versions.values.tolist()) == {6}
@@ -178,13 +179,13 @@ def test_a_copy_that_was_never_served_is_of_the_tasks_version(model: Model) -> N
 
 def test_weights_that_do_not_fit_change_neither_the_copy_nor_its_version() -> None:
     backend: Any = engine(context())
-    backend.serve(POLICY, backend.served_weights(POLICY), 2)
-    before = backend.weight_hash(backend.served_weights(POLICY))
+    backend.serve(POLICY, shares_of(backend.served_weights(POLICY)), 2)
+    before = weight_hash(backend.served_weights(POLICY))
     wrong = {name: weights[:1] + 1 for name, weights in backend.served_weights(POLICY).items()}
     with pytest.raises(StageError, match="weights are loaded only into the same architecture"):
-        backend.serve(POLICY, wrong, 3)
+        backend.serve(POLICY, shares_of(wrong), 3)
     assert backend.served_version(POLICY) == 2
-    assert backend.weight_hash(backend.served_weights(POLICY)) == before
+    assert weight_hash(backend.served_weights(POLICY)) == before
 
 
 def decode_batches(prompts: int, lengths: Sequence[int]) -> list[int]:

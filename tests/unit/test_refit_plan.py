@@ -2,87 +2,15 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.refit.layout import Box, Layout, Place, Tensor, dense, intersection, size, whole, without
+from ops.refit.layout import Layout, Place, Tensor, dense, intersection, size, whole, without
 from ops.refit.plan import SEGMENT_BYTES, Plan, build, pieces
-
-POISON = 0xEE
-
-
-def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes that a tensor falls into where each dimension is cut at these places."""
-    boxes: list[Box] = [()]
-    for extent, at in zip(shape, cuts):
-        edges = [0, *sorted({place for place in at if 0 < place < extent}), extent]
-        boxes = [(*box, pair) for box in boxes for pair in pairwise(edges)]
-    return boxes
-
-
-@st.composite
-def sides(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Two layouts of the same tensors: each cut in its own way, with replicas, padding and strides."""
-    tensors = {
-        f"t{i}": Tensor(tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))), draw(st.sampled_from(TYPES)))
-        for i in range(draw(st.integers(1, 3)))
-    }
-    return draw(layouts(tensors)), draw(layouts(tensors))
-
-
-TYPES = ["bfloat16", "float32", "uint8"]
-
-
-@st.composite
-def layouts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> Layout:
-    ranks: list[list[Place]] = [[] for _ in range(draw(st.integers(1, 4)))]
-    for name, tensor in tensors.items():
-        cuts = [draw(st.lists(st.integers(0, extent), max_size=2)) for extent in tensor.shape]
-        for number, box in enumerate(grid(tensor.shape, cuts)):
-            for rank in draw(st.lists(st.integers(0, len(ranks) - 1), min_size=1, max_size=3, unique=True)):
-                place = dense(name, box, tensor.item_bytes, f"{name}.{number}", draw(st.integers(0, 5)))
-                if len(box) > 1 and draw(st.booleans()):  # rows are further apart than they are long
-                    apart = place.strides[-2] + draw(st.integers(0, 8))
-                    outer = [apart * (box[-2][1] - box[-2][0])] * (len(box) - 2)  # of three dimensions at most
-                    place = Place(name, box, place.buffer, place.offset, (*outer, apart, place.strides[-1]))
-                ranks[rank].append(place)
-    return Layout(tensors, ranks)
-
-
-def buffers(layout: Layout) -> list[dict[str, np.ndarray]]:
-    """Memory of each rank, poisoned, with room behind each place."""
-    made: list[dict[str, np.ndarray]] = []
-    for places in layout.ranks:
-        made.append({})
-        for place in places:
-            far = sum((b - a - 1) * stride for (a, b), stride in zip(place.box, place.strides))
-            room = place.offset + far + layout.tensors[place.tensor].item_bytes + 3
-            made[-1][place.buffer] = np.full(max(room, len(made[-1].get(place.buffer, ()))), POISON, np.uint8)
-    return made
-
-
-def values(layout: Layout) -> dict[str, np.ndarray]:
-    """Of each tensor, as bytes: every element another one."""
-    made = {}
-    for salt, (name, tensor) in enumerate(layout.tensors.items()):
-        rng = np.random.default_rng(salt)
-        made[name] = rng.integers(0, 200, (*tensor.shape, tensor.item_bytes), dtype=np.uint8)
-    return made
-
-
-def view(memory: np.ndarray, place: Place, item_bytes: int) -> np.ndarray:
-    """A place in memory as an array of its box, bytes last."""
-    shape = (*(b - a for a, b in place.box), item_bytes)
-    return np.lib.stride_tricks.as_strided(memory[place.offset :], shape, (*place.strides, 1))
-
-
-def cut(tensor: np.ndarray, box: Box) -> np.ndarray:
-    return tensor[tuple(slice(*pair) for pair in box)]
+from tests.unit.refit_layouts import POISON, buffers, filled, sides
 
 
 def carry_out(plan: Plan, given: list[dict[str, np.ndarray]], taken: list[dict[str, np.ndarray]]) -> None:
@@ -102,20 +30,12 @@ def carry_out(plan: Plan, given: list[dict[str, np.ndarray]], taken: list[dict[s
 @settings(max_examples=300, deadline=None)
 def test_the_destination_has_every_byte_and_no_other(pair: tuple[Layout, Layout], segment: int) -> None:
     source, destination = pair
-    model, given_, taken = values(source), buffers(source), buffers(destination)
-    for rank, places in enumerate(source.ranks):
-        for place in places:
-            item_bytes = source.tensors[place.tensor].item_bytes
-            view(given_[rank][place.buffer], place, item_bytes)[...] = cut(model[place.tensor], place.box)
+    given_, taken = filled(source), buffers(destination)
     plan = build(source, destination, segment_bytes=segment)
     carry_out(plan, given_, taken)
-    wanted = buffers(destination)
-    for rank, places in enumerate(destination.ranks):
-        for place in places:
-            item_bytes = destination.tensors[place.tensor].item_bytes
-            view(wanted[rank][place.buffer], place, item_bytes)[...] = cut(model[place.tensor], place.box)
-        for name, memory in wanted[rank].items():
-            assert (taken[rank][name] == memory).all()
+    for rank, memory in enumerate(filled(destination)):
+        for name, wanted in memory.items():
+            assert (taken[rank][name] == wanted).all()
     moved = [copy for receiver in range(len(taken)) for copy in plan.copies(receiver)]
     for ranks, counted in ((plan.sent, "source"), (plan.received, "destination")):
         found = Counter()

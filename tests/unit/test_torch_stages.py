@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graphs.quickstart import graph as quickstart
+from ops.refit.share import digest_of
 from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Model, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
@@ -28,6 +29,7 @@ from stages import (
     Train,
 )
 from stages.backends import engine
+from stages.backends.torch.weights import weight_hash
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -197,7 +199,7 @@ def test_a_restored_runner_continues_bit_for_bit(tmp_path: Path) -> None:
     metrics = [each(columns, task).metrics for each in (first, second)]
     assert all(found.pop("tflops_per_s") > 0 for found in metrics)  # the one that is a time
     assert metrics[0] == metrics[1]
-    hashes = [engine(each).weight_hash(engine(each).trained_weights(POLICY)) for each in contexts]
+    hashes = [weight_hash(engine(each).trained_weights(POLICY)) for each in contexts]
     assert hashes[0] == hashes[1]
 
 
@@ -206,15 +208,15 @@ class Meeting:
 
     def __init__(self, spoil: Any = None) -> None:
         self.side, self.is_near, self.spoil = "source", True, spoil
-        self.payload: Any = None
+        self.payloads: list[Any] = []
 
     def offer(self, payload: Any) -> None:
-        self.payload, self.side = payload, "target"
+        self.payloads, self.side = [payload], "target"
         if self.spoil:
             self.spoil(payload)
 
-    def take(self) -> Any:
-        return self.payload
+    def take(self) -> list[Any]:
+        return self.payloads
 
 
 def test_refit_serves_the_trained_weights() -> None:
@@ -223,14 +225,15 @@ def test_refit_serves_the_trained_weights() -> None:
     sides = [stage.setup(learner), stage.setup(sampler)]
     train = Train(POLICY, on=LEARNER, lr=1e-2).setup(learner)
     train(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
-    sent = engine(learner).weight_hash(engine(learner).trained_weights(POLICY))
-    assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) != sent
+    sent = weight_hash(engine(learner).trained_weights(POLICY))
+    offered = digest_of([engine(learner).share(POLICY, near=True)])
+    assert weight_hash(engine(sampler).served_weights(POLICY)) != sent
     meeting, task = Meeting(), Task(stage="refit", step=4, version=4)
     assert sides[0](meeting, task).weights is None
     output = sides[1](meeting, task)
-    assert output.weights == (5, sent)
+    assert output.weights == (5, offered)
     assert engine(sampler).served_version(POLICY) == 5 and engine(learner).served_version(POLICY, 3) == 3
-    assert engine(sampler).weight_hash(engine(sampler).served_weights(POLICY)) == sent
+    assert weight_hash(engine(sampler).served_weights(POLICY)) == sent
     assert output.metrics["size_bytes"] == 4 * sum(
         p.numel() for p in engine(sampler).network(POLICY, "served").parameters()
     )
@@ -252,24 +255,21 @@ def test_training_after_a_refit_does_not_change_what_is_served_on_the_same_group
     run, train = stage.setup(both), Train(POLICY, on=LEARNER, lr=1e-2).setup(both)
     run(meeting, task)
     _, served = run(meeting, task).weights
+    before = weight_hash(engine(both).served_weights(POLICY))
     train(batch_columns(), Task(stage="train", step=1, groups=(0, 1, 2, 3)))
-    assert engine(both).weight_hash(engine(both).served_weights(POLICY)) == served
-    assert engine(both).weight_hash(engine(both).trained_weights(POLICY)) != served
+    assert weight_hash(engine(both).served_weights(POLICY)) == before
+    assert digest_of([engine(both).share(POLICY, near=True)]) != served
 
 
-@pytest.mark.parametrize("what", ["bytes", "version"])
-def test_a_transfer_that_changes_anything_is_an_error(what: str) -> None:
-    def spoil(payload: Any) -> None:
-        if what == "version":
-            payload["version"] += 1
-        else:
-            payload["weights"]["lm_head.weight"][0, 0] += 1
+def test_a_transfer_that_changes_anything_is_an_error() -> None:
+    def spoil(share: Any) -> None:
+        share.memory.bytes[1000] += 1
 
     stage, meeting = Refit(POLICY, source=LEARNER, target=SAMPLER), Meeting(spoil)
     sides = [stage.setup(context(LEARNER)), stage.setup(context(SAMPLER))]
     task = Task(stage="refit", step=2, version=2)
     sides[0](meeting, task)
-    with pytest.raises(StageError, match=r"stage 'refit', step 2: sent version \d .* now serving version 3 with"):
+    with pytest.raises(StageError, match=r"refit: offered were weights with sha256 \w+, served are \w+"):
         sides[1](meeting, task)
 
 

@@ -6,7 +6,6 @@ share one network: the frozen weights wait on the host, and change places with t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,13 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ops.flops import Transformer, model_flops, peak_tflops
+from ops.refit.share import Publisher, Share
 from pipeline import Model, StageContext, StageError
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.sharding import Shard
 from stages.backends import Optimization
+from stages.backends.decoder import Decoder
 from stages.backends.device import bytes_in_use, claim
 from stages.backends.folder import model_folder
 from stages.backends.megatron.config import transformer_config
@@ -32,10 +33,8 @@ from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
-from stages.backends.megatron.shape import Decoder
-from stages.backends.snapshot import Snapshot
+from stages.backends.megatron.places import places, tensors
 from stages.backends.text import Texts, identity
-from stages.backends.torch.weights import weight_hash
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
@@ -65,7 +64,7 @@ class MegatronEngine:
         self.texts = Texts()
         self._held: dict[Model, _Held] = {}
         self._learners: dict[Model, MegatronLearner] = {}
-        self._snapshots: dict[Model, Snapshot] = {}
+        self._publishers: dict[Model, Publisher] = {}
 
     def network(self, model: Model) -> Network:
         """This rank's part of the trained copy; the same object at every call."""
@@ -109,15 +108,15 @@ class MegatronEngine:
         """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
         return dict(self._gathered(model))
 
-    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
-        """The same where they are: on GPUs, whole on the first rank's, in memory that is filled anew."""
-        if self.groups.device.type == "cpu":
-            return self.trained_weights(model)
-        tensors = self._gathered(model, self.groups.device)
-        if self.groups.ranks.rank > 0:
-            deque(tensors, maxlen=0)  # sends its part of each
-            return {}
-        return self._snapshots.setdefault(identity(model), Snapshot()).fill(tensors)
+    def share(self, model: Model, *, near: bool) -> Share:
+        """This rank's part of the trained copy, where readers find it."""
+        key, network = identity(model), self.network(model)
+        held = dict(network.named_parameters())
+        if key not in self._publishers:
+            own = places(network.shape, network.part, self.dtype.itemsize)
+            kind = str(self.dtype).removeprefix("torch.")
+            self._publishers[key] = Publisher(tensors(network.shape, kind), own, held)
+        return self._publishers[key].publish(held, near=near)
 
     def export(self, model: Model, folder: Path) -> None:
         """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""
@@ -136,10 +135,6 @@ class MegatronEngine:
         for learner in self._learners.values():
             learner.leave()
         return bytes_in_use(self.groups.device)
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 of weights."""
-        return weight_hash(weights)
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Operations of a forward and a backward pass of the whole model; None for a mixture of experts."""

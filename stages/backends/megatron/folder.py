@@ -9,62 +9,17 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline.errors import Problem, StageError
+from stages.backends.decoder import Decoder
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, Part, parameters
-from stages.backends.megatron.shape import Decoder
+from stages.backends.shards import INDEX, Shards
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 4 << 30  # of one file that is written
-
-
-class Shards:
-    """The tensors of a folder, read box by box."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if (folder / _INDEX).is_file():
-            self.files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        elif (folder / _SINGLE).is_file():
-            with safe_open(folder / _SINGLE, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), _SINGLE)
-        else:
-            raise StageError(
-                Problem(
-                    where=str(folder),
-                    what=f"it has neither {_SINGLE} nor {_INDEX}",
-                    why="ranks read their parts of safetensors files",
-                    fix="save the model with save_pretrained, which writes safetensors",
-                )
-            )
-        self._open: dict[str, Any] = {}
-
-    def box(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor. Raises StageError where the folder has no such tensor, or another shape."""
-        found = None
-        if name in self.files:
-            file = self.files[name]
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, "pt")
-            found = self._open[file].get_slice(name)
-        if found is None or tuple(found.get_shape()) != shape:
-            held = "no such tensor" if found is None else f"one of shape {found.get_shape()}"
-            raise StageError(
-                Problem(
-                    where=f"{self.folder}: tensor {name!r}",
-                    what=f"the folder has {held}",
-                    why=f"by its config.json the model has one of shape {list(shape)}",
-                    fix="a folder whose weights are those of its config",
-                )
-            )
-        return found[box]
 
 
 @torch.no_grad()
@@ -167,11 +122,11 @@ def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Pat
     for i, name in enumerate(names):
         (folder / _part(i)).rename(folder / name)
     index = {tensor: name for name, tensors_of in zip(names, files) for tensor in tensors_of}
-    (folder / _INDEX).write_text(
+    (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
     )
     for path in origin.iterdir():
-        if path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and path.name != _INDEX:
+        if path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and path.name != INDEX:
             shutil.copy(path, folder / path.name)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ops.flops import Transformer, model_flops, peak_tflops
+from ops.refit.share import Publisher, Share
 from pipeline import Model, StageContext, StageError
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
@@ -24,12 +24,13 @@ from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
 from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling
 from stages.backends.device import bytes_in_use, claim
-from stages.backends.snapshot import Handle, Snapshot, opened
+from stages.backends.receive import Receiver, acknowledged
 from stages.backends.text import Texts, identity
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.models import closing_tokens, load_network
 from stages.backends.torch.optimize import TorchLearner
+from stages.backends.torch.places import placed
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
 from stages.backends.torch.sharded import divide
@@ -41,22 +42,27 @@ def open_engine(context: StageContext) -> TorchEngine:
     """The engine of this worker. Raises StageError where its group asks for a GPU and torch sees none."""
     group, device = context.group, claim(context.group)
     dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
-    return TorchEngine(device, dtype, context.ranks, divided=group.fully_sharded and context.ranks.connected)
+    divided = group.fully_sharded and context.ranks.connected
+    return TorchEngine(device, dtype, context.ranks, divided=divided, worker=(context.rank, group.workers))
 
 
 class TorchEngine(Texts):
-    """`stages.backends.Engine` on one device a rank. `divided` spreads trained and frozen copies over the ranks."""
+    """`stages.backends.Engine` on one device a rank. `divided` spreads trained and frozen copies over the ranks;
+    `worker` is which of how many workers of its group it is."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False
-    ) -> None:
+        self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False,
+        worker: tuple[int, int] = (0, 1),
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.worker = worker
         self.device, self.dtype, self.ranks, self.divided = device, dtype, ranks or Ranks(), divided
         self._builds: dict[Model, PreTrainedModel] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
-        self._snapshots: dict[Model, Snapshot] = {}
+        self._publishers: dict[Model, Publisher] = {}
+        self._receivers: dict[Model, Receiver] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
@@ -164,29 +170,28 @@ class TorchEngine(Texts):
         made = weight_tools.weights(self.network(model, "trained"), self.dtype)
         return made if self.ranks.rank == 0 else {}
 
-    def snapshot(self, model: Model) -> Mapping[str, torch.Tensor]:
-        """The same where they are: on a GPU, in memory that is filled anew."""
-        if self.device.type == "cpu" or (self.ranks.rank > 0 and not self.divided):
-            return self.trained_weights(model)
-        live = weight_tools.live_weights(self.network(model, "trained"), self.dtype)
-        if self.ranks.rank > 0:
-            deque(live, maxlen=0)  # its part of each tensor
-            return {}
-        return self._snapshots.setdefault(identity(model), Snapshot()).fill(live)
+    def share(self, model: Model, *, near: bool) -> Share:
+        """This rank's part of the trained copy, where readers find it."""
+        tensors, places, held = placed(self.network(model, "trained"), self.dtype)
+        key = identity(model)
+        if key not in self._publishers:
+            self._publishers[key] = Publisher(tensors, places, held)
+        return self._publishers[key].publish(held, near=near)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
-        """Load weights of a version into the served copy, and hash what is there, in the way of the sender."""
-        network = self.network(model, "served")
-        if isinstance(weights, Handle):
-            weights = opened(weights, network.device)
-        weight_tools.load_weights(network, weights)
-        self._versions[identity(model)] = version
-        on_device = all(tensor.is_cuda for tensor in weights.values())
-        return self.weight_hash(dict(weight_tools.live_weights(network)) if on_device else self.served_weights(model))
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+        """Bring weights of a version into the served copy, in place; the hash of what is there then."""
+        key = identity(model)
+        if key not in self._receivers:
+            tensors, places, held = placed(self.network(model, "served"))
+            rank, workers = self.worker
+            self._receivers[key] = Receiver(tensors, [places] * workers, rank, held)
+        sha256 = acknowledged(shares, [self._receivers[key].receive(shares)])
+        self._versions[key] = version
+        return sha256
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model is never a key."""
@@ -203,10 +208,6 @@ class TorchEngine(Texts):
         for learner in self._learners.values():
             learner.leave()
         return bytes_in_use(self.device)
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 of weights."""
-        return weight_tools.weight_hash(weights)
 
     def _closing(self, model: Model, network: PreTrainedModel, sampling: Sampling) -> list[int]:
         """The tokens that end a response."""

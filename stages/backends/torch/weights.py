@@ -26,7 +26,7 @@ def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, t
 
 def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The same where they are, one after the other, and not copied where they are whole and of that dtype."""
-    for name, tensor in _tensors(network).items():
+    for name, tensor in state(network).items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         yield name, whole(tensor).to(wanted).contiguous()
 
@@ -37,7 +37,7 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
 
     Raises StageError, before anything is copied, naming the first tensor that differs.
     """
-    held = _tensors(network)
+    held = state(network)
     for name in sorted(held.keys() | new.keys()):
         if _shown(held.get(name)) != _shown(new.get(name)):
             raise StageError(
@@ -83,12 +83,13 @@ class Hashes:
         return hashlib.sha256(b"".join(self._of[name] for name in sorted(self._of))).hexdigest()
 
 
-def _tensors(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors of the state, a tied one under its first name."""
+def state(network: nn.Module) -> dict[str, torch.Tensor]:
+    """The live tensors of a network's state, a tied one under its first name."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        identity = (id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr(), tuple(tensor.shape))
+        nowhere = isinstance(tensor, DTensor) or tensor.is_meta
+        identity = (id(tensor) if nowhere else tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or identity not in seen:
             found[name] = tensor.detach()
         seen.add(identity)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline import StageError
 from pipeline.errors import Problem, told
+from stages.backends.receive import acknowledged, sums_of
 from stages.backends.vllm import versions
 from stages.backends.vllm.requests import Request, Running
 from stages.backends.vllm.weights import Weights
@@ -56,7 +57,9 @@ class Client:
         self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
         self._sha256 = ""  # of them
+        self._by_loader: list[str] = []  # parameters of the engine that lie elsewhere than the table of places says
         self._version: int | None = None
+        self.loaded: list[str] = []  # tensors of the last version that went through vLLM's own loader
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
         self._heard_s = time.monotonic()
@@ -120,8 +123,6 @@ class Client:
         wait([self.start(self._end())], CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
-        if self._weights is not None:
-            self._weights.close()
 
     async def sample(self, lot: Sequence[Request]) -> None:
         """Fill requests in. An engine that dies under them is started again, and they begin anew."""
@@ -212,8 +213,9 @@ class Client:
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
+        self._by_loader = await self._answer(self._llm, versions.differing(self._llm))
         if self._weights is not None:
-            sha256, _ = await self._answer(self._llm, versions.load(self._llm, self._weights.told, []))
+            sha256, _ = await self._received(self._llm, self._weights)
             if sha256 != self._sha256:
                 self._lose(self._llm)
                 raise StageError(self._overtaken())
@@ -240,14 +242,10 @@ class Client:
 
     async def _load(self, weights: Weights, version: int) -> str:
         async with self._loading:
-            try:
-                for _ in range(ATTEMPTS):
-                    llm = await self._alive()
-                    with suppress(versions.EngineDeadError):
-                        return await self._swap(llm, weights, version)
-            finally:
-                if self._weights is not weights:
-                    weights.close()
+            for _ in range(ATTEMPTS):
+                llm = await self._alive()
+                with suppress(versions.EngineDeadError):
+                    return await self._swap(llm, weights, version)
         raise StageError(self._died())
 
     async def _swap(self, llm: versions.AsyncLLM, weights: Weights, version: int) -> str:
@@ -259,18 +257,22 @@ class Client:
         goes_on = False
         try:
             await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
-            sha256, counts = await self._answer(llm, versions.load(llm, weights.told, list(self._live)))
+            sha256, counts = await self._received(llm, weights)
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), version))
-            old, self._weights, self._version, self._sha256 = self._weights, weights, version, sha256
-            if old is not None and old is not weights:
-                old.close()
+            self._weights, self._version, self._sha256 = weights, version, sha256
             await self._answer(llm, llm.resume_generation())
             goes_on = True
         finally:
             if not goes_on:
                 self._lose(llm)
         return sha256
+
+    async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[str, dict[str, int]]:
+        """Have all ranks bring a version; its hash, checked, and how many tokens each live request has."""
+        told = weights.told(self._by_loader)
+        self.loaded, held, counts = await self._answer(llm, versions.receive(llm, told, list(self._live)))
+        return acknowledged(weights.shares, [sums_of(each) for each in held]), counts
 
     async def _turn(self, *, awake: bool) -> int:
         llm = self._llm

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,17 +19,16 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, samples_of
 from stages.backends.folder import model_folder
-from stages.backends.snapshot import Handle
+from stages.backends.receive import check_same
 from stages.backends.text import Texts
-from stages.backends.torch.weights import weight_hash
 from stages.backends.vllm import environment
-from stages.backends.vllm import weights as weight_files
-from stages.backends.vllm.weights import WeightFile, WeightsInPlace
+from stages.backends.vllm.weights import Weights, expected
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
@@ -46,7 +45,7 @@ def open_engine(context: StageContext) -> VllmEngine:
 
     if computes_on_cpu() != (group.gpus == 0):
         raise StageError(_other_build(group))
-    return VllmEngine(group, context.run_dir)
+    return VllmEngine(group, context.run_dir, (context.rank, group.processes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +61,9 @@ class Served:
 class VllmEngine(Texts):
     """`stages.backends.Sampler` with one model."""
 
-    def __init__(self, group: WorkerGroup, run_dir: Path | None) -> None:
+    def __init__(self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
+        self._worker = worker  # which of how many of its group
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
         self._served: Served | None = None
@@ -130,13 +130,11 @@ class VllmEngine(Texts):
         finally:
             running.close()
 
-    def serve(self, model: Model, weights: Mapping[str, torch.Tensor] | Handle, version: int) -> str:
-        """Load weights of a version between two tokens; the hash of what the engine has read."""
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+        """Bring weights of a version into the engine between two tokens; the hash of what is there then."""
         client = self.client(model)
-        wanted = weight_files.expected(client.setup.folder, self.dtype)
-        weight_files.check(wanted, weight_files.described(weights))
-        given = WeightsInPlace(weights) if isinstance(weights, Handle) else WeightFile(weights)
-        sha256 = client.load(given, version)
+        check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
+        sha256 = client.load(Weights(shares, *self._worker), version)
         self._version = version
         return sha256
 
@@ -144,10 +142,6 @@ class VllmEngine(Texts):
         """The version of the last `serve`; a frozen model has none."""
         served = self._served is not None and self._served.model == model
         return self._version if served and self._version is not None else default
-
-    def weight_hash(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """sha256 of weights."""
-        return weight_hash(weights)
 
     def sleep(self) -> int:
         """Give the GPU's memory away until `wake`: weights wait on the host, the cache is dropped. Returns the bytes

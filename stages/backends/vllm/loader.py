@@ -1,27 +1,33 @@
-"""Loads weights inside vLLM. `Loader` becomes a part of vLLM's worker class, one of which runs on each rank."""
+"""What `collective_rpc` can call in vLLM's workers. `Loader` becomes a part of vLLM's worker class, one a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 
+from ops.refit.memory import Handle
+from ops.refit.share import Share, layout_of
+from stages.backends.decoder import Decoder
 from stages.backends.device import bytes_in_use
-from stages.backends.snapshot import Handle, opened
-from stages.backends.torch.weights import Hashes
+from stages.backends.receive import Receiver
+from stages.backends.receive import told as told_sums
 from stages.backends.vllm.choice import logprobs_of, tokens_of
-from stages.backends.vllm.versions import ParallelLMHead
+from stages.backends.vllm.storage import Storage, differing
 
 
 class Loader:
-    """What `collective_rpc` can call besides the worker's own methods."""
+    """The worker's own names are those that do not begin with "sluice"."""
 
-    device: torch.device  # these are the worker class's
+    device: torch.device
+    rank: int
+    vllm_config: Any
     reload_weights: Any
     get_model: Any
+    sluice_storage: Storage | None = None
+    sluice_receiver: Receiver | None = None
 
     def sluice_bytes_in_use(self) -> int:
         """Of this rank's GPU, by all processes."""
@@ -31,27 +37,40 @@ class Loader:
         """Of the tokens of requests that have ended, float32. `others` are requests of which nobody wants them."""
         return logprobs_of(lengths, others)
 
-    def sluice_load(self, told: dict[str, Any], names: list[str]) -> tuple[str, dict[str, int]]:
-        """Load weights with the names of a Hugging Face folder, each rank its share: from a safetensors file (`path`),
-        or from the trainer's memory on a GPU (`handle`).
+    def sluice_differing(self) -> list[str]:
+        """Parameters that are not where a refit would write them; of a model without a table, none."""
+        config, decoder = self.vllm_config, self._decoder()
+        if decoder is None or self.device.type == "cpu":
+            return []
+        ranks, folder = config.parallel_config.tensor_parallel_size, Path(config.model_config.model)
+        return differing(self.get_model(), decoder, self.rank, ranks, config.model_config.dtype, folder)
 
-        Returns the hash of what was read, and how many tokens each of these requests has: none of them runs meanwhile,
-        so these are the tokens that the old weights computed.
+    def sluice_receive(self, told: dict[str, Any], names: list[str]) -> tuple[list[str], bytes, dict[str, int]]:
+        """Bring this rank's part of a version (`vllm.weights.Told`) from the trainer's memory.
+
+        Returns the tensors that went through vLLM's loader, the checksums of all boxes, and how many tokens each of
+        these requests has: none of them runs meanwhile, so these are the tokens that the old weights computed.
         """
-        in_place = "handle" in told
-        weights = opened(msgspec.convert(told["handle"], Handle), self.device) if in_place else load_file(told["path"])
-        hashes = Hashes()
+        shares = [Share(layout, b"", msgspec.convert(memory, Handle)) for layout, memory in told["shares"]]
+        if self.sluice_receiver is None:
+            self._prepare(shares, told)
+        assert self.sluice_receiver is not None and self.sluice_storage is not None
+        held = self.sluice_receiver.receive(shares)
+        self.sluice_storage.finish(self.reload_weights)
+        return self.sluice_storage.loaded, told_sums(held), tokens_of(names)
 
-        def read() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights.items():
-                own = tensor.clone() if in_place else tensor  # what is hashed is what is loaded
-                hashes.add(name, own)
-                yield name, own
+    def _prepare(self, shares: list[Share], told: dict[str, Any]) -> None:
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        storage = Storage(
+            self.get_model(), self._decoder(), ranks, by_loader=told["by_loader"],
+            offered=layout_of(shares).tensors, dtype=self.vllm_config.model_config.dtype, device=self.device,
+        )  # fmt: skip
+        own = [storage.places(rank) for rank in range(ranks)]
+        receiver = told["replica"] * ranks + self.rank
+        self.sluice_receiver = Receiver(storage.tensors, own * told["replicas"], receiver, storage.held)
+        self.sluice_storage = storage
 
-        self.reload_weights(weights_iterator=read())
-        for module in self.get_model().modules():
-            if isinstance(module, ParallelLMHead):  # a tied one is not loaded, and on the CPU keeps a packed copy
-                module.quant_method.process_weights_after_loading(module)
-        if in_place:
-            torch.cuda.synchronize(self.device)  # its owner may change it as soon as this returns
-        return hashes.together(), tokens_of(names)
+    def _decoder(self) -> Decoder | None:
+        """The model, where there is a table for it."""
+        config = self.vllm_config.model_config.hf_config.to_dict()
+        return Decoder.of(config, "") if Decoder.knows(config) else None

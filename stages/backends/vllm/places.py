@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ops.refit.layout import Box, Place
-from stages.backends.megatron.shape import Decoder
+from ops.refit.layout import Box, Place, Tensor
+from stages.backends.decoder import Decoder
 
 VOCAB_SHARES = 64  # rows of an embedding are a multiple of
 
@@ -71,6 +71,11 @@ def _places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> Iterato
             names = [f"{at}mlp.{part}_proj.weight" for part in ("gate", "up")]
             yield from _stacked(f"{at}mlp.gate_up_proj.weight", [(name, (width, every)) for name in names], item_bytes)
             yield from one(f"{at}mlp.down_proj.weight", (every, width))
+
+
+def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
+    """All tensors of the model, those of a layer's experts together: what one rank alone holds."""
+    return {p.tensor: Tensor(tuple(stop for _, stop in p.box), dtype) for p in places(decoder, 0, 1, 1)}
 
 
 def shapes(decoder: Decoder, ranks: int) -> dict[str, tuple[int, ...]]:

@@ -31,12 +31,13 @@ __all__ = [
     "ParallelLMHead",
     "bytes_in_use",
     "computes_on_cpu",
-    "load",
+    "differing",
     "logprobs",
     "longest",
     "open_llm",
     "outputs",
     "parameters",
+    "receive",
 ]
 
 INTERVAL = 16  # tokens of a request between two of its outputs
@@ -139,8 +140,15 @@ async def bytes_in_use(llm: AsyncLLM) -> int:
     return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
 
 
-async def load(llm: AsyncLLM, told: dict[str, Any], names: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """`Loader.sluice_load` on every rank; the first one's answer, as all have the same."""
-    answers = await llm.collective_rpc("sluice_load", args=(told, list(names)))
-    sha256, counts = answers[0]
-    return sha256, counts
+async def differing(llm: AsyncLLM) -> list[str]:
+    """`Loader.sluice_differing` of all ranks."""
+    return sorted({name for names in await llm.collective_rpc("sluice_differing") for name in names})
+
+
+async def receive(
+    llm: AsyncLLM, told: dict[str, Any], names: Sequence[str]
+) -> tuple[list[str], list[bytes], dict[str, int]]:
+    """`Loader.sluice_receive` on every rank: all checksums; the rest of the first one, as all have the same."""
+    answers = await llm.collective_rpc("sluice_receive", args=(told, list(names)))
+    loaded, _, counts = answers[0]
+    return loaded, [held for _, held, _ in answers], counts

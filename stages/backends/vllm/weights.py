@@ -1,94 +1,59 @@
-"""What a served model's weights must be, and how they get to the engine: as a file in memory, or where they lie on a
-GPU. Knows no engine."""
+"""A version of the weights as vLLM's workers are told of it. Knows no engine."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from shutil import disk_usage
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline import StageError
-from pipeline.errors import Problem
-from stages.backends.snapshot import Handle
-
-MEMORY = Path("/dev/shm")
+from ops.refit.layout import Tensor
+from ops.refit.memory import Handle, SharedMemory
+from ops.refit.share import Share
+from stages.backends.torch.places import placed
 
 
 @lru_cache(maxsize=1)
-def expected(folder: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Dtype and shape of each weight of the model in a folder, a tied one under its first name."""
+def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of the model in a folder, a tied one under its first name."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     network.tie_weights()
-    named = dict(network.named_parameters())
-    persistent = network.state_dict().keys()
-    named |= {name: buffer for name, buffer in network.named_buffers() if name in persistent}
-    return {name: _shown(tensor) for name, tensor in named.items()}
+    return placed(network)[0]
 
 
-def described(weights: Mapping[str, torch.Tensor] | Handle) -> dict[str, str]:
-    """Dtype and shape of each weight that is given."""
-    if isinstance(weights, Handle):
-        return {entry.name: f"torch.{entry.dtype} {list(entry.shape)}" for entry in weights.entries}
-    return {name: _shown(tensor) for name, tensor in weights.items()}
+class Weights:
+    """The shares of a version, in memory that processes of this machine open, as long as this object lives.
 
-
-def check(wanted: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Raise StageError naming the first weight that differs."""
-    for name in sorted(wanted.keys() | given.keys()):
-        has, gets = wanted.get(name, "no such tensor"), given.get(name, "no such tensor")
-        if has != gets:
-            raise StageError(
-                Problem(
-                    where=f"weight {name!r}",
-                    what=f"this model has {has} and is given {gets}",
-                    why="weights are loaded only into the same architecture and dtype",
-                    fix="the same Model on both sides, on the same kind of device",
-                )
-            )
-
-
-class WeightFile:
-    """Weights as a safetensors file, in memory if there is room, which other processes of this user read by its path.
-
-    `told` is what `Loader.sluice_load` is told of them. It has no name in a file system: it is gone when it is closed,
-    and also when this process is killed.
+    `replica` is which of `replicas` engines it is for. What came as bytes is put into memory for it.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        in_memory = MEMORY.is_dir() and disk_usage(MEMORY).free > 1.1 * size
-        with TemporaryDirectory(dir=MEMORY if in_memory else None) as folder:
-            path = Path(folder) / "weights.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-            self._handle = os.open(path, os.O_RDONLY)
-        self.told = {"path": f"/proc/{os.getpid()}/fd/{self._handle}"}
+    def __init__(self, shares: Sequence[Share], replica: int, replicas: int) -> None:
+        self.shares, self._place = list(shares), (replica, replicas)
+        self._own = {i: _landed(s.memory) for i, s in enumerate(shares) if isinstance(s.memory, np.ndarray)}
 
-    def close(self) -> None:
-        """Give the memory back."""
-        os.close(self._handle)
-
-
-class WeightsInPlace:
-    """Weights that lie on a GPU of this machine, in memory that belongs to the trainer."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.told = {"handle": msgspec.to_builtins(handle, builtin_types=(bytes,))}
-
-    def close(self) -> None:
-        """The memory is its owner's."""
+    def told(self, by_loader: Sequence[str]) -> dict[str, Any]:
+        """What `Loader.sluice_receive` is told: plain values."""
+        handles = [self._own.get(i, share.memory) for i, share in enumerate(self.shares)]
+        plain = [msgspec.to_builtins(_handle(memory), builtin_types=(bytes,)) for memory in handles]
+        replica, replicas = self._place
+        return {
+            "shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)],
+            "by_loader": list(by_loader), "replica": replica, "replicas": replicas,
+        }  # fmt: skip
 
 
-Weights = WeightFile | WeightsInPlace
+def _landed(content: np.ndarray) -> SharedMemory:
+    memory = SharedMemory(content.nbytes, torch.device("cpu"))
+    memory.bytes.numpy()[:] = content
+    return memory
 
 
-def _shown(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+def _handle(memory: SharedMemory | Handle | np.ndarray) -> Handle:
+    assert not isinstance(memory, np.ndarray)
+    return memory.handle() if isinstance(memory, SharedMemory) else memory

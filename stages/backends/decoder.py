@@ -57,6 +57,11 @@ class Decoder:
     rope: Llama3Rope | None = None
 
     @staticmethod
+    def knows(config: Mapping[str, Any]) -> bool:
+        """Whether `of` takes it."""
+        return not any(_problems(config, ""))
+
+    @staticmethod
     def of(config: Mapping[str, Any], where: str) -> Decoder:
         """From the entries of a config. Raises StageError for what this backend would compute differently."""
         if problems := list(_problems(config, where)):

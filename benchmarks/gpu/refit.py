@@ -1,0 +1,307 @@
+"""How fast a training layout becomes a serving layout on the GPUs of one host, by every transport.
+
+python -m benchmarks.gpu.refit [--models 4B 8B 30B-A3B] [--timed 20] [--out FILE] [--cpu]
+
+Half of the GPUs hold a model as Megatron-core's ranks do, the other half take it as vLLM's ranks do, each in a process
+that sees its own GPU only, as under Ray. Values say which tensor and where in it they belong. Transports run in turn, a
+round of each at a time, after 5 rounds that are not counted; a round's time is that of the slowest rank, from a barrier
+to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes a second that a receiver got;
+`publish` is what the trainer does before a pull: it copies its part into memory that others open, and adds it up. Every
+destination is poisoned before the first round of a transport, and its checksum compared with the senders' after the
+last.
+
+Aims (8 H200): pull at 345 GB/s a receiver or more, 365 where runs are long; 4B TP2 PP2 -> TP4 in 5.8 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.refit_plan import QWEN3_4B, QWEN3_30B
+from benchmarks.report import report
+from ops.comm.stateless_group import StatelessGroup
+from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.plan import build
+from ops.refit.share import Publisher, digest_of
+from ops.refit.sums import Sums, digest
+from ops.refit.transports.broadcast import Broadcast
+from ops.refit.transports.packed import Packed
+from ops.refit.transports.pull import Pull
+from stages.backends.decoder import Decoder
+from stages.backends.megatron import places as megatron
+from stages.backends.megatron.names import Part, parameters
+from stages.backends.vllm import places as vllm
+
+MODELS = {
+    "4B": QWEN3_4B,
+    "8B": Decoder(
+        layers=32, hidden=4096, vocab=128256, heads=32, groups=8, head_dim=128, intermediate=14336, tied=False,
+        qkv_bias=False, qk_norm=False,
+    ),
+    "30B-A3B": QWEN3_30B,
+    "tiny": Decoder(
+        layers=4, hidden=64, vocab=300, heads=8, groups=4, head_dim=16, intermediate=128, tied=True, qkv_bias=False,
+        qk_norm=True,
+    ),
+    "tiny-moe": Decoder(
+        layers=2, hidden=64, vocab=300, heads=8, groups=4, head_dim=16, intermediate=32, tied=False, qkv_bias=False,
+        qk_norm=True, experts=8, chosen=2,
+    ),
+}  # fmt: skip
+NAMES = {"4B": "Qwen3-4B", "8B": "Llama-8B", "30B-A3B": "Qwen3-30B-A3B"}
+MAPPINGS = {  # by senders, which are as many as receivers
+    4: {
+        "TP2 PP2 -> TP4": (("4B", "8B", "tiny"), "tensor=2 stage=2", 4),
+        "TP4 -> TP4": (("4B", "8B", "tiny"), "tensor=4", 4),
+        "DP4 -> DP4": (("4B", "8B", "tiny"), "", 1),
+        "PP4 -> TP2 DP2": (("4B", "8B", "tiny"), "stage=4", 2),
+        "EP4 -> TP4": (("30B-A3B", "tiny-moe"), "expert=4", 4),
+    },
+    2: {
+        "PP2 -> TP2": (("4B", "8B", "tiny"), "stage=2", 2),
+        "TP2 -> TP2": (("4B", "8B", "tiny"), "tensor=2", 2),
+        "DP2 -> DP2": (("4B", "8B", "tiny"), "", 1),
+        "EP2 -> TP2": (("30B-A3B", "tiny-moe"), "expert=2", 2),
+    },
+    1: {"TP1 -> TP1": (("4B", "8B", "tiny", "tiny-moe"), "", 1)},
+}
+ARMS = ("pull", "p2p", "broadcast", "golden")
+WARM = 5
+DEADLINE_S = 560.0
+
+
+def parts_of(text: str, senders: int) -> list[Part]:
+    """The parts of the senders; what the text does not divide is data parallel."""
+    sizes = dict(word.split("=") for word in text.split())
+    found = [
+        Part(tensor=t, tensors=int(sizes.get("tensor", 1)), stage=s, stages=int(sizes.get("stage", 1)), expert=e,
+             experts=int(sizes.get("expert", 1)))
+        for s, e, t in product(*(range(int(sizes.get(name, 1))) for name in ("stage", "expert", "tensor")))
+    ]  # fmt: skip
+    return found * (senders // len(found))
+
+
+def encoded(place: Place, tensor: Tensor, version: int, device: torch.device) -> torch.Tensor:
+    """Values of a box, 16 bits each, that say which tensor and which element of it they are."""
+    index = torch.zeros([1] * len(place.box), dtype=torch.int64, device=device)
+    for dimension, (start, stop) in enumerate(place.box):
+        steps = int(np.prod(tensor.shape[dimension + 1 :]))
+        shape = [1] * len(place.box)
+        shape[dimension] = stop - start
+        index = index + steps * torch.arange(start, stop, device=device).view(shape)
+    salt = zlib.crc32(place.tensor.encode()) + 104729 * version
+    return ((index * 40503 + (index >> 16) * 30011 + salt) & 0x7FFF).to(torch.int16)
+
+
+class Rank:
+    """One process: a sender or a receiver of the mapping at hand."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.number, self.ranks = options.rank, options.ranks
+        self.senders = self.ranks // 2
+        self.receives = self.number >= self.senders
+        self.own = self.number - self.senders if self.receives else self.number
+        self.device = torch.device("cpu" if options.cpu else "cuda")
+        if not options.cpu:
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(0)
+        self.port, self.timed = options.port, options.timed
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{self.port}", rank=self.number, world_size=self.ranks,
+            timeout=timedelta(seconds=300),
+        )  # fmt: skip
+        self.all = self._join(1, range(self.ranks), "all")
+        self.trainers = self._join(2, range(self.senders), "trainers")
+        self.takers = self._join(3, [0, *range(self.senders, self.ranks)], "takers")
+
+    def _join(self, port: int, ranks: Any, name: str) -> StatelessGroup | None:
+        ranks = list(ranks)
+        if self.number not in ranks:
+            return None
+        rank = ranks.index(self.number)
+        return StatelessGroup.join(
+            "127.0.0.1", self.port + port, rank=rank, ranks=len(ranks), device=self.device, name=name
+        )
+
+    def mapping(self, model: str, name: str, layout: str, tensor: int) -> list[dict[str, Any]]:
+        """All arms of one mapping; rows on rank 0."""
+        decoder = MODELS[model]
+        parts = parts_of(layout, self.senders)
+        tensors = megatron.tensors(decoder, "bfloat16")
+        source = Layout(tensors, [megatron.places(decoder, part, 2) for part in parts])
+        served = [vllm.places(decoder, rank, tensor, 2) for rank in range(tensor)] * (self.senders // tensor)
+        destination = Layout(tensors, served)
+        if self.receives:
+            shapes = vllm.shapes(decoder, tensor)
+            held = {n: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for n, shape in shapes.items()}
+        else:
+            table = parameters(decoder, parts[self.own])
+            held = {n: torch.zeros(p.shape, dtype=torch.bfloat16, device=self.device) for n, p in table.items()}
+            for place in source.ranks[self.own]:
+                flat = held[place.buffer].view(-1).view(torch.int16)
+                sizes = [stop - start for start, stop in place.box]
+                strides = [stride // 2 for stride in place.strides]
+                torch.as_strided(flat, sizes, strides, place.offset // 2).copy_(
+                    encoded(place, tensors[place.tensor], 1, self.device)
+                )
+        flat = {n: t.view(-1).view(torch.uint8) for n, t in held.items()}
+        arms, publish = self._arms(source, destination, held, flat)
+        return self._timed(model, name, arms, publish, tensors, destination, flat, tensor)
+
+    def _arms(
+        self, source: Layout, destination: Layout, held: dict[str, torch.Tensor], flat: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, Callable[[], Any]], Callable[[], Any] | None]:
+        plan = build(source, destination)
+        made: dict[str, Callable[[], Any]] = {}
+        publish = None
+        if self.receives:
+            shares = self._gathered(None)
+            pull = Pull(destination, self.own, flat, self.device)
+            made["pull"] = lambda: pull.run(shares)
+        else:
+            publisher = Publisher(source.tensors, source.ranks[self.own], held)
+            self._gathered(publisher.publish(held))
+            publish = lambda: publisher.publish(held)  # noqa: E731
+            made["pull"] = lambda: None
+        self.offered = digest_of(self.shares)
+        packed = Packed(
+            plan, self.all, number=self.own, receives=self.receives, senders=self.senders,
+            receivers=self.ranks - self.senders, buffers=flat,
+        )  # fmt: skip
+        made["p2p"] = packed.run
+        for name, sizes in (("broadcast", {}), ("golden", {"bucket_bytes": 1, "buckets": 1})):
+            made[name] = Broadcast(
+                source, destination, number=self.own, receives=self.receives, buffers=flat, senders=self.trainers,
+                receivers=self.takers, **sizes,
+            ).run  # fmt: skip
+        return made, publish
+
+    def _gathered(self, share: Any) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, share)
+        self.shares = [each for each in found if each is not None]
+        return self.shares
+
+    def _timed(
+        self, model: str, name: str, arms: dict[str, Callable[[], Any]], publish: Any, tensors: Any,
+        destination: Layout, flat: dict[str, torch.Tensor], tensor: int,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        taken: dict[str, list[float]] = {arm: [] for arm in [*arms, "publish", "sums"]}
+        equal = {}
+        sums = Sums(tensors, destination.ranks[self.own], flat.__getitem__) if self.receives else None
+        for arm, run in arms.items():
+            if self.receives:
+                for memory in flat.values():
+                    memory.fill_(0xEE)
+            for _ in range(WARM):
+                self._once(run)
+            found: list[Any] = [None] * self.ranks
+            dist.all_gather_object(found, sums.now() if sums else None)
+            held = [each for each in found if each is not None]
+            replicas = [held[i : i + tensor] for i in range(0, len(held), tensor)]
+            equal[arm] = all(digest(tensors, replica) == self.offered for replica in replicas)
+        for _ in range(self.timed):
+            for arm, run in arms.items():
+                taken[arm].append(self._once(run))
+            taken["publish"].append(self._once(publish or (lambda: None)))
+            taken["sums"].append(self._once(sums.now if sums else (lambda: None)))
+        got = torch.tensor([sum(m.numel() for m in flat.values()) if self.receives else 0], dtype=torch.float64)
+        dist.all_reduce(got, dist.ReduceOp.MAX)
+        return [
+            {
+                "arm": arm, "model": NAMES.get(model, model), "mapping": name,
+                "wire_ms": round(float(np.median(times)) * 1e3, 2),
+                "p95_ms": round(float(np.percentile(times, 95)) * 1e3, 2),
+                "gb_per_s_receiver": round(got.item() / float(np.median(times)) / 1e9, 1),
+                "gb_receiver": round(got.item() / 1e9, 2), "bytes_equal": equal.get(arm, ""),
+            }
+            for arm, times in taken.items()
+        ]  # fmt: skip
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        """Seconds of the slowest rank."""
+        self._done()
+        dist.barrier()
+        begun = time.perf_counter()
+        run()
+        self._done()
+        took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return took.item()
+
+    def _done(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def rank(options: argparse.Namespace) -> None:
+    """A process of the benchmark."""
+    own, rows = Rank(options), []
+    for name, (models, layout, tensor) in MAPPINGS[own.senders].items():
+        for model in models:
+            if model in options.models:
+                rows += own.mapping(model, name, layout, tensor)
+                if own.number == 0:
+                    print(f"{model} {name}: " + ", ".join(f"{r['arm']} {r['wire_ms']}" for r in rows[-6:]), flush=True)
+                    Path(options.rows).write_text(json.dumps(rows))
+                if own.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["4B", "8B", "30B-A3B"])
+    parser.add_argument("--timed", type=int, default=20, help="rounds that count")
+    parser.add_argument("--ranks", type=int, default=0, help="processes; all GPUs by default")
+    parser.add_argument("--cpu", action="store_true", help="tiny models over gloo, to try the script")
+    parser.add_argument("--out", help="write JSON here")
+    for hidden in ("--rank", "--port"):
+        parser.add_argument(hidden, type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank >= 0:
+        rank(options)
+        return
+    if options.cpu:
+        options.models, options.timed, options.ranks = ["tiny", "tiny-moe"], 3, options.ranks or 4
+    ranks = options.ranks or torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        command = [
+            sys.executable, "-m", "benchmarks.gpu.refit", "--models", *options.models, "--timed", str(options.timed),
+            "--ranks", str(ranks), "--port", "29710", "--rows", str(rows), *(["--cpu"] if options.cpu else []),
+        ]  # fmt: skip
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
+        processes = [
+            subprocess.Popen(
+                [*command, "--rank", str(i)],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible[i] if i < len(visible) else ""},
+            )
+            for i in range(ranks)
+        ]
+        until_s = time.monotonic() + DEADLINE_S
+        codes = [process.wait(max(1.0, until_s - time.monotonic())) for process in processes]
+        notes = f"{ranks // 2} GPUs to {ranks // 2}, {options.timed} rounds; exit codes {codes}."
+        columns = ["arm", "model", "mapping", "wire_ms", "p95_ms", "gb_per_s_receiver", "gb_receiver", "bytes_equal"]
+        report("gpu.refit", json.loads(rows.read_text()), columns, notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Groups of processes that exchange tensors."""

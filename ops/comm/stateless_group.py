@@ -1,0 +1,177 @@
+"""A group of processes that send tensors to each other, whatever other groups they are in.
+
+    with StatelessGroup.join("10.0.0.1", 29500, rank=0, ranks=8, device=torch.device("cuda", 0)) as group:
+        with group.together():
+            group.send(tensor, peer=3)
+
+Rank 0 serves a key-value store where the ranks meet. On GPUs it is a NCCL communicator of its own (nccl4py), on the CPU
+torch's gloo; neither is, nor needs, a default process group, so a trainer and a sampler can share one though each is in
+others. Streams are given: a call is done in the order of the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+DEADLINE_S = 300.0
+CHECKED = "first broadcast"
+
+
+class GroupError(RuntimeError):
+    """A group that did not come together, or does not carry what it is given."""
+
+
+class Wire(Protocol):
+    """What carries the bytes of a group."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None: ...
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def together(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class StatelessGroup:
+    """One rank's view. `send` and `recv` of one `together` wait for each other only at its end, so that no order of
+    them locks up; every rank issues the `together`s that it has a part in in the same order."""
+
+    def __init__(self, wire: Wire, store: dist.Store, rank: int, ranks: int, device: torch.device) -> None:
+        self.wire, self.store, self.rank, self.ranks, self.device = wire, store, rank, ranks, device
+
+    @classmethod
+    def join(
+        cls, host: str, port: int, *, rank: int, ranks: int, device: torch.device, name: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> StatelessGroup:  # fmt: skip
+        """Meet the others, which all call it. `name` tells groups apart that meet at one store.
+
+        Raises GroupError where they do not come in time, or the group does not carry what it is given.
+        """
+        deadline = timedelta(seconds=deadline_s)
+        try:
+            store = dist.TCPStore(host, port, ranks, rank == 0, deadline, wait_for_workers=False)
+            own = dist.PrefixStore(f"group {name}", store)
+            wire = _Nccl(own, rank, ranks) if device.type == "cuda" else _Gloo(own, rank, ranks, deadline)
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank} did not meet the other {ranks - 1} at {host}:{port}: {error}") from error
+        group = cls(wire, own, rank, ranks, device)
+        group.check()
+        return group
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Send a contiguous tensor."""
+        self.wire.send(tensor, peer)
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        """Receive into a contiguous tensor."""
+        self.wire.recv(tensor, peer)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """From one rank to all; every rank calls it."""
+        self.wire.broadcast(tensor, root)
+
+    def together(self) -> Any:
+        """A context in which sends and receives are issued as one."""
+        return self.wire.together()
+
+    def check(self) -> None:
+        """Rank 0 broadcasts a number that it chose, which all must have then. Raises GroupError naming rank and key."""
+        if self.rank == 0:
+            self.store.set(CHECKED, str(torch.seed() % 2**53))
+        wanted = int(self.store.get(CHECKED))
+        value = torch.full((2,), wanted if self.rank == 0 else -1, dtype=torch.int64, device=self.device)
+        self.broadcast(value, 0)
+        if value.tolist() != [wanted, wanted]:
+            raise GroupError(
+                f"rank {self.rank} of {self.ranks}: the first broadcast brought {value.tolist()}, and the store has "
+                f"{wanted} under {CHECKED!r}; weights would go the same way"
+            )
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.wire.close()
+
+    def __enter__(self) -> StatelessGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Gloo:
+    """torch's gloo, without a default group. Sends and receives of one `together` run beside each other."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, deadline: timedelta) -> None:
+        self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, deadline)
+        self._open: list[Any] | None = None
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._follow(self._group.send([tensor], peer, 0))
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        self._follow(self._group.recv([tensor], peer, 0))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._group.broadcast([tensor], options).wait()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._open = []
+        try:
+            yield
+            for work in self._open:
+                work.wait()
+        finally:
+            self._open = None
+
+    def close(self) -> None:
+        self._group = None
+
+    def _follow(self, work: Any) -> None:
+        if self._open is None:
+            work.wait()
+        else:
+            self._open.append(work)
+
+
+class _Nccl:
+    """A communicator of nccl4py."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+        import nccl.core as nccl
+
+        if rank == 0:
+            store.set("id", nccl.get_unique_id().as_bytes)
+        self._nccl = nccl
+        self._communicator = nccl.Communicator.init(ranks, rank, nccl.UniqueId.from_bytes(bytes(store.get("id"))))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._communicator.send(tensor, peer, stream=_stream())
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        self._communicator.recv(tensor, peer, stream=_stream())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._communicator.broadcast(tensor, tensor, root, stream=_stream())
+
+    def together(self) -> Any:
+        return self._nccl.group()
+
+    def close(self) -> None:
+        self._communicator.destroy()
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)

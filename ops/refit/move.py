@@ -1,0 +1,85 @@
+"""Carry copies of a plan out between buffers of this process: straight into place, into a packed buffer, or out of one.
+
+    moves = Moves(plan.copies(3), lambda copy: trainer[copy.source][copy.source_buffer], lambda copy: ...)
+    moves.run()                                    # again for every version: nothing is looked up or allocated
+
+On a GPU one kernel goes through a table of descriptors, so that neither the number of copies nor the length of their
+runs matters; on the CPU every copy is one strided copy. Buffers are flat bytes. Knows memory; it does not know whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ops.refit.plan import Copy
+from ops.refit.tiles import WORDS, in_turns, tiles, word_bytes
+
+Buffer = Callable[[Copy], torch.Tensor]
+
+
+class Moves:
+    """Copies with the buffers that they go between: flat uint8 tensors, all of one device.
+
+    `turn` is where in the senders' order a receiver begins: receivers that begin at different places do not crowd one
+    sender. Raises ValueError where a copy reaches beyond a buffer.
+    """
+
+    def __init__(self, copies: Sequence[Copy], source: Buffer, destination: Buffer, *, turn: int = 0) -> None:
+        self.size = sum(copy.size for copy in copies)  # bytes
+        self._copies = [(copy, source(copy), destination(copy)) for copy in copies]
+        for copy, here, there in self._copies:
+            name = f"source buffer {copy.source_buffer!r} of rank {copy.source}"
+            _check(name, here, copy.source_offset + (copy.rows - 1) * copy.source_stride + copy.run)
+            name = f"destination buffer {copy.destination_buffer!r}"
+            _check(name, there, copy.destination_offset + (copy.rows - 1) * copy.destination_stride + copy.run)
+        self._tables = self._described(turn) if any(there.is_cuda for _, _, there in self._copies) else []
+
+    def run(self) -> None:
+        """Move the bytes; on a GPU, in order on its current stream."""
+        if self._tables:
+            from ops.refit.kernel import move
+
+            for word, table in self._tables:
+                move(table, word)
+            return
+        for copy, here, there in self._copies:
+            rows = _rows(here, copy.source_offset, copy.source_stride, copy)
+            _rows(there, copy.destination_offset, copy.destination_stride, copy).copy_(rows)
+
+    def _described(self, turn: int) -> list[tuple[int, torch.Tensor]]:
+        """By bytes of a word: addresses there and here, rows, and words of a run and of the steps there and here."""
+        made = tiles(
+            np.array(
+                [
+                    (
+                        copy.source, there.data_ptr() + copy.destination_offset, here.data_ptr() + copy.source_offset,
+                        copy.rows, copy.run, copy.destination_stride, copy.source_stride,
+                    )
+                    for copy, here, there in self._copies
+                ],
+                np.int64,
+            )
+        )  # fmt: skip
+        made = made[in_turns(made[:, 0], made[:, 3] * made[:, 4], turn)]
+        words = word_bytes(made)
+        device = self._copies[0][2].device
+        found = []
+        for word in WORDS:
+            if (own := words == word).any():
+                table = made[own, 1:] // np.array([1, 1, 1, word, word, word])
+                found.append((word, torch.from_numpy(table).to(device)))
+        return found
+
+
+def _rows(buffer: torch.Tensor, offset: int, stride: int, copy: Copy) -> torch.Tensor:
+    return torch.as_strided(buffer, (copy.rows, copy.run), (stride, 1), buffer.storage_offset() + offset)
+
+
+def _check(name: str, buffer: torch.Tensor, end: int) -> None:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(f"{name} is {buffer.dtype} {list(buffer.shape)}; it has to be flat bytes")
+    if end > len(buffer):
+        raise ValueError(f"{name} has {len(buffer)} bytes; a copy reaches byte {end}")

@@ -1,0 +1,103 @@
+"""What a trainer's rank offers of its weights: its part of a version, where it lies, and the checksums of it.
+
+    publisher = Publisher(tensors, places, parameters)     # on each rank, once
+    share = publisher.publish(parameters)                  # for each version; all ranks' shares are a model
+
+The part is copied into memory that readers open, so that training goes on while they read, and whoever begins to serve
+later still finds this version. It stays until the next one is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import msgspec
+import numpy as np
+import torch
+
+from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.memory import Handle, SharedMemory
+from ops.refit.sums import Held, Sum, Sums, digest
+
+ALIGNED = 256  # bytes; every parameter begins at a multiple
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """A rank's part of a version. `memory` is open to processes of its machine; on another one it is the bytes."""
+
+    layout: bytes  # tensors of the model, and places of this rank in the memory
+    sums: bytes  # of each place
+    memory: SharedMemory | Handle | np.ndarray
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the whole model."""
+        tensors, _ = _decoded(self.layout)
+        return sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors.values())
+
+    def held(self) -> dict[Held, Sum]:
+        """The checksum of each box."""
+        _, places = _decoded(self.layout)
+        sums = np.frombuffer(self.sums, np.int64).reshape(-1, 2).tolist()
+        return {(place.tensor, place.box): tuple(own) for place, own in zip(places, sums)}
+
+
+class Publisher:
+    """Copies a rank's parameters and says where they are. Dtypes are those of the model's tensors, whatever the
+    parameters have."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], places: Sequence[Place], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        dtypes = {place.buffer: getattr(torch, tensors[place.tensor].dtype) for place in places}
+        starts, size = {}, 0
+        for name, dtype in dtypes.items():
+            starts[name] = size
+            size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
+        device = next(parameters[name].device for name in dtypes)
+        self._memory = SharedMemory(size, device)
+        self._copies = {
+            name: self._memory.bytes[start : start + parameters[name].numel() * dtypes[name].itemsize]
+            .view(dtypes[name])
+            .view(parameters[name].shape)
+            for name, start in starts.items()
+        }
+        placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
+        self._sums = Sums(tensors, placed, lambda _: self._memory.bytes)
+        self._layout = msgspec.msgpack.encode((tensors, placed))
+
+    @torch.no_grad()
+    def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
+        """The share of what the parameters are now; with `near` for readers on this machine."""
+        torch._foreach_copy_(list(self._copies.values()), [parameters[name].detach() for name in self._copies])
+        sums = np.array(list(self._sums.now().values()), np.int64)  # waits for the copies
+        memory = self._memory if near else self._memory.bytes.cpu().numpy()
+        return Share(self._layout, sums.tobytes(), memory)
+
+
+def layout_of(shares: Sequence[Share]) -> Layout:
+    """Where all ranks hold the model."""
+    return _layout(tuple(share.layout for share in shares))
+
+
+def digest_of(shares: Sequence[Share]) -> str:
+    """The hash of the version, which does not depend on how it was divided.
+
+    Raises ValueError, naming the tensor, where ranks disagree or do not have all of it.
+    """
+    return digest(layout_of(shares).tensors, [share.held() for share in shares])
+
+
+@lru_cache(maxsize=2)
+def _layout(layouts: tuple[bytes, ...]) -> Layout:
+    decoded = [_decoded(each) for each in layouts]
+    return Layout(decoded[0][0], [places for _, places in decoded])
+
+
+@lru_cache(maxsize=1024)
+def _decoded(layout: bytes) -> tuple[dict[str, Tensor], list[Place]]:
+    return msgspec.msgpack.decode(layout, type=tuple[dict[str, Tensor], list[Place]])

@@ -1,0 +1,107 @@
+"""Checksums of a model's tensors that do not depend on how ranks divide them: 128 bits each, by position.
+
+    held = Sums(layout.tensors, layout.ranks[2], buffers).now()    # on each rank, of each box that it has
+    digest(layout.tensors, [held, ...])                            # of all ranks: the same for every layout
+
+A tensor's bytes, in the order of its canonical coordinates, are 8-byte words; a word counts times an odd number that
+its position gives (ops/checksum.py, whose mixing this is), and sums are modulo 2^64. So the sums of disjoint boxes add
+up to that of the tensor, even where a box begins within a word. It detects faults, not forgery.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ops.checksum import SEEDS, mixed_words, signed
+from ops.refit.layout import Box, Place, Tensor, dense, size, whole
+from ops.refit.plan import runs
+from ops.refit.tiles import WORDS, tiles, word_bytes
+
+Held = tuple[str, Box]
+Sum = tuple[int, int]
+
+
+class Sums:
+    """Of what lies in some places. Each `buffer` is flat bytes, all of them on one device."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], places: Sequence[Place], buffer: Callable[[str], torch.Tensor]
+    ) -> None:
+        self._held = [(place.tensor, place.box) for place in places]
+        self._kept = [buffer(place.buffer) for place in places]  # so that the addresses stay theirs
+        self._device = self._kept[0].device if places else torch.device("cpu")
+        made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
+        salts = np.array([_salt(place.tensor) for place in places], np.int64)
+        words = word_bytes(made)
+        self._tables: list[tuple[int, np.ndarray]] = []
+        for word in WORDS:
+            if (own := words == word).any():
+                table = np.insert(made[own], 1, salts[made[own, 0]], 1)
+                self._tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
+        if self._device.type == "cuda":
+            self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in self._tables]
+
+    def now(self) -> dict[Held, Sum]:
+        """Of the bytes that lie there now."""
+        sums = torch.zeros((len(self._held), 2), dtype=torch.int64, device=self._device)
+        if self._device.type == "cuda":
+            from ops.refit.kernel import add
+
+            for word, on_device in self._on_device:
+                add(on_device, word, sums, (signed(SEEDS[0]), signed(SEEDS[1])))
+        else:
+            for word, table in self._tables:
+                _add(table, word, sums)
+        return dict(zip(self._held, map(tuple, sums.tolist())))
+
+    def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
+        """Place, first byte in the tensor, address, rows, bytes of a run, of the step in the tensor, and here."""
+        for slot, (place, memory) in enumerate(zip(places, self._kept)):
+            tensor = tensors[place.tensor]
+            canonical = dense(place.tensor, whole(tensor.shape), tensor.item_bytes, "")
+            for here, there, run, rows, step, canonical_step in runs(place.box, tensor.item_bytes, place, canonical):
+                yield slot, there, memory.data_ptr() + here, rows, run, canonical_step, step
+
+
+def _salt(name: str) -> int:
+    return signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+def _add(table: np.ndarray, word: int, sums: torch.Tensor) -> None:
+    """What the kernel does, on the CPU."""
+    for slot, salt, start, address, rows, run, step, here_step in table.tolist():
+        raw = (ctypes.c_char * (((rows - 1) * here_step + run) * word)).from_address(address)
+        memory = np.frombuffer(raw, f"u{word}")
+        here = np.lib.stride_tricks.as_strided(memory, (rows, run), (here_step * word, word))
+        byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
+        values = torch.from_numpy((here.astype(np.uint64) << (byte % 8 * 8).astype(np.uint64)).view(np.int64))
+        positions = torch.from_numpy(byte // 8) + salt
+        for i, seed in enumerate(SEEDS):
+            sums[slot, i] += (values * (mixed_words(positions + signed(seed)) | 1)).sum()
+
+
+def digest(tensors: Mapping[str, Tensor], ranks: Iterable[Mapping[Held, Sum]]) -> str:
+    """sha256 over the checksums of all tensors, put together from what ranks hold.
+
+    Raises ValueError, naming the tensor, where ranks that hold the same box have different bytes, or boxes are missing.
+    """
+    found: dict[Held, Sum] = {}
+    for rank in ranks:
+        for held, own in rank.items():
+            if found.setdefault(held, own) != own:
+                raise ValueError(f"ranks that hold {list(held[1])} of {held[0]!r} have different bytes there")
+    totals, sizes = {name: [0, 0] for name in tensors}, dict.fromkeys(tensors, 0)
+    for (name, box), own in found.items():
+        sizes[name] += size(box)
+        totals[name] = [(a + b) % 2**64 for a, b in zip(totals[name], own)]
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        if sizes[name] != size(whole(tensor.shape)):
+            raise ValueError(f"ranks hold {sizes[name]} elements of {name!r}, which has {size(whole(tensor.shape))}")
+        hashed.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0{totals[name]}\n".encode())
+    return hashed.hexdigest()

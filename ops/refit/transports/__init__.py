@@ -1,0 +1,1 @@
+"""Ways to carry a plan out between processes. What they have in common is the plan, and that bytes stay bytes."""

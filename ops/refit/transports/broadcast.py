@@ -1,0 +1,160 @@
+"""The common way, as a baseline: whole tensors are gathered on one rank and broadcast in buckets to all receivers.
+
+Several buckets are under way at a time, each on a stream of its own, so that gathering, sending and taking apart
+overlap (NVIDIA-NeMo/RL, pull request 1379). A receiver gets all of the model, whatever part it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from ops.comm.stateless_group import StatelessGroup
+from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
+from ops.refit.move import Moves
+from ops.refit.plan import Copy, build
+
+BUCKET_BYTES, BUCKETS = 512 << 20, 2
+ALIGNED = 256
+
+
+@dataclass
+class _Bucket:
+    """Some tensors' way through one rank: what it does before the broadcast, and after it."""
+
+    memory: torch.Tensor
+    sent: torch.Tensor | None = None  # to the root
+    received: Sequence[tuple[int, torch.Tensor]] = ()  # by the root
+    before: Sequence[Moves] = ()
+    after: Sequence[Moves] = ()
+
+
+class Broadcast:
+    """One rank, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose rank 0
+    is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
+
+    Raises ValueError for sizes that are no whole numbers above 0.
+    """
+
+    def __init__(
+        self, source: Layout, destination: Layout, *, number: int, receives: bool, buffers: Mapping[str, torch.Tensor],
+        senders: StatelessGroup | None, receivers: StatelessGroup | None, bucket_bytes: int = BUCKET_BYTES,
+        buckets: int = BUCKETS,
+    ) -> None:  # fmt: skip
+        for name, value in (("bucket_bytes", bucket_bytes), ("buckets", buckets)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it has to be a whole number above 0")
+        self._number, self._receives, self._buffers = number, receives, buffers
+        self._senders, self._receivers = senders, receivers
+        self._device = next(iter(buffers.values())).device
+        groups = list(_buckets(destination.tensors, bucket_bytes))
+        largest = max(at + tensor_bytes for group in groups for _, at, tensor_bytes in group)
+        root = not receives and number == 0
+        slots = [
+            torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
+            for _ in range(min(buckets, len(groups)))
+        ]
+        self._buckets = [
+            self._planned(source, destination, group, slots[index % len(slots)]) for index, group in enumerate(groups)
+        ]
+        on_gpu = self._device.type == "cuda"
+        self._streams = [torch.cuda.Stream(self._device) if on_gpu else None for _ in slots]
+
+    def run(self) -> None:
+        """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
+        begun = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+        for stream in self._streams:
+            if stream is not None and begun is not None:
+                stream.wait_event(begun)
+        for index, bucket in enumerate(self._buckets):
+            stream = self._streams[index % len(self._streams)]
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                self._carry(bucket)
+        for stream in self._streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def _carry(self, bucket: _Bucket) -> None:
+        if bucket.sent is not None:
+            for moves in bucket.before:
+                moves.run()
+        if self._senders is not None and (bucket.sent is not None or bucket.received):
+            with self._senders.together():
+                if bucket.sent is not None:
+                    self._senders.send(bucket.sent, 0)
+                for peer, memory in bucket.received:
+                    self._senders.recv(memory, peer)
+        if bucket.sent is None:
+            for moves in bucket.before:
+                moves.run()
+        if self._receivers is not None:
+            self._receivers.broadcast(bucket.memory, 0)
+        for moves in bucket.after:
+            moves.run()
+
+    def _planned(
+        self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]], memory: torch.Tensor
+    ) -> _Bucket:
+        tensors = {name: destination.tensors[name] for name, _, _ in group}
+        middle = Layout(tensors, [[_placed(tensors, name, at) for name, at, _ in group]])
+        used = max(at + tensor_bytes for _, at, tensor_bytes in group)
+        bucket = _Bucket(memory[:used])
+        if self._receives:
+            copies = build(middle, _of(destination, tensors)).copies(self._number)
+            bucket.after = [Moves(copies, lambda _: bucket.memory, lambda copy: self._buffers[copy.destination_buffer])]
+            return bucket
+        by_sender: dict[int, list[Copy]] = {}
+        for copy in build(_of(source, tensors), middle).copies(0):
+            by_sender.setdefault(copy.source, []).append(copy)
+        own = by_sender.pop(self._number, []) if self._number == 0 else by_sender.get(self._number, [])
+        if self._number > 0:
+            if own:
+                packed, bucket.sent = self._packed(own)
+                bucket.before = [Moves(packed, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.sent)]
+            return bucket
+        received, moves = [], [Moves(own, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.memory)]
+        for peer, copies in sorted(by_sender.items()):
+            packed, message = self._packed(copies)
+            received.append((peer, message))
+            unpacked = [
+                replace(copy, source_offset=was.destination_offset, source_stride=copy.run)
+                for copy, was in zip(copies, packed)
+            ]
+            moves.append(Moves(unpacked, lambda _, message=message: message, lambda _: bucket.memory))
+        bucket.received, bucket.before = received, moves
+        return bucket
+
+    def _packed(self, copies: Iterable[Copy]) -> tuple[list[Copy], torch.Tensor]:
+        """The copies into a message, one behind the other."""
+        made, at = [], 0
+        for copy in copies:
+            made.append(replace(copy, destination_offset=at, destination_stride=copy.run))
+            at += copy.size
+        return made, torch.empty(at, dtype=torch.uint8, device=self._device)
+
+
+def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[str, int, int]]]:
+    """Tensors with their place in a bucket and their bytes; one that is larger is alone."""
+    made: list[tuple[str, int, int]] = []
+    at = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = tensor.item_bytes * size(whole(tensor.shape))
+        if made and at + tensor_bytes > limit:
+            yield made
+            made, at = [], 0
+        made.append((name, at, tensor_bytes))
+        at += -(-tensor_bytes // ALIGNED) * ALIGNED
+    if made:
+        yield made
+
+
+def _placed(tensors: Mapping[str, Tensor], name: str, at: int) -> Place:
+    return dense(name, whole(tensors[name].shape), tensors[name].item_bytes, "", at)
+
+
+def _of(layout: Layout, tensors: Mapping[str, Tensor]) -> Layout:
+    """The same layout of some of its tensors."""
+    return Layout(tensors, [[place for place in places if place.tensor in tensors] for places in layout.ranks])

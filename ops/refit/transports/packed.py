@@ -1,0 +1,133 @@
+"""Every pair exchanges few long messages: the sender packs what a receiver lacks, and the receiver unpacks it.
+
+Between machines by NCCL ("p2p"), on the CPU by gloo ("gloo"). Both sides run it together. Several slots are in use at a
+time, so that packing, sending and unpacking overlap; all memory is there before the first version travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from ops.comm.stateless_group import StatelessGroup
+from ops.refit.move import Moves
+from ops.refit.plan import Copy, Plan
+
+SLOT_BYTES, SLOTS = 96 << 20, 3
+ALIGNED = 16  # bytes; every copy begins at a multiple
+
+Peers = Callable[[int], int]
+
+
+class Packed:
+    """One rank, as the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
+
+    `buffers` are its own, flat bytes. A message is at most `slot_bytes`, or one copy; `slots` of them a peer are in
+    memory.
+    """
+
+    def __init__(
+        self, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
+        buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+    ) -> None:  # fmt: skip
+        self._group, self._receives = group, receives
+        device = next(iter(buffers.values())).device
+        pairs = _pairs(plan, number, receives, receivers)
+        share = slot_bytes // max(1, len(pairs))
+        rounds = {peer: _messages(copies, share) for peer, copies in pairs.items()}
+        self.rounds = max((len(messages) for messages in rounds.values()), default=0)
+        self._slots: list[dict[int, torch.Tensor]] = [
+            {
+                peer: torch.empty(max(_end(m) for m in messages), dtype=torch.uint8, device=device)
+                for peer, messages in rounds.items()
+            }
+            for _ in range(min(slots, self.rounds))
+        ]
+        self._rounds: list[list[tuple[int, torch.Tensor, Moves]]] = []
+        for index in range(self.rounds):
+            memory = self._slots[index % slots]
+            self._rounds.append([])
+            for peer, messages in sorted(rounds.items()):
+                if index < len(messages):
+                    message = messages[index]
+                    in_group = peer if receives else senders + peer
+                    moves = _moves(message, memory[peer], buffers, receives)
+                    self._rounds[-1].append((in_group, memory[peer][: _end(message)], moves))
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+
+    def run(self) -> None:
+        """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
+        first, second = self._streams or (None, None)
+        moves, wire = (second, first) if self._receives else (first, second)
+        begun = torch.cuda.current_stream().record_event() if self._streams else None
+        for stream in self._streams:
+            stream.wait_event(begun)
+        free: list[torch.cuda.Event | None] = [None] * len(self._slots)
+        for index, messages in enumerate(self._rounds):
+            slot = index % max(1, len(self._slots))
+            steps = [(moves, self._move), (wire, self._carry)]
+            for stream, step in reversed(steps) if self._receives else steps:
+                with _on(stream):
+                    if stream is not None and free[slot] is not None:
+                        stream.wait_event(free[slot])
+                    step(messages)
+                    if stream is not None:
+                        free[slot] = stream.record_event()
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _move(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
+        for _, _, moves in messages:
+            moves.run()
+
+    def _carry(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
+        with self._group.together():
+            for peer, memory, _ in messages:
+                (self._group.recv if self._receives else self._group.send)(memory, peer)
+
+
+def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
+    """What this rank gives or gets, by peer; in the same order on both sides."""
+    found: dict[int, list[Copy]] = {}
+    for receiver in [number] if receives else range(receivers):
+        for copy in plan.copies(receiver):
+            if receives or copy.source == number:
+                found.setdefault(copy.source if receives else receiver, []).append(copy)
+    return found
+
+
+def _messages(copies: Sequence[Copy], limit: int) -> list[list[tuple[int, Copy]]]:
+    """Copies in messages of at most `limit` bytes, each with its place in the message."""
+    made: list[list[tuple[int, Copy]]] = []
+    at = limit
+    for copy in copies:
+        if at + copy.size > limit:
+            made.append([])
+            at = 0
+        made[-1].append((at, copy))
+        at += -(-copy.size // ALIGNED) * ALIGNED
+    return made
+
+
+def _end(message: Sequence[tuple[int, Copy]]) -> int:
+    at, copy = message[-1]
+    return at + copy.size
+
+
+def _moves(
+    message: Sequence[tuple[int, Copy]], memory: torch.Tensor, buffers: Mapping[str, torch.Tensor], receives: bool
+) -> Moves:
+    if receives:
+        copies = [replace(copy, source_buffer="", source_offset=at, source_stride=copy.run) for at, copy in message]
+        return Moves(copies, lambda _: memory, lambda copy: buffers[copy.destination_buffer])
+    copies = [
+        replace(copy, destination_buffer="", destination_offset=at, destination_stride=copy.run) for at, copy in message
+    ]
+    return Moves(copies, lambda copy: buffers[copy.source_buffer], lambda _: memory)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()

@@ -1,0 +1,98 @@
+"""The receiving end of a refit: what a sampler's rank does with the shares of all trainer ranks, and how it is checked.
+
+receiver = Receiver(tensors, places_of_all_ranks, rank, parameters)
+sums = receiver.receive(shares)                    # in place
+sha256 = acknowledged(shares, [sums, ...])         # of the ranks that hold one copy together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.share import Share, digest_of, layout_of
+from ops.refit.sums import Held, Sum, Sums, digest
+from ops.refit.transports.pull import Pull
+from pipeline import StageError
+from pipeline.errors import Problem
+
+
+class Receiver:
+    """One rank of those that all copies of the model are on. `ranks` are their places, `held` this one's tensors by the
+    buffers of its places: contiguous, and where they are for good."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        ranks: Sequence[Sequence[Place]],
+        rank: int,
+        held: Mapping[str, torch.Tensor],
+    ) -> None:
+        buffers = {name: tensor.detach().view(-1).view(torch.uint8) for name, tensor in held.items()}
+        device = next(iter(held.values())).device
+        self._tensors = tensors
+        self._pull = Pull(Layout(tensors, ranks), rank, buffers, device)
+        self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
+
+    def receive(self, shares: Sequence[Share]) -> dict[Held, Sum]:
+        """Write this rank's part of the version, and add up what is there then.
+
+        Raises StageError, before a byte is written, where the model that is offered is another one.
+        """
+        check_same(self._tensors, layout_of(shares).tensors)
+        self._pull.run(shares)
+        return self._sums.now()
+
+
+def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise StageError naming the first tensor that differs."""
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
+            raise StageError(
+                Problem(
+                    where=f"weight {name!r}",
+                    what=f"this model has {_shown(wanted.get(name))} and is given {_shown(given.get(name))}",
+                    why="weights are loaded only into the same architecture and dtype",
+                    fix="the same Model on both sides, on the same kind of device",
+                )
+            )
+
+
+def told(held: Mapping[Held, Sum]) -> bytes:
+    """Checksums as bytes, for `sums_of` in another process."""
+    return msgspec.msgpack.encode((list(held), np.array(list(held.values()), np.int64).tobytes()))
+
+
+def sums_of(encoded: bytes) -> dict[Held, Sum]:
+    """What was `told`."""
+    boxes, raw = msgspec.msgpack.decode(encoded, type=tuple[list[Held], bytes])
+    return dict(zip(boxes, map(tuple, np.frombuffer(raw, np.int64).reshape(-1, 2).tolist())))
+
+
+def acknowledged(shares: Sequence[Share], ranks: Iterable[Mapping[Held, Sum]]) -> str:
+    """The hash of what the ranks of one copy hold. Raises StageError where it is not what was offered."""
+    tensors, offered = layout_of(shares).tensors, digest_of(shares)
+    try:
+        found = digest(tensors, ranks)
+    except ValueError as error:
+        raise StageError(_broken(str(error))) from error
+    if found != offered:
+        raise StageError(_broken(f"offered were weights with sha256 {offered[:12]}, served are {found[:12]}"))
+    return found
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _broken(what: str) -> Problem:
+    return Problem(
+        where="refit",
+        what=what,
+        why="rollout must sample from exactly the weights that were trained",
+        fix="resume from the last checkpoint; if it comes again, the transfer is broken",
+    )

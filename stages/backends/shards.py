@@ -1,0 +1,56 @@
+"""The weights of a Hugging Face folder, read box by box, without loading the rest. Knows safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from pipeline.errors import Problem, StageError
+
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Shards:
+    """The tensors of a folder, read box by box."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            self.files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        elif (folder / _SINGLE).is_file():
+            with safe_open(folder / _SINGLE, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise StageError(
+                Problem(
+                    where=str(folder),
+                    what=f"it has neither {_SINGLE} nor {INDEX}",
+                    why="ranks read their parts of safetensors files",
+                    fix="save the model with save_pretrained, which writes safetensors",
+                )
+            )
+        self._open: dict[str, Any] = {}
+
+    def box(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor. Raises StageError where the folder has no such tensor, or another shape."""
+        found = None
+        if name in self.files:
+            file = self.files[name]
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, "pt")
+            found = self._open[file].get_slice(name)
+        if found is None or tuple(found.get_shape()) != shape:
+            held = "no such tensor" if found is None else f"one of shape {found.get_shape()}"
+            raise StageError(
+                Problem(
+                    where=f"{self.folder}: tensor {name!r}",
+                    what=f"the folder has {held}",
+                    why=f"by its config.json the model has one of shape {list(shape)}",
+                    fix="a folder whose weights are those of its config",
+                )
+            )
+        return found[box]

@@ -1,0 +1,139 @@
+"""A rank's parameters inside vLLM as a refit writes them: in place, or through what vLLM makes of them.
+
+Most lie where the table of places says, and are written there. On the CPU vLLM computes with packed matrices: there a
+version is received beside them, and packed anew. Tensors without a rule are received whole and go through vLLM's own
+loader. Knows modules and memory; it does not know who sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ops.refit.layout import Place, Tensor, dense, whole
+from stages.backends.decoder import Decoder
+from stages.backends.experts import single
+from stages.backends.shards import Shards
+from stages.backends.vllm import places as table
+
+
+class Storage:
+    """Of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, that the table does not hold for; without a
+    decoder there is no table, and all that is `offered` goes through the loader."""
+
+    def __init__(
+        self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
+        offered: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._network, self._device, self._dtype = network, device, dtype
+        self._decoder, self._ranks, self._by_loader = decoder, ranks, by_loader
+        kind = str(dtype).removeprefix("torch.")
+        self.tensors = dict(offered) if decoder is None else table.tensors(decoder, kind)
+        ruled = {place.tensor for place in self._ruled(0)}
+        self.loaded = [name for name in self.tensors if name not in ruled]
+        self.held = self._parameters() if decoder is not None else {}
+        for name in self.loaded:
+            self.held[_whole(name)] = torch.empty(self.tensors[name].shape, dtype=dtype, device=device)
+
+    def places(self, rank: int) -> list[Place]:
+        """Where a rank has what, in `held`."""
+        shapes = {name: self.tensors[name].shape for name in self.loaded}
+        beside = [dense(name, whole(shape), self._dtype.itemsize, _whole(name)) for name, shape in shapes.items()]
+        return self._ruled(rank) + beside
+
+    @torch.no_grad()
+    def finish(self, reload_weights: Callable[..., Any]) -> None:
+        """All of it is there: have vLLM make of it what it computes with."""
+        if self.loaded:
+            reload_weights(weights_iterator=self._singles())
+        if self._device.type == "cpu" and self._decoder is not None:
+            self._pack()
+
+    def _ruled(self, rank: int) -> list[Place]:
+        if self._decoder is None:
+            return []
+        places = table.places(self._decoder, rank, self._ranks, self._dtype.itemsize)
+        return [place for place in places if place.buffer not in self._by_loader]
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters by vLLM's names: its own memory, or on the CPU memory beside it."""
+        assert self._decoder is not None
+        shapes = {n: s for n, s in table.shapes(self._decoder, self._ranks).items() if n not in self._by_loader}
+        if self._device.type == "cpu":
+            return {name: torch.zeros(shape, dtype=self._dtype) for name, shape in shapes.items()}
+        live = dict(self._network.named_parameters())
+        return {name: live[name].data for name in shapes}
+
+    def _pack(self) -> None:
+        """Give every module what was received as its parameters, and have it packed."""
+        known = {id(parameter): name for name, parameter in self._network.named_parameters()}
+        fresh = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in self.held.items()}
+        for prefix, module in self._network.named_modules():
+            for own, parameter in list(module._parameters.items()):
+                name = f"{prefix}.{own}" if f"{prefix}.{own}" in fresh else known.get(id(parameter), "")  # tied
+                if name in fresh:
+                    module._parameters[own] = fresh[name]
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(module)
+                if kernel := getattr(method, "moe_kernel", None):  # vLLM packs experts the first time only
+                    kernel.fused_experts.process_weights_after_loading(module)
+
+    def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self.loaded:
+            yield from single(name, self.held[_whole(name)])
+
+
+def differing(
+    network: nn.Module, decoder: Decoder, rank: int, ranks: int, dtype: torch.dtype, folder: Path
+) -> list[str]:
+    """Parameters, by vLLM's names, for which the table does not hold: those that have another shape, or other numbers
+    than the folder has, in the first, the middle and the last row of a place.
+
+    To be asked before the first refit, when vLLM's own loader has put there what the folder has.
+    """
+    live, shards = dict(network.named_parameters()), Shards(folder)
+    shapes, tensors = table.shapes(decoder, ranks), table.tensors(decoder, str(dtype).removeprefix("torch."))
+    found = {
+        name
+        for name, shape in shapes.items()
+        if name not in live
+        or not live[name].is_contiguous()
+        or (tuple(live[name].shape), live[name].dtype) != (shape, dtype)
+    }
+    for place in table.places(decoder, rank, ranks, dtype.itemsize):
+        if place.buffer not in found and not _same(place, tensors[place.tensor], live[place.buffer].data, shards):
+            found.add(place.buffer)
+    return sorted(found)
+
+
+def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards) -> bool:
+    sizes = [stop - start for start, stop in place.box]
+    strides = [stride // tensor.item_bytes for stride in place.strides]
+    here = torch.as_strided(parameter.view(-1), sizes, strides, place.offset // tensor.item_bytes)
+    if "experts.*." in place.tensor:
+        rows = [(e, i) for e in _ends(sizes[0]) for i in _ends(sizes[1])]
+    else:
+        rows = [(i,) for i in _ends(sizes[0])]
+    for row in rows:
+        box = [slice(start + i, start + i + 1) for (start, _), i in zip(place.box, row)]
+        box += [slice(*edges) for edges in place.box[len(row) :]]
+        name, shape = place.tensor, tensor.shape
+        if "experts.*." in name:
+            name, shape, box = name.replace("*", str(box[0].start)), shape[1:], box[1:]
+        there = shards.box(name, shape, tuple(box)).flatten().to(parameter.dtype)
+        if not torch.equal(here[row].flatten().cpu(), there):
+            return False
+    return True
+
+
+def _ends(size: int) -> list[int]:
+    return sorted({0, size // 2, size - 1})
+
+
+def _whole(name: str) -> str:
+    return f"whole {name}"

@@ -1,0 +1,94 @@
+"""Random layouts of random tensors, and memory laid out so."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ops.refit.layout import Box, Layout, Place, Tensor, dense
+
+POISON = 0xEE
+
+
+def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes that a tensor falls into where each dimension is cut at these places."""
+    boxes: list[Box] = [()]
+    for extent, at in zip(shape, cuts):
+        edges = [0, *sorted({place for place in at if 0 < place < extent}), extent]
+        boxes = [(*box, pair) for box in boxes for pair in pairwise(edges)]
+    return boxes
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    """Two layouts of the same tensors: each cut in its own way, with replicas, padding and strides."""
+    tensors = {
+        f"t{i}": Tensor(tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))), draw(st.sampled_from(TYPES)))
+        for i in range(draw(st.integers(1, 3)))
+    }
+    return draw(layouts(tensors)), draw(layouts(tensors))
+
+
+TYPES = ["bfloat16", "float32", "uint8"]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> Layout:
+    ranks: list[list[Place]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    for name, tensor in tensors.items():
+        cuts = [draw(st.lists(st.integers(0, extent), max_size=2)) for extent in tensor.shape]
+        for number, box in enumerate(grid(tensor.shape, cuts)):
+            for rank in draw(st.lists(st.integers(0, len(ranks) - 1), min_size=1, max_size=3, unique=True)):
+                place = dense(name, box, tensor.item_bytes, f"{name}.{number}", draw(st.integers(0, 5)))
+                if len(box) > 1 and draw(st.booleans()):  # rows are further apart than they are long
+                    apart = place.strides[-2] + draw(st.integers(0, 8))
+                    outer = [apart * (box[-2][1] - box[-2][0])] * (len(box) - 2)  # of three dimensions at most
+                    place = Place(name, box, place.buffer, place.offset, (*outer, apart, place.strides[-1]))
+                ranks[rank].append(place)
+    return Layout(tensors, ranks)
+
+
+def buffers(layout: Layout) -> list[dict[str, np.ndarray]]:
+    """Memory of each rank, poisoned, with room behind each place."""
+    made: list[dict[str, np.ndarray]] = []
+    for places in layout.ranks:
+        made.append({})
+        for place in places:
+            far = sum((b - a - 1) * stride for (a, b), stride in zip(place.box, place.strides))
+            room = place.offset + far + layout.tensors[place.tensor].item_bytes + 3
+            made[-1][place.buffer] = np.full(max(room, len(made[-1].get(place.buffer, ()))), POISON, np.uint8)
+    return made
+
+
+def values(layout: Layout) -> dict[str, np.ndarray]:
+    """Of each tensor, as bytes: every element another one."""
+    made = {}
+    for salt, (name, tensor) in enumerate(layout.tensors.items()):
+        rng = np.random.default_rng(salt)
+        made[name] = rng.integers(0, 200, (*tensor.shape, tensor.item_bytes), dtype=np.uint8)
+    return made
+
+
+def view(memory: np.ndarray, place: Place, item_bytes: int) -> np.ndarray:
+    """A place in memory as an array of its box, bytes last."""
+    shape = (*(b - a for a, b in place.box), item_bytes)
+    return np.lib.stride_tricks.as_strided(memory[place.offset :], shape, (*place.strides, 1))
+
+
+def cut(tensor: np.ndarray, box: Box) -> np.ndarray:
+    return tensor[tuple(slice(*pair) for pair in box)]
+
+
+def filled(layout: Layout, *, mark: bool = False) -> list[dict[str, np.ndarray]]:
+    """Memory of each rank with the values of its tensors; what is in no place is poison. With `mark` 1 instead of
+    values, and 0 instead of poison."""
+    model, made = values(layout), buffers(layout)
+    if mark:
+        made = [{name: np.zeros_like(memory) for name, memory in own.items()} for own in made]
+    for rank, places in enumerate(layout.ranks):
+        for place in places:
+            item_bytes = layout.tensors[place.tensor].item_bytes
+            held = view(made[rank][place.buffer], place, item_bytes)
+            held[...] = 1 if mark else cut(model[place.tensor], place.box)
+    return made

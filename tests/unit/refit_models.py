@@ -1,0 +1,89 @@
+"""Tiny models of four families: their tensors, a Megatron rank's memory and a vLLM rank's, each made of the tensors."""
+
+from itertools import product
+
+import numpy as np
+
+from stages.backends.decoder import Decoder
+from stages.backends.megatron.names import Part, parameters
+
+COMMON = {"layers": 4, "hidden": 8, "vocab": 131, "heads": 8, "groups": 4, "head_dim": 6, "intermediate": 24}
+FAMILIES = {
+    "llama": Decoder(**COMMON, tied=False, qkv_bias=False, qk_norm=False),
+    "qwen2": Decoder(**COMMON, tied=True, qkv_bias=True, qk_norm=False),
+    "qwen3": Decoder(**COMMON, tied=True, qkv_bias=False, qk_norm=True),
+    "qwen3_moe": Decoder(**COMMON, tied=False, qkv_bias=False, qk_norm=True, experts=4, chosen=2),
+}
+TRAINING = {
+    "TP1": [Part()],
+    "TP2": [Part(tensor=t, tensors=2) for t in range(2)],
+    "PP2": [Part(stage=s, stages=2) for s in range(2)],
+    "DP2": [Part(), Part()],
+    "TP2 PP2": [Part(tensor=t, tensors=2, stage=s, stages=2) for s, t in product(range(2), repeat=2)],
+    "EP2": [Part(expert=e, experts=2) for e in range(2)],
+}
+SERVING = {"TP1": (1, 1), "TP2": (2, 1), "DP2": (1, 2), "TP8": (8, 1)}  # ranks of a replica, replicas
+ITEM = 2
+
+
+def folder(decoder: Decoder) -> dict[str, np.ndarray]:
+    """Numbers for every tensor, by Hugging Face's names."""
+    found: dict[str, np.ndarray] = {}
+    for parameter in parameters(decoder, Part()).values():
+        for piece in parameter.pieces:
+            if piece.name not in found:
+                size = int(np.prod(piece.shape))
+                found[piece.name] = (np.arange(size) + 7919 * len(found)).astype(np.uint16).reshape(piece.shape)
+    return found
+
+
+def trained(decoder: Decoder, part: Part, model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A rank's memory, as loading a folder leaves it."""
+    memory = {}
+    for name, parameter in parameters(decoder, part).items():
+        memory[name] = np.full(parameter.shape, 0xDEAD, np.uint16)
+        for piece in parameter.pieces:
+            memory[name][piece.inside] = model[piece.name][piece.box]
+    return memory
+
+
+def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A rank's memory as vLLM's layers cut it out of a folder, written here once more; padding is poison."""
+    share = -(-decoder.vocab // 64) * 64 // ranks
+    kept = 1 if decoder.groups < ranks else decoder.groups // ranks
+    first = rank // (ranks // decoder.groups) if decoder.groups < ranks else rank * kept
+
+    def rows(tensor: np.ndarray, start: int, stop: int) -> np.ndarray:
+        return tensor[start * decoder.head_dim : stop * decoder.head_dim]
+
+    def part(tensor: np.ndarray, axis: int) -> np.ndarray:
+        return np.split(tensor, ranks, axis)[rank]
+
+    memory = {}
+    for name, tensor in model.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            memory[name] = np.full((share, decoder.hidden), 0xEEEE, np.uint16)
+            mine = tensor[share * rank : share * (rank + 1)]
+            memory[name][: len(mine)] = mine
+        elif name.endswith("norm.weight") or name.endswith("mlp.gate.weight"):
+            memory[name] = tensor
+        elif ".q_proj." in name:
+            per = decoder.heads // ranks
+            keys, values = (model[name.replace(".q_proj.", f".{letter}_proj.")] for letter in "kv")
+            queries = rows(tensor, per * rank, per * (rank + 1))
+            own = [queries, rows(keys, first, first + kept), rows(values, first, first + kept)]
+            memory[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(own)
+        elif "o_proj" in name or ("down_proj" in name and ".experts." not in name):
+            memory[name] = part(tensor, 1)
+        elif name.endswith("mlp.gate_proj.weight"):
+            up = model[name.replace("gate_proj", "up_proj")]
+            memory[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([part(tensor, 0), part(up, 0)])
+        elif ".experts.0.gate_proj" in name:
+            prefix = name.partition(".experts.")[0] + ".experts."
+            gate, up, down = (
+                np.stack([model[f"{prefix}{e}.{p}_proj.weight"] for e in range(decoder.experts)])
+                for p in ("gate", "up", "down")
+            )
+            memory[f"{prefix}w13_weight"] = np.concatenate([part(gate, 1), part(up, 1)], 1)
+            memory[f"{prefix}w2_weight"] = part(down, 2)
+    return memory

@@ -1,0 +1,56 @@
+"""Memory that other processes open: what its owner writes is what they read, also when it writes again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from ops.refit.memory import Handle, SharedMemory, opened
+
+CPU = torch.device("cpu")
+READER = """
+import sys, msgspec, torch
+from ops.refit.memory import Handle, opened
+memory = opened(msgspec.json.decode(sys.argv[1], type=Handle), torch.device("cpu"))
+for line in sys.stdin:
+    print(memory.sum().item(), flush=True)
+"""
+
+
+def test_another_process_reads_what_is_there_at_any_time() -> None:
+    memory = SharedMemory(1000, CPU)
+    command = [sys.executable, "-c", READER, msgspec.json.encode(memory.handle()).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        for value in (0, 3, 5):
+            memory.bytes.fill_(value)
+            print("now", file=reader.stdin, flush=True)
+            assert reader.stdout.readline() == f"{1000 * value}\n"
+        reader.stdin.close()
+        assert reader.wait(60) == 0
+
+
+def test_memory_whose_owner_is_gone_stays_with_those_who_opened_it() -> None:
+    memory = SharedMemory(16, CPU)
+    memory.bytes.fill_(7)
+    handle = memory.handle()
+    kept = opened(handle, CPU)
+    del memory
+    assert kept.tolist() == [7] * 16
+    with pytest.raises(OSError, match="fd"):
+        opened(handle, CPU)
+
+
+def test_none_at_all_is_memory_too() -> None:
+    assert opened(SharedMemory(0, CPU).handle(), CPU).numel() == 0
+
+
+def test_a_handle_survives_plain_values() -> None:
+    handle = Handle("cuda", 512, (b"memory", 512, 0, b"counter", 0, b"event", True))
+    plain = msgspec.to_builtins(handle, builtin_types=(bytes,))
+    again = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(plain)), Handle)
+    assert again == handle and hash(again) == hash(handle)

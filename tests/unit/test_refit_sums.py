@@ -1,0 +1,67 @@
+"""Checksums that do not depend on a layout, and show every byte that differs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.refit.layout import Layout, Place, Tensor, dense, whole
+from ops.refit.sums import Sums, digest
+from tests.unit.refit_layouts import filled, sides, view
+
+
+def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
+    """The digest of what lies there."""
+    held = [
+        Sums(layout.tensors, places, {name: torch.from_numpy(a) for name, a in own.items()}.__getitem__).now()
+        for places, own in zip(layout.ranks, memory)
+    ]
+    return digest(layout.tensors, held)
+
+
+@given(sides())
+@settings(max_examples=150, deadline=None)
+def test_the_digest_is_the_same_in_every_layout(pair: tuple[Layout, Layout]) -> None:
+    assert told(pair[0], filled(pair[0])) == told(pair[1], filled(pair[1]))
+
+
+@given(sides(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+    layout, memory = pair[0], filled(pair[0])
+    before = told(layout, memory)
+    rank = data.draw(st.sampled_from([rank for rank, places in enumerate(layout.ranks) if places]))
+    place = data.draw(st.sampled_from(layout.ranks[rank]))
+    held = view(memory[rank][place.buffer], place, layout.tensors[place.tensor].item_bytes)
+    at = tuple(data.draw(st.integers(0, extent - 1)) for extent in held.shape)
+    held[at] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        assert told(layout, memory) != before
+    except ValueError as error:  # another rank holds the same box
+        assert "have different bytes there" in str(error)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 5), (4, 8), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "int64"])
+def test_elements_that_change_places_show(shape: tuple[int, ...], dtype: str) -> None:
+    tensors = {"t": Tensor(shape, dtype)}
+    layout = Layout(tensors, [[dense("t", whole(shape), tensors["t"].item_bytes, "t")]])
+    (memory,) = filled(layout)
+    before = told(layout, [memory])
+    elements = view(memory["t"], layout.ranks[0][0], tensors["t"].item_bytes).reshape(-1, tensors["t"].item_bytes)
+    changed = elements.copy()
+    changed[[0, -1]] = changed[[-1, 0]]
+    assert told(layout, [{"t": changed.ravel()}]) != before
+
+
+def test_two_tensors_with_each_others_bytes_show() -> None:
+    layout = Layout({n: Tensor((4,), "float32") for n in "ab"}, [[dense(n, ((0, 4),), 4, n) for n in "ab"]])
+    first, second = np.arange(16, dtype=np.uint8), np.arange(16, 32, dtype=np.uint8)
+    assert told(layout, [{"a": first, "b": second}]) != told(layout, [{"a": second, "b": first}])
+
+
+def test_a_missing_box_is_told_by_name() -> None:
+    layout = Layout({"t": Tensor((4,), "float32")}, [[Place("t", ((0, 3),), "b", 0, (4,))]])
+    with pytest.raises(ValueError, match="ranks hold 3 elements of 't', which has 4"):
+        told(layout, [{"b": np.zeros(16, np.uint8)}])
