@@ -24,7 +24,8 @@ class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
     The version counts the steps that are behind it: the first publication, before the first step of a new run, is
-    version 0, so that the sampler starts from the trainer's weights. Metric: `size_bytes`.
+    version 0, so that the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, and how it
+    came: `received_bytes`, `lookups` (0 once it is warm), and milliseconds of each part.
     """
 
     model: Model
@@ -71,7 +72,8 @@ class Refit(Stage):
                 return Output()
             shares = rendezvous.take()
             version = task.step + 1
-            sha256 = backend.serve(self.model, shares, version)
-            return Output(metrics={"size_bytes": float(shares[0].model_bytes)}, weights=(version, sha256))
+            served = backend.serve(self.model, shares, version)
+            metrics = {"size_bytes": float(shares[0].model_bytes), **served.record}
+            return Output(metrics=metrics, weights=(version, served.sha256))
 
         return run

@@ -1,4 +1,4 @@
-"""A piece of memory that other processes of this machine open in place by a handle. Knows bytes, not what they are.
+"""Memory that other processes of this machine open in place by a handle. Knows bytes, not what they mean.
 
 On a GPU it is CUDA's memory handle as torch passes it on; on the CPU a file in memory without a name, which is gone when
 its owner is, and which readers that have opened it keep.

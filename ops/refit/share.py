@@ -20,9 +20,10 @@ import torch
 
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.memory import Handle, SharedMemory
-from ops.refit.sums import Held, Sum, Sums, digest
+from ops.refit.sums import Summed, Sums, digest
 
 ALIGNED = 256  # bytes; every parameter begins at a multiple
+RAW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Share:
     """A rank's part of a version. `memory` is open to processes of its machine; on another one it is the bytes."""
 
     layout: bytes  # tensors of the model, and places of this rank in the memory
-    sums: bytes  # of each place
+    summed: Summed
     memory: SharedMemory | Handle | np.ndarray
 
     @property
@@ -38,12 +39,6 @@ class Share:
         """Of the whole model."""
         tensors, _ = _decoded(self.layout)
         return sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors.values())
-
-    def held(self) -> dict[Held, Sum]:
-        """The checksum of each box."""
-        _, places = _decoded(self.layout)
-        sums = np.frombuffer(self.sums, np.int64).reshape(-1, 2).tolist()
-        return {(place.tensor, place.box): tuple(own) for place, own in zip(places, sums)}
 
 
 class Publisher:
@@ -58,25 +53,34 @@ class Publisher:
         for name, dtype in dtypes.items():
             starts[name] = size
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
-        device = next(parameters[name].device for name in dtypes)
-        self._memory = SharedMemory(size, device)
-        self._copies = {
-            name: self._memory.bytes[start : start + parameters[name].numel() * dtypes[name].itemsize]
-            .view(dtypes[name])
-            .view(parameters[name].shape)
-            for name, start in starts.items()
-        }
+        self._memory = SharedMemory(size, next(iter(parameters.values())).device)
+        self._raw: dict[str, torch.Tensor] = {}  # by name, where the copy has the parameter's bytes
+        self._cast: dict[str, torch.Tensor] = {}  # and where it has another dtype
+        for name, start in starts.items():
+            parameter, dtype = parameters[name], dtypes[name]
+            copy = self._memory.bytes[start : start + parameter.numel() * dtype.itemsize]
+            if parameter.dtype == dtype:
+                self._raw[name] = _raw(copy.view(dtype))
+            else:
+                self._cast[name] = copy.view(dtype).view(parameter.shape)
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
         self._sums = Sums(tensors, placed, lambda _: self._memory.bytes)
         self._layout = msgspec.msgpack.encode((tensors, placed))
 
     @torch.no_grad()
     def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
-        """The share of what the parameters are now; with `near` for readers on this machine."""
-        torch._foreach_copy_(list(self._copies.values()), [parameters[name].detach() for name in self._copies])
-        sums = np.array(list(self._sums.now().values()), np.int64)  # waits for the copies
-        memory = self._memory if near else self._memory.bytes.cpu().numpy()
-        return Share(self._layout, sums.tobytes(), memory)
+        """The share of what the contiguous parameters are now; with `near` for readers on this machine."""
+        if self._raw:
+            torch._foreach_copy_(list(self._raw.values()), [_raw(parameters[name]) for name in self._raw])
+        if self._cast:
+            torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
+        summed = self._sums.now()  # waits for the copies
+        return Share(self._layout, summed, self._memory if near else self._memory.bytes.cpu().numpy())
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as whole numbers: copied as floating-point numbers, those that are none may become others."""
+    return tensor.detach().view(-1).view(RAW[tensor.element_size()])
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:
@@ -89,7 +93,7 @@ def digest_of(shares: Sequence[Share]) -> str:
 
     Raises ValueError, naming the tensor, where ranks disagree or do not have all of it.
     """
-    return digest(layout_of(shares).tensors, [share.held() for share in shares])
+    return digest(layout_of(shares).tensors, [share.summed for share in shares])
 
 
 @lru_cache(maxsize=2)

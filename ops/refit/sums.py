@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,7 +27,13 @@ from ops.refit.plan import runs
 from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
-Sum = tuple[int, int]
+
+
+class Summed(msgspec.Struct, frozen=True, array_like=True):
+    """The boxes that a rank holds, encoded, and the checksum of each: int64, two a box."""
+
+    boxes: bytes
+    sums: bytes
 
 
 class Sums:
@@ -32,7 +42,8 @@ class Sums:
     def __init__(
         self, tensors: Mapping[str, Tensor], places: Sequence[Place], buffer: Callable[[str], torch.Tensor]
     ) -> None:
-        self._held = [(place.tensor, place.box) for place in places]
+        self._count = len(places)
+        self._boxes = msgspec.msgpack.encode([(place.tensor, place.box) for place in places])
         self._kept = [buffer(place.buffer) for place in places]  # so that the addresses stay theirs
         self._device = self._kept[0].device if places else torch.device("cpu")
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
@@ -46,9 +57,9 @@ class Sums:
         if self._device.type == "cuda":
             self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in self._tables]
 
-    def now(self) -> dict[Held, Sum]:
+    def now(self) -> Summed:
         """Of the bytes that lie there now."""
-        sums = torch.zeros((len(self._held), 2), dtype=torch.int64, device=self._device)
+        sums = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
         if self._device.type == "cuda":
             from ops.refit.kernel import add
 
@@ -57,7 +68,7 @@ class Sums:
         else:
             for word, table in self._tables:
                 _add(table, word, sums)
-        return dict(zip(self._held, map(tuple, sums.tolist())))
+        return Summed(self._boxes, sums.cpu().numpy().tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
         """Place, first byte in the tensor, address, rows, bytes of a run, of the step in the tensor, and here."""
@@ -85,23 +96,51 @@ def _add(table: np.ndarray, word: int, sums: torch.Tensor) -> None:
             sums[slot, i] += (values * (mixed_words(positions + signed(seed)) | 1)).sum()
 
 
-def digest(tensors: Mapping[str, Tensor], ranks: Iterable[Mapping[Held, Sum]]) -> str:
+def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:
     """sha256 over the checksums of all tensors, put together from what ranks hold.
 
     Raises ValueError, naming the tensor, where ranks that hold the same box have different bytes, or boxes are missing.
     """
-    found: dict[Held, Sum] = {}
-    for rank in ranks:
-        for held, own in rank.items():
-            if found.setdefault(held, own) != own:
-                raise ValueError(f"ranks that hold {list(held[1])} of {held[0]!r} have different bytes there")
-    totals, sizes = {name: [0, 0] for name in tensors}, dict.fromkeys(tensors, 0)
-    for (name, box), own in found.items():
-        sizes[name] += size(box)
-        totals[name] = [(a + b) % 2**64 for a, b in zip(totals[name], own)]
+    scheme = _scheme(tuple(rank.boxes for rank in ranks))
+    sums = np.concatenate([np.frombuffer(rank.sums, np.int64).reshape(-1, 2) for rank in ranks])
+    differing = np.flatnonzero((sums != sums[scheme.first]).any(1))
+    if len(differing):
+        name, box = scheme.held[scheme.box[differing[0]]]
+        raise ValueError(f"ranks that hold {list(box)} of {name!r} have different bytes there")
+    totals = np.zeros((len(scheme.names), 2), np.int64)
+    np.add.at(totals, scheme.tensor, sums[scheme.once])
+    found = dict(zip(scheme.names, zip(scheme.sizes.tolist(), totals.tolist())))
     hashed = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        if sizes[name] != size(whole(tensor.shape)):
-            raise ValueError(f"ranks hold {sizes[name]} elements of {name!r}, which has {size(whole(tensor.shape))}")
-        hashed.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0{totals[name]}\n".encode())
+        held, total = found.get(name, (0, [0, 0]))
+        if held != prod(tensor.shape):
+            raise ValueError(f"ranks hold {held} elements of {name!r}, which has {prod(tensor.shape)}")
+        hashed.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0{total}\n".encode())
     return hashed.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How the sums of ranks fit together: of each entry its box, and the first entry of the same box; the entries that
+    are the first of their box, with their tensors; names of tensors, and how many elements the boxes have together."""
+
+    held: list[Held]
+    box: np.ndarray
+    first: np.ndarray
+    once: np.ndarray
+    tensor: np.ndarray
+    names: list[str]
+    sizes: np.ndarray
+
+
+@lru_cache(maxsize=8)
+def _scheme(ranks: tuple[bytes, ...]) -> _Scheme:
+    entries = [held for boxes in ranks for held in msgspec.msgpack.decode(boxes, type=list[Held])]
+    held: dict[Held, int] = {}
+    box = np.array([held.setdefault(entry, len(held)) for entry in entries], np.int64)
+    _, once = np.unique(box, return_index=True)
+    names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in held))}
+    tensor = np.array([names[name] for name, _ in held], np.int64)
+    sizes = np.zeros(len(names), np.int64)
+    np.add.at(sizes, tensor, [size(each) for _, each in held])
+    return _Scheme(list(held), box, once[box], once, tensor, list(names), sizes)

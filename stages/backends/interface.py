@@ -88,6 +88,14 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
+class Served:
+    """The hash of weights that are served, which no layout changes; and how they came: numbers by name."""
+
+    sha256: str
+    record: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Optimization:
     """How `Learner.update` steps: AdamW with decoupled weight decay, and a learning rate that follows `schedule`.
 
@@ -211,12 +219,13 @@ class Sampler(Texts, Protocol):
         position, is soon given up.
         """
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
         """Bring weights of a policy version into the served copy, also while a stream of it is between two tokens.
         `shares` are those of all trainer ranks, as `Trainer.share` gave them or as they came from another process.
 
-        Returns the hash of what is served then. Raises StageError where names, shapes or dtypes differ, and the copy
-        and its version are then what they were; or where what is served is not what was offered.
+        Returns the hash of what is served then, with a record of how it came. Raises StageError where names, shapes or
+        dtypes differ, and the copy and its version are then what they were; or where what is served is not what was
+        offered.
         """
 
     def served_version(self, model: Model, default: int = 0) -> int:

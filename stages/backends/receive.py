@@ -1,24 +1,35 @@
 """The receiving end of a refit: what a sampler's rank does with the shares of all trainer ranks, and how it is checked.
 
-receiver = Receiver(tensors, places_of_all_ranks, rank, parameters)
-sums = receiver.receive(shares)                    # in place
-sha256 = acknowledged(shares, [sums, ...])         # of the ranks that hold one copy together
+    receiver = Receiver(tensors, places_of_all_ranks, rank, parameters)
+    received = receiver.receive(shares)                        # in place
+    sha256 = acknowledged(shares, [received.summed, ...])      # of the ranks that hold one copy together
+
+Knows places and memory; it does not know engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import msgspec
-import numpy as np
 import torch
 
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.share import Share, digest_of, layout_of
-from ops.refit.sums import Held, Sum, Sums, digest
+from ops.refit.sums import Summed, Sums, digest
 from ops.refit.transports.pull import Pull
 from pipeline import StageError
 from pipeline.errors import Problem
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came of a version on one rank: checksums of all that it holds; and bytes, plans, tables and memory that were
+    not there from the version before (`lookups`), and the milliseconds of both parts."""
+
+    summed: Summed
+    record: dict[str, float]
 
 
 class Receiver:
@@ -38,14 +49,23 @@ class Receiver:
         self._pull = Pull(Layout(tensors, ranks), rank, buffers, device)
         self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
 
-    def receive(self, shares: Sequence[Share]) -> dict[Held, Sum]:
+    def receive(self, shares: Sequence[Share]) -> Received:
         """Write this rank's part of the version, and add up what is there then.
 
         Raises StageError, before a byte is written, where the model that is offered is another one.
         """
         check_same(self._tensors, layout_of(shares).tensors)
-        self._pull.run(shares)
-        return self._sums.now()
+        known, begun_s = self._pull.lookups, time.perf_counter()
+        moved_bytes = self._pull.run(shares)
+        moved_s = time.perf_counter()
+        summed = self._sums.now()
+        record = {
+            "received_bytes": float(moved_bytes),
+            "lookups": float(self._pull.lookups - known),
+            "move_ms": 1e3 * (moved_s - begun_s),
+            "check_ms": 1e3 * (time.perf_counter() - moved_s),
+        }
+        return Received(summed, record)
 
 
 def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -62,18 +82,14 @@ def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Non
             )
 
 
-def told(held: Mapping[Held, Sum]) -> bytes:
-    """Checksums as bytes, for `sums_of` in another process."""
-    return msgspec.msgpack.encode((list(held), np.array(list(held.values()), np.int64).tobytes()))
+def slowest(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One record for several ranks: bytes together, and the largest of everything else."""
+    names = {name for record in records for name in record}
+    join = {name: sum if name.endswith("_bytes") else max for name in names}
+    return {name: join[name](record.get(name, 0.0) for record in records) for name in sorted(names)}
 
 
-def sums_of(encoded: bytes) -> dict[Held, Sum]:
-    """What was `told`."""
-    boxes, raw = msgspec.msgpack.decode(encoded, type=tuple[list[Held], bytes])
-    return dict(zip(boxes, map(tuple, np.frombuffer(raw, np.int64).reshape(-1, 2).tolist())))
-
-
-def acknowledged(shares: Sequence[Share], ranks: Iterable[Mapping[Held, Sum]]) -> str:
+def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed]) -> str:
     """The hash of what the ranks of one copy hold. Raises StageError where it is not what was offered."""
     tensors, offered = layout_of(shares).tensors, digest_of(shares)
     try:

@@ -33,7 +33,7 @@ class _Bucket:
 
 
 class Broadcast:
-    """One rank, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose rank 0
+    """One rank of it, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose rank 0
     is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
 
     Raises ValueError for sizes that are no whole numbers above 0.
@@ -57,8 +57,9 @@ class Broadcast:
             torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
             for _ in range(min(buckets, len(groups)))
         ]
+        self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
         self._buckets = [
-            self._planned(source, destination, group, slots[index % len(slots)]) for index, group in enumerate(groups)
+            self._planned(source, destination, groups[i], slots, i % len(slots)) for i in range(len(groups))
         ]
         on_gpu = self._device.type == "cuda"
         self._streams = [torch.cuda.Stream(self._device) if on_gpu else None for _ in slots]
@@ -96,12 +97,13 @@ class Broadcast:
             moves.run()
 
     def _planned(
-        self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]], memory: torch.Tensor
-    ) -> _Bucket:
+        self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]],
+        slots: Sequence[torch.Tensor], slot: int,
+    ) -> _Bucket:  # fmt: skip
         tensors = {name: destination.tensors[name] for name, _, _ in group}
         middle = Layout(tensors, [[_placed(tensors, name, at) for name, at, _ in group]])
         used = max(at + tensor_bytes for _, at, tensor_bytes in group)
-        bucket = _Bucket(memory[:used])
+        bucket = _Bucket(slots[slot][:used])
         if self._receives:
             copies = build(middle, _of(destination, tensors)).copies(self._number)
             bucket.after = [Moves(copies, lambda _: bucket.memory, lambda copy: self._buffers[copy.destination_buffer])]
@@ -112,12 +114,12 @@ class Broadcast:
         own = by_sender.pop(self._number, []) if self._number == 0 else by_sender.get(self._number, [])
         if self._number > 0:
             if own:
-                packed, bucket.sent = self._packed(own)
+                packed, bucket.sent = self._packed(own, (slot, 0))
                 bucket.before = [Moves(packed, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.sent)]
             return bucket
         received, moves = [], [Moves(own, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.memory)]
         for peer, copies in sorted(by_sender.items()):
-            packed, message = self._packed(copies)
+            packed, message = self._packed(copies, (slot, peer))
             received.append((peer, message))
             unpacked = [
                 replace(copy, source_offset=was.destination_offset, source_stride=copy.run)
@@ -127,13 +129,15 @@ class Broadcast:
         bucket.received, bucket.before = received, moves
         return bucket
 
-    def _packed(self, copies: Iterable[Copy]) -> tuple[list[Copy], torch.Tensor]:
-        """The copies into a message, one behind the other."""
+    def _packed(self, copies: Iterable[Copy], key: tuple[int, int]) -> tuple[list[Copy], torch.Tensor]:
+        """The copies into a message, one behind the other, in memory that messages of one slot share."""
         made, at = [], 0
         for copy in copies:
             made.append(replace(copy, destination_offset=at, destination_stride=copy.run))
             at += copy.size
-        return made, torch.empty(at, dtype=torch.uint8, device=self._device)
+        if key not in self._messages or len(self._messages[key]) < at:
+            self._messages[key] = torch.empty(at, dtype=torch.uint8, device=self._device)
+        return made, self._messages[key][:at]
 
 
 def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[str, int, int]]]:

@@ -36,7 +36,7 @@ class Packed:
         self._group, self._receives = group, receives
         device = next(iter(buffers.values())).device
         pairs = _pairs(plan, number, receives, receivers)
-        share = slot_bytes // max(1, len(pairs))
+        share = slot_bytes // max(senders, receivers)
         rounds = {peer: _messages(copies, share) for peer, copies in pairs.items()}
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
         self._slots: list[dict[int, torch.Tensor]] = [

@@ -22,7 +22,7 @@ from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
-from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling
+from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling, Served
 from stages.backends.device import bytes_in_use, claim
 from stages.backends.receive import Receiver, acknowledged
 from stages.backends.text import Texts, identity
@@ -182,16 +182,17 @@ class TorchEngine(Texts):
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
         """Bring weights of a version into the served copy, in place; the hash of what is there then."""
         key = identity(model)
         if key not in self._receivers:
             tensors, places, held = placed(self.network(model, "served"))
             rank, workers = self.worker
             self._receivers[key] = Receiver(tensors, [places] * workers, rank, held)
-        sha256 = acknowledged(shares, [self._receivers[key].receive(shares)])
+        received = self._receivers[key].receive(shares)
+        sha256 = acknowledged(shares, [received.summed])
         self._versions[key] = version
-        return sha256
+        return Served(sha256, received.record)
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model is never a key."""

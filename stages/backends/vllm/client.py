@@ -14,13 +14,15 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import StageError
 from pipeline.errors import Problem, told
-from stages.backends.receive import acknowledged, sums_of
+from stages.backends.interface import Served
+from stages.backends.receive import acknowledged, slowest
 from stages.backends.vllm import versions
 from stages.backends.vllm.requests import Request, Running
 from stages.backends.vllm.weights import Weights
@@ -94,8 +96,8 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, weights: Weights, version: int) -> str:
-        """Load weights between two tokens, keep them as those that are served, and return their hash."""
+    def load(self, weights: Weights, version: int) -> Served:
+        """Load weights between two tokens, and keep them as those that are served."""
         return self.call(self._load(weights, version))
 
     def sleep(self) -> int:
@@ -215,8 +217,8 @@ class Client:
             raise StageError(self._failure) from error
         self._by_loader = await self._answer(self._llm, versions.differing(self._llm))
         if self._weights is not None:
-            sha256, _ = await self._received(self._llm, self._weights)
-            if sha256 != self._sha256:
+            served, _ = await self._received(self._llm, self._weights)
+            if served.sha256 != self._sha256:
                 self._lose(self._llm)
                 raise StageError(self._overtaken())
         self._watching = asyncio.ensure_future(self._watch(self._llm))
@@ -240,7 +242,7 @@ class Client:
             if request.llm is llm and request.following is not None:
                 request.following.cancel()
 
-    async def _load(self, weights: Weights, version: int) -> str:
+    async def _load(self, weights: Weights, version: int) -> Served:
         async with self._loading:
             for _ in range(ATTEMPTS):
                 llm = await self._alive()
@@ -248,31 +250,36 @@ class Client:
                     return await self._swap(llm, weights, version)
         raise StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, weights: Weights, version: int) -> str:
+    async def _swap(self, llm: versions.AsyncLLM, weights: Weights, version: int) -> Served:
         """Pause between two steps, load, note where each request is, go on.
 
         The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
         finds keys and values of the old ones. An engine that does not get through this is given up.
         """
-        goes_on = False
+        goes_on, times_s = False, [time.perf_counter()]
         try:
-            await self._answer(llm, llm.pause_generation(mode="keep", clear_cache=True))
-            sha256, counts = await self._received(llm, weights)
+            await self._answer(llm, versions.pause(llm))
+            times_s.append(time.perf_counter())
+            served, counts = await self._received(llm, weights)
+            times_s.append(time.perf_counter())
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), version))
-            self._weights, self._version, self._sha256 = weights, version, sha256
+            self._weights, self._version, self._sha256 = weights, version, served.sha256
             await self._answer(llm, llm.resume_generation())
             goes_on = True
         finally:
             if not goes_on:
                 self._lose(llm)
-        return sha256
+        times_s.append(time.perf_counter())
+        phases = zip(("pause_ms", "receive_ms", "resume_ms"), pairwise(times_s))
+        return replace(served, record={**served.record, **{name: 1e3 * (end - begun) for name, (begun, end) in phases}})
 
-    async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[str, dict[str, int]]:
-        """Have all ranks bring a version; its hash, checked, and how many tokens each live request has."""
+    async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
+        """Have all ranks bring a version, and check it; also, how many tokens each live request has."""
         told = weights.told(self._by_loader)
-        self.loaded, held, counts = await self._answer(llm, versions.receive(llm, told, list(self._live)))
-        return acknowledged(weights.shares, [sums_of(each) for each in held]), counts
+        received, self.loaded, counts = await self._answer(llm, versions.receive(llm, told, list(self._live)))
+        sha256 = acknowledged(weights.shares, [each.summed for each in received])
+        return Served(sha256, slowest([each.record for each in received])), counts
 
     async def _turn(self, *, awake: bool) -> int:
         llm = self._llm

@@ -23,7 +23,7 @@ from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, samples_of
+from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, Served, samples_of
 from stages.backends.folder import model_folder
 from stages.backends.receive import check_same
 from stages.backends.text import Texts
@@ -49,7 +49,7 @@ def open_engine(context: StageContext) -> VllmEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class Started:
     """The model of an engine that has started: the ids that end its responses, and how long they may become."""
 
     model: Model
@@ -66,7 +66,7 @@ class VllmEngine(Texts):
         self._worker = worker  # which of how many of its group
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
-        self._served: Served | None = None
+        self._started: Started | None = None
         self._version: int | None = None  # of the weights that `serve` loaded
         self._names = itertools.count()
 
@@ -74,19 +74,19 @@ class VllmEngine(Texts):
         """The model's own engine, started. Raises StageError for a second model."""
         return self._of(model).client
 
-    def _of(self, model: Model) -> Served:
+    def _of(self, model: Model) -> Started:
         from stages.backends.vllm.client import Client, Setup
 
-        if self._served is None:
+        if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
             setup = Setup(
                 folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, where=str(group.location)
             )
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
-            self._served = Served(model=model, client=client, closing=closing, longest=client.longest())
-        if self._served.model != model:
-            raise StageError(self._second(self._served.model, model))
-        return self._served
+            self._started = Started(model=model, client=client, closing=closing, longest=client.longest())
+        if self._started.model != model:
+            raise StageError(self._second(self._started.model, model))
+        return self._started
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy."""
@@ -130,33 +130,33 @@ class VllmEngine(Texts):
         finally:
             running.close()
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> str:
+    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
         """Bring weights of a version into the engine between two tokens; the hash of what is there then."""
         client = self.client(model)
         check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
-        sha256 = client.load(Weights(shares, *self._worker), version)
+        served = client.load(Weights(shares, *self._worker), version)
         self._version = version
-        return sha256
+        return served
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; a frozen model has none."""
-        served = self._served is not None and self._served.model == model
+        served = self._started is not None and self._started.model == model
         return self._version if served and self._version is not None else default
 
     def sleep(self) -> int:
         """Give the GPU's memory away until `wake`: weights wait on the host, the cache is dropped. Returns the bytes
         then in use on the first GPU; an engine that has not started has none to give."""
-        return self._served.client.sleep() if self._served is not None else 0
+        return self._started.client.sleep() if self._started is not None else 0
 
     def wake(self) -> int:
         """Take it again."""
-        return self._served.client.wake() if self._served is not None else 0
+        return self._started.client.wake() if self._started is not None else 0
 
     def close(self) -> None:
         """End the engine's processes."""
-        if self._served is not None:
-            self._served.client.close()
-            self._served = None
+        if self._started is not None:
+            self._started.client.close()
+            self._started = None
 
     def _requests(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> list[Request]:
         from stages.backends.vllm.choice import request_choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 from ops.refit.memory import Handle
 from ops.refit.share import Share, layout_of
+from ops.refit.sums import Summed
 from stages.backends.decoder import Decoder
 from stages.backends.device import bytes_in_use
 from stages.backends.receive import Receiver
-from stages.backends.receive import told as told_sums
 from stages.backends.vllm.choice import logprobs_of, tokens_of
 from stages.backends.vllm.storage import Storage, differing
 
@@ -45,19 +46,29 @@ class Loader:
         ranks, folder = config.parallel_config.tensor_parallel_size, Path(config.model_config.model)
         return differing(self.get_model(), decoder, self.rank, ranks, config.model_config.dtype, folder)
 
-    def sluice_receive(self, told: dict[str, Any], names: list[str]) -> tuple[list[str], bytes, dict[str, int]]:
+    def sluice_receive(
+        self, told: dict[str, Any], names: list[str]
+    ) -> tuple[list[bytes], dict[str, float], list[str], dict[str, int]]:
         """Bring this rank's part of a version (`vllm.weights.Told`) from the trainer's memory.
 
-        Returns the tensors that went through vLLM's loader, the checksums of all boxes, and how many tokens each of
-        these requests has: none of them runs meanwhile, so these are the tokens that the old weights computed.
+        Returns the checksums of all boxes, the record of how they came, the tensors that went through vLLM's loader,
+        and how many tokens each of these requests has: none of them runs meanwhile, so these are the tokens that the
+        old weights computed.
         """
-        shares = [Share(layout, b"", msgspec.convert(memory, Handle)) for layout, memory in told["shares"]]
+        nothing = Summed(b"", b"")
+        shares = [Share(layout, nothing, msgspec.convert(memory, Handle)) for layout, memory in told["shares"]]
         if self.sluice_receiver is None:
             self._prepare(shares, told)
         assert self.sluice_receiver is not None and self.sluice_storage is not None
-        held = self.sluice_receiver.receive(shares)
+        received = self.sluice_receiver.receive(shares)
+        begun_s = time.perf_counter()
         self.sluice_storage.finish(self.reload_weights)
-        return self.sluice_storage.loaded, told_sums(held), tokens_of(names)
+        record = received.record | {
+            "finish_ms": 1e3 * (time.perf_counter() - begun_s),
+            "through_loader": float(len(self.sluice_storage.loaded)),
+        }
+        summed = [received.summed.boxes, received.summed.sums]
+        return summed, record, self.sluice_storage.loaded, tokens_of(names)
 
     def _prepare(self, shares: list[Share], told: dict[str, Any]) -> None:
         ranks = self.vllm_config.parallel_config.tensor_parallel_size

@@ -22,6 +22,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from ops.refit.sums import Summed
+from stages.backends.receive import Received
+
 __all__ = [
     "AsyncLLM",
     "BatchUpdate",
@@ -37,6 +40,7 @@ __all__ = [
     "open_llm",
     "outputs",
     "parameters",
+    "pause",
     "receive",
 ]
 
@@ -140,6 +144,16 @@ async def bytes_in_use(llm: AsyncLLM) -> int:
     return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
 
 
+async def pause(llm: AsyncLLM) -> None:
+    """Hold all requests between two steps, and clear the cache. `AsyncLLM.pause_generation` does the same and then
+    sleeps for 20 ms, so that outputs come before it returns, which nobody here waits for."""
+    core: Any = llm.engine_core
+    if hasattr(core, "pause_scheduler_async"):
+        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+    else:
+        await llm.pause_generation(mode="keep", clear_cache=True)
+
+
 async def differing(llm: AsyncLLM) -> list[str]:
     """`Loader.sluice_differing` of all ranks."""
     return sorted({name for names in await llm.collective_rpc("sluice_differing") for name in names})
@@ -147,8 +161,8 @@ async def differing(llm: AsyncLLM) -> list[str]:
 
 async def receive(
     llm: AsyncLLM, told: dict[str, Any], names: Sequence[str]
-) -> tuple[list[str], list[bytes], dict[str, int]]:
-    """`Loader.sluice_receive` on every rank: all checksums; the rest of the first one, as all have the same."""
+) -> tuple[list[Received], list[str], dict[str, int]]:
+    """`Loader.sluice_receive` on every rank; what all have alike, of the first one."""
     answers = await llm.collective_rpc("sluice_receive", args=(told, list(names)))
-    loaded, _, counts = answers[0]
-    return loaded, [held for _, held, _ in answers], counts
+    _, _, loaded, counts = answers[0]
+    return [Received(Summed(*summed), record) for summed, record, _, _ in answers], loaded, counts

@@ -1,0 +1,138 @@
+"""From the end of an update to a sampler that generates with it: a refit into a vLLM that runs, on the GPUs of one host.
+
+python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stage=2"] [--tensor 2] [--timed 20] [--cpu]
+
+Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has. A round is
+`publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions' values
+differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
+
+Aim (8 H200): Qwen3-4B TP2 PP2 -> TP4 ready to generate in 10 ms, Qwen3-30B-A3B EP4 -> TP4 in 60 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.report import report
+from pipeline import Model, StageContext, WorkerGroup
+
+WARM = 5
+PARTS = ("ready", "publish", "serve", "pause", "receive", "move", "check", "finish", "resume")
+
+
+def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, number: int) -> None:
+    """A process that holds a Megatron rank's part, and publishes it whenever it is asked to."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
+
+    from benchmarks.gpu.refit import parts_of
+    from ops.refit.share import Publisher
+    from stages.backends.decoder import Decoder
+    from stages.backends.megatron import places
+    from stages.backends.megatron.names import parameters
+
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if gpu else torch.float32
+    decoder = Decoder.of(json.loads((Path(folder) / "config.json").read_text()), folder)
+    part = parts_of(layout, senders)[number]
+    kind = str(dtype).removeprefix("torch.")
+    held = {n: torch.zeros(p.shape, dtype=dtype, device=device) for n, p in parameters(decoder, part).items()}
+    publisher = Publisher(places.tensors(decoder, kind), places.places(decoder, part, dtype.itemsize), held)
+    while (version := wire.recv()) is not None:
+        for parameter in held.values():
+            parameter.fill_(0.01 * (version % 7))  # replicas have the same
+        if gpu:
+            torch.cuda.synchronize()
+        wire.send(None)
+        wire.recv()
+        begun_s = time.perf_counter()
+        share = publisher.publish(held)
+        took_s = time.perf_counter() - begun_s
+        wire.send((share, took_s))
+
+
+def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """The parts of each round that counts, in milliseconds."""
+    from stages.backends.vllm.engine import open_engine
+
+    path = model_of(options.model, folder)
+    gpus = [] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    context = multiprocessing.get_context("spawn")
+    wires = []
+    for number in range(options.senders):
+        ours, theirs = context.Pipe()
+        own = "" if options.cpu else gpus[number]
+        arguments = (theirs, own, path, options.layout, options.senders, number)
+        context.Process(target=sender, args=arguments, daemon=True).start()
+        wires.append(ours)
+    served = gpus[options.senders : options.senders + options.tensor]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(served)
+    group = WorkerGroup(
+        "sampler", backend="vllm", workers=options.tensor, gpus=len(served), tensor_parallel=options.tensor, threads=1
+    )
+    backend = open_engine(StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=folder, shared={}))
+    model, rounds = Model(path), []
+    backend.client(model)
+    for version in range(WARM + options.timed):
+        for wire in wires:
+            wire.send(version)
+        for wire in wires:
+            wire.recv()
+        begun_s = time.perf_counter()
+        for wire in wires:
+            wire.send("now")
+        answers = [wire.recv() for wire in wires]
+        published_s = time.perf_counter()
+        record = backend.serve(model, [share for share, _ in answers], version).record
+        ready_s = time.perf_counter()
+        found = {
+            "ready": 1e3 * (ready_s - begun_s), "publish": 1e3 * max(took_s for _, took_s in answers),
+            "serve": 1e3 * (ready_s - published_s), "lookups": record["lookups"], "loader": record["through_loader"],
+        }  # fmt: skip
+        rounds.append(found | {part: record[f"{part}_ms"] for part in PARTS[3:]})
+    print("by loader:", backend.client(model).loaded, flush=True)
+    for wire in wires:
+        wire.send(None)
+    backend.close()
+    return rounds[WARM:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="4B")
+    parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--layout", default="stage=2", help="of the senders: tensor=, stage=, expert=")
+    parser.add_argument("--tensor", type=int, default=2, help="GPUs of the engine")
+    parser.add_argument("--timed", type=int, default=20)
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    if options.cpu:
+        options.model, options.tensor = "tiny", 1
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = measured(options, Path(folder))
+    rows = [
+        {
+            "part": part,
+            "median_ms": round(statistics.median(found[part] for found in rounds), 2),
+            "p95_ms": round(statistics.quantiles([found[part] for found in rounds], n=20)[-1], 2),
+        }
+        for part in PARTS
+    ]
+    warm = f"look-ups {max(r['lookups'] for r in rounds):g}, tensors through the loader {rounds[-1]['loader']:g}"
+    notes = f"{options.model}: {options.senders} senders ({options.layout}) to TP{options.tensor}, {len(rounds)} rounds; {warm}."
+    report("gpu.refit_ready", rows, ["part", "median_ms", "p95_ms"], notes, options.out)
+
+
+if __name__ == "__main__":
+    main()
