@@ -1,22 +1,25 @@
 """A rank of a refit over gloo, for tests: python -m tests.refit_ranks RANK PORT FOLDER
 
 Two senders and two receivers carry every pair of layouts of every family out, by every transport, for two versions.
-What a receiver holds is compared with what vLLM's own loader would have made of the same folder; what differs is
-written to FOLDER/RANK.json, by case.
+What a receiver holds is compared with what vLLM's own loader would have made of the same folder; FOLDER/RANK.json says
+what differs, by case and transport.
 """
 
 import json
 import sys
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout
 from ops.refit.plan import build
-from ops.refit.share import Publisher, Share
+from ops.refit.share import Publisher
 from ops.refit.transports.broadcast import Broadcast
 from ops.refit.transports.packed import Packed
 from ops.refit.transports.pull import Pull
@@ -24,38 +27,108 @@ from stages.backends.megatron import places as megatron
 from stages.backends.vllm import places as vllm
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
 
-SENDERS = RECEIVERS = 2
-TRAINED = ("TP1", "TP2", "PP2", "DP2", "EP2")
-SERVED = ("TP1", "TP2", "DP2")
-TRANSPORTS = ("pull", "gloo", "broadcast")
-CPU = torch.device("cpu")
+SENDERS = 2
+SIZE = 4
+TRAINED, SERVED = ("TP1", "TP2", "PP2", "DP2", "EP2"), ("TP1", "TP2", "DP2")
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
     if training != "EP2" or FAMILIES[family].experts
 ]
+TRANSPORTS = ("pull", "pull of bytes", "gloo", "broadcast")
+CPU, POISON = torch.device("cpu"), 0xEE
+
+
+class Rank:
+    """One process, in all cases."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self.rank, self.port = rank, port
+        self.receives, self.number = rank >= SENDERS, rank % SENDERS
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
+        )
+        self._groups: dict[tuple[int, ...], StatelessGroup] = {}
+
+    def group(self, *ranks: int) -> StatelessGroup | None:
+        """The group of these ranks; None for those that are not in it."""
+        if self.rank not in ranks:
+            return None
+        if ranks not in self._groups:
+            port = self.port + 1 + sum(1 << rank for rank in ranks)
+            self._groups[ranks] = StatelessGroup.join(
+                "127.0.0.1", port, rank=ranks.index(self.rank), ranks=len(ranks), device=CPU, deadline_s=120
+            )
+        return self._groups[ranks]
+
+    def carry(self, family: str, training: str, serving: str) -> dict[str, list[str]]:
+        """By transport, which parameters of this rank differ after either version."""
+        decoder, parts, (tensor, replicas) = FAMILIES[family], TRAINING[training], SERVING[serving]
+        takers, tensors = range(SENDERS, SENDERS + tensor * replicas), megatron.tensors(decoder, "bfloat16")
+        source = Layout(tensors, [megatron.places(decoder, part, ITEM) for part in parts])
+        destination = Layout(
+            tensors, [vllm.places(decoder, rank % tensor, tensor, ITEM) for rank in range(len(takers))]
+        )
+        everyone, senders, receivers = [*range(len(parts)), *takers], [*range(len(parts))], [0, *takers]
+        active = self.rank in everyone
+        if self.receives:
+            held = {name: np.zeros(shape, np.uint16) for name, shape in vllm.shapes(decoder, tensor).items()}
+        else:
+            held = trained(decoder, parts[self.number % len(parts)], folder(decoder))
+        flat = {name: torch.from_numpy(array.view(np.uint8).reshape(-1)) for name, array in held.items()}
+        typed = {name: memory.view(torch.bfloat16) for name, memory in flat.items()}
+        if active and self.receives:
+            pull = Pull(destination, self.number, flat, CPU)
+        elif active:
+            publisher = Publisher(tensors, source.ranks[self.number], typed)
+        if active:
+            packed = Packed(
+                build(source, destination, segment_bytes=256), self.group(*everyone), number=self.number,
+                receives=self.receives, senders=len(parts), receivers=len(takers), buffers=flat, slot_bytes=2048,
+            )  # fmt: skip
+            broadcast = Broadcast(
+                source, destination, number=self.number, receives=self.receives, buffers=flat,
+                senders=self.group(*senders), receivers=self.group(*receivers), bucket_bytes=4096,
+            )  # fmt: skip
+        found: dict[str, list[str]] = {}
+        for transport in TRANSPORTS:
+            found[transport] = []
+            for memory in flat.values() if self.receives else ():
+                memory.fill_(POISON)
+            for model in versions(family):
+                share = None
+                if active and not self.receives:
+                    for name, array in trained(decoder, parts[self.number], model).items():
+                        held[name][...] = array
+                    share = publisher.publish(typed, near=transport == "pull")
+                shares: list[Any] = [None] * SIZE
+                dist.all_gather_object(shares, share)
+                if active and transport.startswith("pull") and self.receives:
+                    pull.run([share for share in shares if share is not None])
+                elif active and not transport.startswith("pull"):
+                    (packed if transport == "gloo" else broadcast).run()
+                dist.barrier()
+                if active and self.receives:
+                    found[transport] += differing(held, served(decoder, self.number % tensor, tensor, model))
+        return found
+
+
+def versions(family: str) -> list[dict[str, np.ndarray]]:
+    """Two models with the same tensors."""
+    first = folder(FAMILIES[family])
+    return [first, {name: array * 3 + 1 for name, array in first.items()}]
+
+
+def differing(held: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[str]:
+    """Names of what differs; `wanted` has 0xEEEE in padding, as poisoned memory has."""
+    return sorted(name for name in held.keys() | wanted.keys() if (held[name] != wanted[name]).any())
 
 
 def main() -> None:
-    rank, port, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-
-    def join(offset: int, ranks: list[int]) -> StatelessGroup | None:
-        if rank not in ranks:
-            return None
-        return StatelessGroup.join(
-            "127.0.0.1", port + offset, rank=ranks.index(rank), ranks=len(ranks), device=CPU, deadline_s=120
-        )
-
-    found = {}
-    for number, (family, training, serving) in enumerate(CASES):
-        parts = len(TRAINING[training])
-        takers = SERVING[serving][0] * SERVING[serving][1]
-        if rank >= SENDERS + takers or parts <= rank < SENDERS:
-            pass  # it has no part in this one
-        ranks = [*range(parts), *range(SENDERS, SENDERS + takers)]
-        groups = [join(0, ranks), join(1, ranks[:parts]), join(2, [0, *ranks[parts:]])] if number == 0 else groups
-        found[f"{family} {training} {serving}"] = []
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    rank = Rank(int(sys.argv[1]), int(sys.argv[2]))
+    found = {" ".join(case): rank.carry(*case) for case in CASES}
+    (Path(sys.argv[3]) / f"{rank.rank}.json").write_text(json.dumps(found))
+    dist.barrier()
 
 
 if __name__ == "__main__":

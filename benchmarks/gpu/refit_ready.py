@@ -1,10 +1,10 @@
-"""From the end of an update to a sampler that generates with it: a refit into a vLLM that runs, on the GPUs of one host.
+"""From the end of an update to a sampler that generates with it: refits into a vLLM that runs, on GPUs of one host.
 
 python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stage=2"] [--tensor 2] [--timed 20] [--cpu]
 
 Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has. A round is
-`publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions' values
-differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
+`publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions'
+values differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
 
 Aim (8 H200): Qwen3-4B TP2 PP2 -> TP4 ready to generate in 10 ms, Qwen3-30B-A3B EP4 -> TP4 in 60 ms.
 """
@@ -20,7 +20,6 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
@@ -130,7 +129,8 @@ def main() -> None:
         for part in PARTS
     ]
     warm = f"look-ups {max(r['lookups'] for r in rounds):g}, tensors through the loader {rounds[-1]['loader']:g}"
-    notes = f"{options.model}: {options.senders} senders ({options.layout}) to TP{options.tensor}, {len(rounds)} rounds; {warm}."
+    mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}"
+    notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."
     report("gpu.refit_ready", rows, ["part", "median_ms", "p95_ms"], notes, options.out)
 
 

@@ -14,8 +14,8 @@ AT_ONCE = 1024  # words
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(table, like, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _move(table, like, AT_ONCE: tl.constexpr):
     tile = table + tl.program_id(0).to(tl.int64) * 6
     there, here = tl.load(tile).to(like.dtype), tl.load(tile + 1).to(like.dtype)
     run = tl.load(tile + 3).to(tl.int32)
@@ -29,16 +29,16 @@ def _move(table, like, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(there + row * there_step + column, value, mask=word < total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mixed(word):  # type: ignore[no-untyped-def]
+@triton.jit
+def _mixed(word):
     """ops.checksum's, on unsigned words."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, AT_ONCE: tl.constexpr):
     tile = table + tl.program_id(0).to(tl.int64) * 8
     slot, salt = tl.load(tile), tl.load(tile + 1).to(tl.uint64, bitcast=True)
     start, here = tl.load(tile + 2), tl.load(tile + 3).to(like.dtype)

@@ -1,7 +1,7 @@
 """Memory that other processes of this machine open in place by a handle. Knows bytes, not what they mean.
 
-On a GPU it is CUDA's memory handle as torch passes it on; on the CPU a file in memory without a name, which is gone when
-its owner is, and which readers that have opened it keep.
+On a GPU it is CUDA's memory handle as torch passes it on; on the CPU a file in memory without a name, which is gone
+when its owner is, and which readers that have opened it keep.
 """
 
 from __future__ import annotations

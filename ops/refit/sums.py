@@ -27,6 +27,7 @@ from ops.refit.plan import runs
 from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
+KEPT_BYTES = 64 << 20  # of buffers on the CPU, up to which the factors of their words are kept
 
 
 class Summed(msgspec.Struct, frozen=True, array_like=True):
@@ -56,19 +57,24 @@ class Sums:
                 self._tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
         if self._device.type == "cuda":
             self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in self._tables]
+        else:
+            keeps = sum(memory.numel() for memory in set(self._kept)) <= KEPT_BYTES
+            self._here = [_Tile(row, word, keeps) for word, table in self._tables for row in table.tolist()]
 
     def now(self) -> Summed:
         """Of the bytes that lie there now."""
-        sums = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
         if self._device.type == "cuda":
             from ops.refit.kernel import add
 
-            for word, on_device in self._on_device:
-                add(on_device, word, sums, (signed(SEEDS[0]), signed(SEEDS[1])))
+            on_device = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
+            for word, table in self._on_device:
+                add(table, word, on_device, (signed(SEEDS[0]), signed(SEEDS[1])))
+            sums = on_device.cpu().numpy()
         else:
-            for word, table in self._tables:
-                _add(table, word, sums)
-        return Summed(self._boxes, sums.cpu().numpy().tobytes())
+            sums = np.zeros((self._count, 2), np.int64)
+            for tile in self._here:
+                sums[tile.slot] += tile.now()
+        return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
         """Place, first byte in the tensor, address, rows, bytes of a run, of the step in the tensor, and here."""
@@ -83,17 +89,32 @@ def _salt(name: str) -> int:
     return signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
-def _add(table: np.ndarray, word: int, sums: torch.Tensor) -> None:
-    """What the kernel does, on the CPU."""
-    for slot, salt, start, address, rows, run, step, here_step in table.tolist():
+class _Tile:
+    """What a program of the kernel does, on the CPU. `keeps` has it keep the numbers that its positions give, which
+    take three times its memory."""
+
+    def __init__(self, row: list[int], word: int, keeps: bool) -> None:
+        self.slot, self._salt, start, address, rows, run, step, here_step = row
         raw = (ctypes.c_char * (((rows - 1) * here_step + run) * word)).from_address(address)
-        memory = np.frombuffer(raw, f"u{word}")
-        here = np.lib.stride_tricks.as_strided(memory, (rows, run), (here_step * word, word))
+        memory = np.frombuffer(memoryview(raw), f"u{word}")
+        self._here = np.lib.stride_tricks.as_strided(memory, (rows, run), (here_step * word, word))
+        self._where = start, step, word
+        self._kept = self._numbers() if keeps else None
+
+    def now(self) -> np.ndarray:
+        """Both sums."""
+        factors, shift = self._kept or self._numbers()
+        values = self._here.astype(np.uint64) << shift
+        return (values.view(np.int64) * factors).sum((1, 2))
+
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each word its two factors, and by how many bits it is behind the start of 8 bytes."""
+        start, step, word = self._where
+        rows, run = self._here.shape
         byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
-        values = torch.from_numpy((here.astype(np.uint64) << (byte % 8 * 8).astype(np.uint64)).view(np.int64))
-        positions = torch.from_numpy(byte // 8) + salt
-        for i, seed in enumerate(SEEDS):
-            sums[slot, i] += (values * (mixed_words(positions + signed(seed)) | 1)).sum()
+        position = torch.from_numpy(byte // 8) + self._salt
+        factors = [(mixed_words(position + signed(seed)) | 1).numpy() for seed in SEEDS]
+        return np.stack(factors), (byte % 8 * 8).astype(np.uint64)
 
 
 def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:

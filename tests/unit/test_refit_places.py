@@ -11,7 +11,7 @@ from ops.refit.plan import build
 from stages.backends.decoder import Decoder
 from stages.backends.experts import of_expert
 from stages.backends.megatron import places as megatron
-from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.names import Part
 from stages.backends.vllm import places as vllm
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
 from tests.unit.test_refit_plan import carry_out

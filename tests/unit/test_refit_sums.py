@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ops.refit import sums
 from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.sums import Sums, digest
 from tests.unit.refit_layouts import filled, sides, view
@@ -20,10 +21,13 @@ def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
     return digest(layout.tensors, held)
 
 
-@given(sides())
-@settings(max_examples=150, deadline=None)
-def test_the_digest_is_the_same_in_every_layout(pair: tuple[Layout, Layout]) -> None:
-    assert told(pair[0], filled(pair[0])) == told(pair[1], filled(pair[1]))
+@pytest.mark.parametrize("kept_bytes", [0, sums.KEPT_BYTES])
+@given(pair=sides())
+@settings(max_examples=100, deadline=None)
+def test_the_digest_is_the_same_in_every_layout(kept_bytes: int, pair: tuple[Layout, Layout]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "KEPT_BYTES", kept_bytes)
+        assert told(pair[0], filled(pair[0])) == told(pair[1], filled(pair[1]))
 
 
 @given(sides(), st.data())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
-from ops.refit.move import Moves
+from ops.refit.move import Buffer, Moves
 from ops.refit.plan import Copy, build
 
 BUCKET_BYTES, BUCKETS = 512 << 20, 2
@@ -27,14 +28,14 @@ class _Bucket:
 
     memory: torch.Tensor
     sent: torch.Tensor | None = None  # to the root
-    received: Sequence[tuple[int, torch.Tensor]] = ()  # by the root
-    before: Sequence[Moves] = ()
-    after: Sequence[Moves] = ()
+    received: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # by the root
+    before: list[Moves] = field(default_factory=list)
+    after: list[Moves] = field(default_factory=list)
 
 
 class Broadcast:
-    """One rank of it, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose rank 0
-    is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
+    """One rank of it, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose
+    rank 0 is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
 
     Raises ValueError for sizes that are no whole numbers above 0.
     """
@@ -114,20 +115,23 @@ class Broadcast:
         own = by_sender.pop(self._number, []) if self._number == 0 else by_sender.get(self._number, [])
         if self._number > 0:
             if own:
-                packed, bucket.sent = self._packed(own, (slot, 0))
-                bucket.before = [Moves(packed, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.sent)]
+                packed, sent = self._packed(own, (slot, 0))
+                bucket.sent = sent
+                bucket.before = [Moves(packed, lambda copy: self._buffers[copy.source_buffer], lambda _: sent)]
             return bucket
-        received, moves = [], [Moves(own, lambda copy: self._buffers[copy.source_buffer], lambda _: bucket.memory)]
+        bucket.before = [self._from(own, lambda copy: self._buffers[copy.source_buffer], bucket)]
         for peer, copies in sorted(by_sender.items()):
             packed, message = self._packed(copies, (slot, peer))
-            received.append((peer, message))
             unpacked = [
                 replace(copy, source_offset=was.destination_offset, source_stride=copy.run)
                 for copy, was in zip(copies, packed)
             ]
-            moves.append(Moves(unpacked, lambda _, message=message: message, lambda _: bucket.memory))
-        bucket.received, bucket.before = received, moves
+            bucket.received.append((peer, message))
+            bucket.before.append(self._from(unpacked, partial(_always, message), bucket))
         return bucket
+
+    def _from(self, copies: Sequence[Copy], source: Buffer, bucket: _Bucket) -> Moves:
+        return Moves(copies, source, lambda _: bucket.memory)
 
     def _packed(self, copies: Iterable[Copy], key: tuple[int, int]) -> tuple[list[Copy], torch.Tensor]:
         """The copies into a message, one behind the other, in memory that messages of one slot share."""
@@ -153,6 +157,10 @@ def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[s
         at += -(-tensor_bytes // ALIGNED) * ALIGNED
     if made:
         yield made
+
+
+def _always(memory: torch.Tensor, _: Copy) -> torch.Tensor:
+    return memory
 
 
 def _placed(tensors: Mapping[str, Tensor], name: str, at: int) -> Place:

@@ -6,8 +6,7 @@ time, so that packing, sending and unpacking overlap; all memory is there before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,8 +17,6 @@ from ops.refit.plan import Copy, Plan
 
 SLOT_BYTES, SLOTS = 96 << 20, 3
 ALIGNED = 16  # bytes; every copy begins at a multiple
-
-Peers = Callable[[int], int]
 
 
 class Packed:
@@ -60,22 +57,23 @@ class Packed:
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
-        first, second = self._streams or (None, None)
-        moves, wire = (second, first) if self._receives else (first, second)
-        begun = torch.cuda.current_stream().record_event() if self._streams else None
-        for stream in self._streams:
-            stream.wait_event(begun)
-        free: list[torch.cuda.Event | None] = [None] * len(self._slots)
-        for index, messages in enumerate(self._rounds):
-            slot = index % max(1, len(self._slots))
-            steps = [(moves, self._move), (wire, self._carry)]
-            for stream, step in reversed(steps) if self._receives else steps:
-                with _on(stream):
-                    if stream is not None and free[slot] is not None:
-                        stream.wait_event(free[slot])
+        steps = (self._carry, self._move) if self._receives else (self._move, self._carry)
+        if not self._streams:
+            for messages in self._rounds:
+                for step in steps:
                     step(messages)
-                    if stream is not None:
-                        free[slot] = stream.record_event()
+            return
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        done: dict[int, torch.cuda.Event] = {}  # by slot: what was done last with its memory
+        for index, messages in enumerate(self._rounds):
+            slot = index % len(self._slots)
+            for stream, step in zip(self._streams, steps):
+                with torch.cuda.stream(stream):
+                    if slot in done:
+                        stream.wait_event(done[slot])
+                    step(messages)
+                    done[slot] = stream.record_event()
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -127,7 +125,3 @@ def _moves(
         replace(copy, destination_buffer="", destination_offset=at, destination_stride=copy.run) for at, copy in message
     ]
     return Moves(copies, lambda copy: buffers[copy.source_buffer], lambda _: memory)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()

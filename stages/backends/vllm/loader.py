@@ -41,10 +41,12 @@ class Loader:
     def sluice_differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; of a model without a table, none."""
         config, decoder = self.vllm_config, self._decoder()
-        if decoder is None or self.device.type == "cpu":
+        if decoder is None:
             return []
-        ranks, folder = config.parallel_config.tensor_parallel_size, Path(config.model_config.model)
-        return differing(self.get_model(), decoder, self.rank, ranks, config.model_config.dtype, folder)
+        return differing(
+            self.get_model(), decoder, self.rank, config.parallel_config.tensor_parallel_size,
+            dtype=config.model_config.dtype, device=self.device, folder=Path(config.model_config.model),
+        )  # fmt: skip
 
     def sluice_receive(
         self, told: dict[str, Any], names: list[str]

@@ -65,16 +65,17 @@ class Storage:
         shapes = {n: s for n, s in table.shapes(self._decoder, self._ranks).items() if n not in self._by_loader}
         if self._device.type == "cpu":
             return {name: torch.zeros(shape, dtype=self._dtype) for name, shape in shapes.items()}
-        live = dict(self._network.named_parameters())
+        live = _parameters(self._network)
         return {name: live[name].data for name in shapes}
 
     def _pack(self) -> None:
         """Give every module what was received as its parameters, and have it packed."""
-        known = {id(parameter): name for name, parameter in self._network.named_parameters()}
+        known = {id(parameter): name for name, parameter in _parameters(self._network).items()}
         fresh = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in self.held.items()}
         for prefix, module in self._network.named_modules():
             for own, parameter in list(module._parameters.items()):
-                name = f"{prefix}.{own}" if f"{prefix}.{own}" in fresh else known.get(id(parameter), "")  # tied
+                name = _plain(f"{prefix}.{own}")
+                name = name if name in fresh else known.get(id(parameter), "")  # tied
                 if name in fresh:
                     module._parameters[own] = fresh[name]
             method: Any = getattr(module, "quant_method", None)
@@ -89,14 +90,18 @@ class Storage:
 
 
 def differing(
-    network: nn.Module, decoder: Decoder, rank: int, ranks: int, dtype: torch.dtype, folder: Path
-) -> list[str]:
-    """Parameters, by vLLM's names, for which the table does not hold: those that have another shape, or other numbers
-    than the folder has, in the first, the middle and the last row of a place.
+    network: nn.Module, decoder: Decoder, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device,
+    folder: Path,
+) -> list[str]:  # fmt: skip
+    """Parameters, by vLLM's names, for which the table does not hold: those that are not there, have another shape, or
+    have other numbers than the folder, in the first, the middle and the last row of a place.
 
-    To be asked before the first refit, when vLLM's own loader has put there what the folder has.
+    To be asked before the first refit, when vLLM's own loader has put there what the folder has. Of packed parameters,
+    on the CPU, only names can be compared.
     """
-    live, shards = dict(network.named_parameters()), Shards(folder)
+    live, shards = _parameters(network), Shards(folder)
+    if device.type == "cpu":
+        return sorted(table.shapes(decoder, ranks).keys() - live.keys())
     shapes, tensors = table.shapes(decoder, ranks), table.tensors(decoder, str(dtype).removeprefix("torch."))
     found = {
         name
@@ -115,10 +120,9 @@ def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards)
     sizes = [stop - start for start, stop in place.box]
     strides = [stride // tensor.item_bytes for stride in place.strides]
     here = torch.as_strided(parameter.view(-1), sizes, strides, place.offset // tensor.item_bytes)
+    rows: list[tuple[int, ...]] = [(i,) for i in _ends(sizes[0])]
     if "experts.*." in place.tensor:
         rows = [(e, i) for e in _ends(sizes[0]) for i in _ends(sizes[1])]
-    else:
-        rows = [(i,) for i in _ends(sizes[0])]
     for row in rows:
         box = [slice(start + i, start + i + 1) for (start, _), i in zip(place.box, row)]
         box += [slice(*edges) for edges in place.box[len(row) :]]
@@ -129,6 +133,15 @@ def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards)
         if not torch.equal(here[row].flatten().cpu(), there):
             return False
     return True
+
+
+def _parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    return {_plain(name): parameter for name, parameter in network.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in vLLM 0.26; later ones have the experts one module further in."""
+    return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def _ends(size: int) -> list[int]:

@@ -1,0 +1,82 @@
+"""A refit into vLLM on the CPU, in a process of its own: python -m tests.engines.refit_case FAMILY RANKS FOLDER
+
+Two models of a family with the same config: an engine that serves the first is given the second, twice, and says
+how far the logprobs of what it samples then are from those that transformers computes for the second, and which
+tensors went through vLLM's own loader.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ops.refit.share import Publisher, digest_of
+from pipeline import Model
+from stages.backends import Sampling
+from stages.backends.torch.models import build, character_tokenizer, save
+from tests.engines import vllm_models as tiny
+
+PLAIN = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "llama": PLAIN | {"model_type": "llama"},
+    "qwen2": PLAIN | {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": None, "num_attention_heads": 2},
+    "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": PLAIN
+    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+       "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
+}  # fmt: skip
+TOKENS = Sampling(max_tokens=24)
+
+
+def made(root: Path, family: str, seed: int) -> Model:
+    """A folder with weights so large that distributions are far from flat; biases are not 0."""
+    config = {name: value for name, value in CONFIGS[family].items() if value is not None or name == "sliding_window"}
+    described = Model("tiny", config=config, alphabet=tiny.ALPHABET, seed=seed)
+    tokenizer = character_tokenizer(tiny.ALPHABET)
+    network = build(described, tokenizer)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif parameter.dim() > 1:
+                parameter.mul_(4.0)
+    save(network, tokenizer, root / f"{family}-{seed}")
+    return Model(str(root / f"{family}-{seed}"))
+
+
+def main() -> None:
+    family, tensor, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    first, second = (made(root, family, seed) for seed in (0, 1))
+    from stages.backends.torch.places import placed
+    from stages.backends.vllm.engine import open_engine
+
+    reference = AutoModelForCausalLM.from_pretrained(second.source, dtype=torch.float32).eval()
+    tensors, places, held = placed(reference)
+    group = replace(tiny.GROUP, workers=tensor, tensor_parallel=tensor)
+    backend = open_engine(tiny.context(root, group))
+    publisher, groups = Publisher(tensors, places, held), (0, 1)
+    prompt_ids = backend.encode(first, tiny.texts(groups))
+    far = []
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.0 if version == 1 else 0.9)
+        share = publisher.publish(held, near=version == 1)
+        served = backend.serve(first, [share], version)
+        assert served.sha256 == digest_of([share])
+        sampled = backend.generate(first, prompt_ids, TOKENS, tiny.draws(groups))
+        far.append(tiny.farthest(sampled, tiny.logprobs(reference, prompt_ids, sampled, 1.0)))
+    loaded = backend.client(first).loaded
+    backend.close()
+    print(json.dumps({"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "record": dict(served.record)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Between real processes, every transport brings what vLLM's own loader would have made of the trainer's folder."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ops.comm.stateless_group import CHECKED, GroupError, StatelessGroup
+from ops.refit.layout import Layout, Tensor, dense, whole
+from ops.refit.transports.broadcast import Broadcast
+from tests.refit_ranks import CASES, SIZE, TRANSPORTS
+from tests.unit.refit_models import SERVING
+
+DEADLINE_S = 240
+
+
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody listens on."""
+    for first in range(20000 + os.getpid() % 20000, 60000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as one:
+                    one.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise OSError("no free ports")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    folder, port = tmp_path_factory.mktemp("refit"), free_ports(1 + (1 << SIZE))
+    command = [sys.executable, "-m", "tests.refit_ranks"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(port), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(SIZE)
+    ]
+    try:
+        said = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(text[-2000:] for text in said)
+    return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("case", [" ".join(case) for case in CASES])
+def test_every_receiver_has_the_bytes_of_the_golden_way(found: Any, case: str, transport: str) -> None:
+    assert [rank[case][transport] for rank in found] == [[]] * SIZE
+
+
+def test_all_pairs_of_layouts_were_carried_out(found: Any) -> None:
+    assert Counter(family for family, _, _ in CASES) == {"llama": 12, "qwen2": 12, "qwen3": 12, "qwen3_moe": 15}
+    assert all(len(rank) == len(CASES) for rank in found) and {"TP1", "TP2", "DP2"} <= SERVING.keys()
+
+
+class Wire:
+    """A communicator that brings something else."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        tensor.fill_(7)
+
+
+class Store(dict[str, str]):
+    """Where ranks leave what the others read."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_that_does_not_carry_what_it_is_given_is_refused(rank: int) -> None:
+    store = Store({CHECKED: "12345"})
+    store.get = store.__getitem__  # type: ignore[method-assign]
+    group = StatelessGroup(Wire(), store, rank, 2, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match=rf"rank {rank} of 2: the first broadcast brought \[7, 7\].*'first broadcast'"):
+        group.check()
+
+
+def test_it_is_refused_also_where_assertions_are_off() -> None:
+    test = test_a_group_that_does_not_carry_what_it_is_given_is_refused.__name__
+    code = f"import tests.unit.test_refit_transports as tests; tests.{test}(1)"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_do_not_come_are_told() -> None:
+    port = free_ports(1)
+    with pytest.raises(GroupError, match=rf"rank 1 did not meet the other 1 at 127.0.0.1:{port}"):
+        StatelessGroup.join("127.0.0.1", port, rank=1, ranks=2, device=torch.device("cpu"), deadline_s=1)
+
+
+@pytest.mark.parametrize("sizes", [{"bucket_bytes": "abc"}, {"bucket_bytes": 0}, {"buckets": -1}, {"buckets": True}])
+def test_sizes_that_are_none_are_refused(sizes: Any) -> None:
+    layout = Layout({"t": Tensor((4,), "float32")}, [[dense("t", whole((4,)), 4, "b")]])
+    buffers = {"b": torch.zeros(16, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="it has to be a whole number above 0"):
+        Broadcast(layout, layout, number=0, receives=True, buffers=buffers, senders=None, receivers=None, **sizes)
