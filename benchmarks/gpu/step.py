@@ -133,11 +133,6 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total_s
 
 
-def progress(step: int, metrics: dict[str, float]) -> None:
-    """Says that a step is done."""
-    print(f"step {step + 1}: {metrics.get('time/step_s', 0.0):.2f} s", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
@@ -156,27 +151,36 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
-    from pipeline.executors.ray import RayExecutor
-
     rows: list[dict[str, Any]] = []
     if options.colocated:
         options.staleness = [0]
     with tempfile.TemporaryDirectory() as folder:
         policy = Model(model_of(options.model, Path(folder)))
         for staleness in options.staleness:
-            graph = described(options, staleness, policy)
-            run_dir = RunDir(Path(folder) / str(staleness)).create()
-            begun_s = time.monotonic()
-            Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=progress).execute()
-            published = next(e.at_s for _, e in trace.read(run_dir.events) if isinstance(e, trace.Published))
-            row = {"model": options.model, "max_staleness": staleness}
-            row |= measured(run_dir, options, published - begun_s)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            _write(rows, options)
+            rows.append({})
+            run(options, staleness, policy, Path(folder), rows)
         if options.peer:
             rows.append(peer(options, Path(folder)))
             _write(rows, options)
+
+
+def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """One run, as the last of the rows; what there is of it is written at every step, since the checkpoint at the end
+    of a large model takes minutes."""
+    from pipeline.executors.ray import RayExecutor
+
+    graph = described(options, staleness, policy)
+    run_dir, begun_s = RunDir(folder / str(staleness)).create(), time.monotonic()
+
+    def note(step: int, metrics: dict[str, float]) -> None:
+        print(f"step {step + 1}: {metrics.get('time/step_s', 0.0):.2f} s", flush=True)
+        published = [event.at_s for _, event in trace.read(run_dir.events) if isinstance(event, trace.Published)]
+        if step > 0 and len(published) > 2:
+            row = {"model": options.model, "max_staleness": staleness}
+            rows[-1] = row | measured(run_dir, options, published[0] - begun_s)
+            _write(rows, options)
+
+    Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
 
 
 def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

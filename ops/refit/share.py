@@ -20,10 +20,11 @@ import torch
 
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.memory import Handle, SharedMemory
+from ops.refit.move import Moves
+from ops.refit.plan import Copy
 from ops.refit.sums import Summed, Sums, digest
 
 ALIGNED = 256  # bytes; every parameter begins at a multiple
-RAW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +55,17 @@ class Publisher:
             starts[name] = size
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
         self._memory = SharedMemory(size, next(iter(parameters.values())).device)
-        self._raw: dict[str, torch.Tensor] = {}  # by name, where the copy has the parameter's bytes
-        self._cast: dict[str, torch.Tensor] = {}  # and where it has another dtype
+        self._copies: list[Copy] = []  # of parameters, by their names, that the copy has the bytes of
+        self._cast: dict[str, torch.Tensor] = {}  # copies of those that have another dtype
         for name, start in starts.items():
             parameter, dtype = parameters[name], dtypes[name]
-            copy = self._memory.bytes[start : start + parameter.numel() * dtype.itemsize]
+            length = parameter.numel() * dtype.itemsize
             if parameter.dtype == dtype:
-                self._raw[name] = _raw(copy.view(dtype))
+                self._copies.append(Copy(0, 0, name, "", 0, start, length, 1, length, length))
             else:
-                self._cast[name] = copy.view(dtype).view(parameter.shape)
+                self._cast[name] = self._memory.bytes[start : start + length].view(dtype).view(parameter.shape)
+        self._moves: Moves | None = None
+        self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
         self._sums = Sums(tensors, placed, lambda _: self._memory.bytes)
         self._layout = msgspec.msgpack.encode((tensors, placed))
@@ -70,8 +73,12 @@ class Publisher:
     @torch.no_grad()
     def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
         """The share of what the contiguous parameters are now; with `near` for readers on this machine."""
-        if self._raw:
-            torch._foreach_copy_(list(self._raw.values()), [_raw(parameters[name]) for name in self._raw])
+        addresses = [parameters[copy.source_buffer].data_ptr() for copy in self._copies]
+        if self._moves is None or addresses != self._addresses:
+            raw = {copy.source_buffer: _raw(parameters[copy.source_buffer]) for copy in self._copies}
+            self._moves = Moves(self._copies, lambda copy: raw[copy.source_buffer], lambda _: self._memory.bytes)
+            self._addresses = addresses
+        self._moves.run()
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
         summed = self._sums.now()  # waits for the copies
@@ -79,8 +86,7 @@ class Publisher:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as whole numbers: copied as floating-point numbers, those that are none may become others."""
-    return tensor.detach().view(-1).view(RAW[tensor.element_size()])
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:
