@@ -4,7 +4,7 @@
     share = publisher.publish(parameters)                  # for each version; all ranks' shares are a model
 
 The part is copied into memory that readers open, so that training goes on while they read, and whoever begins to serve
-later still finds this version. It stays until the next one is published.
+later still finds this version, until the next one is published.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import cycle
 from math import prod
 
 import msgspec
@@ -44,7 +45,25 @@ class Share:
 
 class Publisher:
     """Copies a rank's parameters and says where they are. Dtypes are those of the model's tensors, whatever the
-    parameters have."""
+    parameters have.
+
+    On the CPU two versions are kept, so that a reader that comes late finds the one before while the next is written;
+    on a GPU, where memory is dear, one.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], places: Sequence[Place], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        on_cpu = next(iter(parameters.values())).device.type == "cpu"
+        self._copies = cycle([_Copy(tensors, places, parameters) for _ in range(2 if on_cpu else 1)])
+
+    def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
+        """The share of what the contiguous parameters are now; with `near` for readers on this machine."""
+        return next(self._copies).filled(parameters, near)
+
+
+class _Copy:
+    """Memory for one version."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], places: Sequence[Place], parameters: Mapping[str, torch.Tensor]
@@ -71,8 +90,8 @@ class Publisher:
         self._layout = msgspec.msgpack.encode((tensors, placed))
 
     @torch.no_grad()
-    def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
-        """The share of what the contiguous parameters are now; with `near` for readers on this machine."""
+    def filled(self, parameters: Mapping[str, torch.Tensor], near: bool) -> Share:
+        """The share, when all of it is there."""
         addresses = [parameters[copy.source_buffer].data_ptr() for copy in self._copies]
         if self._moves is None or addresses != self._addresses:
             raw = {copy.source_buffer: _raw(parameters[copy.source_buffer]) for copy in self._copies}
@@ -82,7 +101,7 @@ class Publisher:
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
         summed = self._sums.now()  # waits for the copies
-        return Share(self._layout, summed, self._memory if near else self._memory.bytes.cpu().numpy())
+        return Share(self._layout, summed, self._memory if near else self._memory.bytes.cpu().numpy().copy())
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

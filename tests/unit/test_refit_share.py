@@ -41,8 +41,10 @@ def test_a_version_stays_while_training_goes_on() -> None:
     assert read(sent, memory)["a"].eq(1.5).all() and read(sent, memory)["b"].tolist() == [1.5, 2.5, 3.5, 4.5]
     first = digest_of([sent])
     second = publisher.publish(held)
-    assert read(sent, memory)["a"].eq(2.5).all(), "the same memory has the next version"
+    assert read(sent, memory)["a"].eq(1.5).all(), "the version before is still there"
     assert digest_of([second]) != first == digest_of([sent])
+    publisher.publish(held)
+    assert read(sent, memory)["a"].eq(2.5).all(), "and then it has the one behind the next"
 
 
 def test_parameters_that_moved_are_found() -> None:

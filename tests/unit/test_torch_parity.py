@@ -23,10 +23,10 @@ class Meeting:
     payload: Any = None
 
     def offer(self, payload: Any) -> None:
-        self.payload, self.side = payload, "target"
+        self.payloads, self.side = [payload], "target"
 
-    def take(self) -> Any:
-        return self.payload
+    def take(self) -> list[Any]:
+        return self.payloads
 
 
 def run_stages(described: Graph) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -16,6 +16,8 @@ from ops.refit.move import Moves
 from ops.refit.plan import Copy, Plan, build
 from ops.refit.share import Share, layout_of
 
+KEPT = 2  # versions whose memory stays open
+
 
 class Pull:
     """A receiver: one of those that `layout` is the layout of, with its buffers, flat bytes on its device.
@@ -30,9 +32,7 @@ class Pull:
         self._plan: Plan | None = None
         self._planned: tuple[bytes, ...] = ()
         self._copies: list[Copy] = []
-        self._memories: dict[int, torch.Tensor] = {}
-        self._handles: list[object] = []
-        self._moves: Moves | None = None
+        self._moves: dict[tuple[object, ...], Moves] = {}  # by the memory that is read, of the last versions
         self.lookups = 0  # plans, tables and memory that were not there from the version before
 
     @property
@@ -46,7 +46,7 @@ class Pull:
         Raises ValueError, naming the tensor, where the shares do not have what this receiver holds.
         """
         if (layouts := tuple(share.layout for share in shares)) != self._planned:
-            self._plan, self._moves = build(layout_of(shares), self._layout), None
+            self._plan, self._moves = build(layout_of(shares), self._layout), {}
             self._copies, self._planned = self._plan.copies(self._receiver), layouts
             self.lookups += 1
         far = [rank for rank, share in enumerate(shares) if self._is_far(share)]
@@ -61,16 +61,18 @@ class Pull:
 
     def close(self) -> None:
         """Give opened memory back."""
-        self._memories, self._moves, self._handles = {}, None, []
+        self._moves = {}
 
     def _near(self, shares: Sequence[Share], ranks: Sequence[int]) -> Moves:
         """Moves from what can be read in place."""
-        handles: list[object] = [shares[rank].memory for rank in ranks]
-        if self._moves is None or handles != self._handles:
-            self._memories = {rank: _bytes(shares[rank], self._device) for rank in ranks}
-            self._moves, self._handles = self._over(self._memories, ranks), handles
+        memories = tuple(shares[rank].memory for rank in ranks)
+        if memories not in self._moves:
+            if len(self._moves) == KEPT:
+                del self._moves[next(iter(self._moves))]
+            opened_now = {rank: _bytes(shares[rank], self._device) for rank in ranks}
+            self._moves[memories] = self._over(opened_now, ranks)
             self.lookups += 1
-        return self._moves
+        return self._moves[memories]
 
     def _over(self, memories: Mapping[int, torch.Tensor], ranks: Sequence[int]) -> Moves:
         return Moves(
