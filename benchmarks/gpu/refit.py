@@ -65,7 +65,7 @@ MODELS = {
     ),
 }  # fmt: skip
 NAMES = {"4B": "Qwen3-4B", "8B": "Llama-8B", "30B-A3B": "Qwen3-30B-A3B"}
-MAPPINGS = {  # by senders, which are as many as receivers
+MAPPINGS: dict[int, dict[str, tuple[tuple[str, ...], str, int]]] = {  # by senders, which are as many as receivers
     4: {
         "TP2 PP2 -> TP4": (("4B", "8B", "tiny"), "tensor=2 stage=2", 4),
         "TP4 -> TP4": (("4B", "8B", "tiny"), "tensor=4", 4),
