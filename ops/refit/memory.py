@@ -17,11 +17,11 @@ import torch
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
     """What another process opens memory with. Plain values: it can travel anywhere, and means something on the machine
-    of the memory only, as long as its owner lives. `device` is "cuda" or "cpu"."""
+    of the memory only, as long as its owner lives. `device` is "cuda" or "cpu". Two of different memory differ."""
 
     device: str
     size: int
-    values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file
+    values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file, and a mark of it
 
 
 class SharedMemory:
@@ -32,7 +32,7 @@ class SharedMemory:
             self._file = -1
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         else:
-            self._file = os.memfd_create("sluice", os.MFD_CLOEXEC)
+            self._file, self._mark = os.memfd_create("sluice", os.MFD_CLOEXEC), os.urandom(8).hex()
             weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size)
             self.bytes = _mapped(self._file, size)
@@ -40,7 +40,7 @@ class SharedMemory:
     def handle(self) -> Handle:
         """What other processes open it with."""
         if self._file >= 0:
-            return Handle("cpu", len(self.bytes), (f"/proc/{os.getpid()}/fd/{self._file}",))
+            return Handle("cpu", len(self.bytes), (f"/proc/{os.getpid()}/fd/{self._file}", self._mark))
         _, *values = self.bytes.untyped_storage()._share_cuda_()
         return Handle("cuda", len(self.bytes), tuple(values))
 

@@ -67,6 +67,10 @@ class Receiver:
         }
         return Received(summed, record)
 
+    def close(self) -> None:
+        """Give opened memory back."""
+        self._pull.close()
+
 
 def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Raise StageError naming the first tensor that differs."""

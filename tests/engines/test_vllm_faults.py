@@ -139,7 +139,7 @@ def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backen
     def load() -> None:
         wait_for(lambda: busy(backend, model))
         with pytest.raises(Exception, match="collective_rpc"):
-            backend.client(model).load(Weights(shares_of(wrong), 0, 1), 5)
+            backend.client(model).load(Weights(shares_of(wrong)), 5)
 
     events = streamed(backend, model, load)
     assert rows_of(events) == before

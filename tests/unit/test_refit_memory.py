@@ -45,6 +45,17 @@ def test_memory_whose_owner_is_gone_stays_with_those_who_opened_it() -> None:
         opened(handle, CPU)
 
 
+def test_memory_that_comes_after_other_memory_has_another_handle() -> None:
+    """The kernel gives the number of a file that was closed to the next one."""
+    handles = []
+    for _ in range(4):
+        memory = SharedMemory(16, CPU)
+        handles.append(memory.handle())
+        assert memory.handle() == handles[-1]
+        del memory
+    assert len({handle.values[0] for handle in handles}) < len(set(handles)) == 4
+
+
 def test_none_at_all_is_memory_too() -> None:
     assert opened(SharedMemory(0, CPU).handle(), CPU).numel() == 0
 

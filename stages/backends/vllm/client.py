@@ -40,12 +40,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is started with. `where` is for messages."""
+    """What an engine is started with; it is one of `replicas`. `where` is for messages."""
 
     folder: Path
     gpus: bool
     tensor_parallel: int
     where: str
+    replica: int = 0
+    replicas: int = 1
 
 
 class Client:
@@ -59,7 +61,6 @@ class Client:
         self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
         self._sha256 = ""  # of them
-        self._by_loader: list[str] = []  # parameters of the engine that lie elsewhere than the table of places says
         self._version: int | None = None
         self.loaded: list[str] = []  # tensors of the last version that went through vLLM's own loader
         self._failures = 0  # to start
@@ -215,7 +216,9 @@ class Client:
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
-        self._by_loader = await self._answer(self._llm, versions.differing(self._llm))
+        elsewhere = await self._answer(self._llm, versions.differing(self._llm))
+        place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
+        await self._answer(self._llm, versions.join_transfer(self._llm, place))
         if self._weights is not None:
             served, _ = await self._received(self._llm, self._weights)
             if served.sha256 != self._sha256:
@@ -276,8 +279,8 @@ class Client:
 
     async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
         """Have all ranks bring a version, and check it; also, how many tokens each live request has."""
-        told = weights.told(self._by_loader)
-        received, self.loaded, counts = await self._answer(llm, versions.receive(llm, told, list(self._live)))
+        offered = weights.told()
+        received, self.loaded, counts = await self._answer(llm, versions.receive(llm, offered, list(self._live)))
         sha256 = acknowledged(weights.shares, [each.summed for each in received])
         return Served(sha256, slowest([each.record for each in received])), counts
 

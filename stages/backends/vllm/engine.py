@@ -80,8 +80,9 @@ class VllmEngine(Texts):
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
             setup = Setup(
-                folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, where=str(group.location)
-            )
+                folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, where=str(group.location),
+                replica=self._worker[0], replicas=self._worker[1],
+            )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
             self._started = Started(model=model, client=client, closing=closing, longest=client.longest())
         if self._started.model != model:
@@ -134,7 +135,7 @@ class VllmEngine(Texts):
         """Bring weights of a version into the engine between two tokens; the hash of what is there then."""
         client = self.client(model)
         check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
-        served = client.load(Weights(shares, *self._worker), version)
+        served = client.load(Weights(shares), version)
         self._version = version
         return served
 

@@ -46,10 +46,10 @@ class Storage:
         return self._ruled(rank) + beside
 
     @torch.no_grad()
-    def finish(self, reload_weights: Callable[..., Any]) -> None:
-        """All of it is there: have vLLM make of it what it computes with."""
+    def finish(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+        """All of it is there: have vLLM make of it what it computes with. `load` is vLLM's own loader."""
         if self.loaded:
-            reload_weights(weights_iterator=self._singles())
+            load(self._singles())
         if self._device.type == "cpu" and self._decoder is not None:
             self._pack()
 

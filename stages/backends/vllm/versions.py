@@ -7,13 +7,22 @@ with requests kept, and outputs that count their tokens.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
@@ -31,10 +40,15 @@ __all__ = [
     "EngineDeadError",
     "LogitsProcessor",
     "MoveDirectionality",
-    "ParallelLMHead",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
     "bytes_in_use",
     "computes_on_cpu",
     "differing",
+    "join_transfer",
+    "load_anew",
     "logprobs",
     "longest",
     "open_llm",
@@ -71,6 +85,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
         enable_prefix_caching=True,
         logits_processors=["stages.backends.vllm.choice:Choice"],
         worker_extension_cls="stages.backends.vllm.loader.Loader",
+        weight_transfer_config=WeightTransferConfig(backend="sluice"),
         stream_interval=INTERVAL,
         disable_log_stats=True,
         **settings,
@@ -139,6 +154,14 @@ async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[s
     return [np.frombuffer(row, np.float32) for row in answers[0]]
 
 
+def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Inside a worker: load weights with the names of a Hugging Face folder, as when it started."""
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config.model_config)
+
+
 async def bytes_in_use(llm: AsyncLLM) -> int:
     """`Loader.sluice_bytes_in_use` of the first rank."""
     return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
@@ -159,10 +182,19 @@ async def differing(llm: AsyncLLM) -> list[str]:
     return sorted({name for names in await llm.collective_rpc("sluice_differing") for name in names})
 
 
+async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:
+    """Tell all ranks their place in the refits to come (`transfer.Joined`)."""
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place))
+
+
 async def receive(
-    llm: AsyncLLM, told: dict[str, Any], names: Sequence[str]
+    llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
 ) -> tuple[list[Received], list[str], dict[str, int]]:
-    """`Loader.sluice_receive` on every rank; what all have alike, of the first one."""
-    answers = await llm.collective_rpc("sluice_receive", args=(told, list(names)))
+    """Have all ranks bring a version (`transfer.Offered`): what they say of it, and what all have alike, of the first:
+    tensors that went through vLLM's loader, and how many tokens each of these requests has."""
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=offered))
+    await llm.finish_weight_update()
+    answers = await llm.collective_rpc("sluice_acknowledged", args=(list(names),))
     _, _, loaded, counts = answers[0]
     return [Received(Summed(*summed), record) for summed, record, _, _ in answers], loaded, counts

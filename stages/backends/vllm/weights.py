@@ -30,22 +30,18 @@ def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 class Weights:
     """The shares of a version, in memory that processes of this machine open, as long as this object lives.
 
-    `replica` is which of `replicas` engines it is for. What came as bytes is put into memory for it.
+    What came as bytes is put into memory for it.
     """
 
-    def __init__(self, shares: Sequence[Share], replica: int, replicas: int) -> None:
-        self.shares, self._place = list(shares), (replica, replicas)
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares = list(shares)
         self._own = {i: _landed(s.memory) for i, s in enumerate(shares) if isinstance(s.memory, np.ndarray)}
 
-    def told(self, by_loader: Sequence[str]) -> dict[str, Any]:
-        """What `Loader.sluice_receive` is told: plain values."""
-        handles = [self._own.get(i, share.memory) for i, share in enumerate(self.shares)]
-        plain = [msgspec.to_builtins(_handle(memory), builtin_types=(bytes,)) for memory in handles]
-        replica, replicas = self._place
-        return {
-            "shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)],
-            "by_loader": list(by_loader), "replica": replica, "replicas": replicas,
-        }  # fmt: skip
+    def told(self) -> dict[str, Any]:
+        """What `transfer.Offered` takes."""
+        handles = [_handle(self._own.get(i, share.memory)) for i, share in enumerate(self.shares)]
+        plain = [msgspec.to_builtins(handle, builtin_types=(bytes,)) for handle in handles]
+        return {"shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)]}
 
 
 def _landed(content: np.ndarray) -> SharedMemory:

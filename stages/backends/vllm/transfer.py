@@ -1,0 +1,125 @@
+"""A rank's end of a refit, as one of vLLM's weight transfer engines: it reads what the trainer's ranks offer and writes
+it where the parameters lie. vLLM makes one in each worker; its name there is `NAME`.
+
+It is asked to init once an engine, and for each version to start, update and finish, as all of vLLM's are; then
+`acknowledged` says what came of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ops.refit.memory import Handle
+from ops.refit.share import Share, layout_of
+from ops.refit.sums import Summed
+from stages.backends.decoder import Decoder
+from stages.backends.receive import Received, Receiver
+from stages.backends.vllm.storage import Storage, differing
+from stages.backends.vllm.versions import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    load_anew,
+)
+
+NAME = "sluice"
+
+
+@dataclass
+class Joined(WeightTransferInitInfo):
+    """Which of how many engines this one is, and the parameters that go through vLLM's loader."""
+
+    replica: int
+    replicas: int
+    by_loader: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Offered(WeightTransferUpdateInfo):
+    """Shares of all trainer ranks, as plain values: layout, and the handle of the memory."""
+
+    shares: list[Any]
+
+
+class Transfer(WeightTransferEngine[Joined, Offered]):
+    """Of one rank."""
+
+    init_info_cls, update_info_cls = Joined, Offered
+    _joined: Joined
+    _storage: Storage | None = None
+    _receiver: Receiver | None = None
+    _received: Received | None = None
+
+    def init_transfer_engine(self, init_info: Joined) -> None:
+        """Note the place; memory is taken when the first version comes."""
+        self._joined, self._receiver = init_info, None
+
+    def start_weight_update(self) -> None:
+        """Nothing is known of the coming version."""
+        self._received = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Bring a version; done when it returns, on every device."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Offered) -> None:
+        """Bring a version."""
+        nothing = Summed(b"", b"")
+        shares = [Share(layout, nothing, msgspec.convert(memory, Handle)) for layout, memory in update_info.shares]
+        if self._receiver is None:
+            self._prepare(shares)
+        assert self._receiver is not None
+        self._received = self._receiver.receive(shares)
+
+    def finish_weight_update(self) -> None:
+        """Have vLLM make of it what it computes with."""
+        assert self._storage is not None and self._received is not None
+        begun_s = time.perf_counter()
+        self._storage.finish(self._load)
+        self._received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
+        self._received.record["through_loader"] = float(len(self._storage.loaded))
+
+    def acknowledged(self) -> tuple[list[bytes], dict[str, float], list[str]]:
+        """Of the last version: checksums of all boxes, the record, and the tensors that went through vLLM's loader."""
+        assert self._storage is not None and self._received is not None
+        return [*msgspec.structs.astuple(self._received.summed)], self._received.record, self._storage.loaded
+
+    def differing(self) -> list[str]:
+        """Parameters that are not where a refit would write them; of a model without a table, none."""
+        if (decoder := self._decoder()) is None:
+            return []
+        return differing(
+            self.model, decoder, self.parallel_config.rank, self.parallel_config.tensor_parallel_size,
+            dtype=self.model_config.dtype, device=self.device, folder=Path(self.model_config.model),
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        """Give the trainer's memory back."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _prepare(self, shares: list[Share]) -> None:
+        ranks, joined = self.parallel_config.tensor_parallel_size, self._joined
+        storage = Storage(
+            self.model, self._decoder(), ranks, by_loader=joined.by_loader, offered=layout_of(shares).tensors,
+            dtype=self.model_config.dtype, device=self.device,
+        )  # fmt: skip
+        own = [storage.places(rank) for rank in range(ranks)]
+        number = joined.replica * ranks + self.parallel_config.rank
+        self._receiver = Receiver(storage.tensors, own * joined.replicas, number, storage.held)
+        self._storage = storage
+
+    def _decoder(self) -> Decoder | None:
+        """The model, where there is a table for it."""
+        config = self.model_config.hf_config.to_dict()
+        return Decoder.of(config, "") if Decoder.knows(config) else None
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load_anew(self.vllm_config, self.model, weights)
