@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,26 +12,49 @@ from tests.optional import need
 
 need("vllm", "vllm")
 
+RANKS = {"qwen2": 2, "qwen3_moe": 1, "mistral": 1}  # by family; the last has no table
 NEAR = 1e-5
-DEADLINE_S = 300
+DEADLINE_S = 400
 
 
-def refitted(family: str, ranks: int, folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def refitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Processes that say what came of a refit; side by side, as most of their time is imports."""
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = {
+        family: subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.engines.refit_case",
+                family,
+                str(ranks),
+                str(tmp_path_factory.mktemp(family)),
+            ],
+            **pipe,
+        )
+        for family, ranks in RANKS.items()
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What `tests.engines.refit_case` says."""
-    command = [sys.executable, "-m", "tests.engines.refit_case", family, str(ranks), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    said, complained = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, complained[-3000:]
+    return json.loads(said.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("qwen2", 2), ("qwen3_moe", 1)])
-def test_a_model_with_a_table_is_written_by_it(tmp_path: Path, family: str, ranks: int) -> None:
-    found = refitted(family, ranks, tmp_path)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_model_with_a_table_is_written_by_it(refitted: Any, family: str) -> None:
+    found = told(refitted[family])
     assert max(found["far"]) < NEAR and found["loaded"] == []
     assert found["record"]["lookups"] == 1  # the second version came as bytes, so memory was another
 
 
-def test_a_model_without_a_table_goes_through_the_loader_and_is_counted(tmp_path: Path) -> None:
-    found = refitted("mistral", 1, tmp_path)
+def test_a_model_without_a_table_goes_through_the_loader_and_is_counted(refitted: Any) -> None:
+    found = told(refitted["mistral"])
     assert max(found["far"]) < NEAR and found["loaded"] == found["tensors"]
     assert found["record"]["through_loader"] == len(found["tensors"])
