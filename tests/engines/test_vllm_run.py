@@ -63,4 +63,4 @@ def test_a_run_that_samples_with_vllm_trains_the_weights_of_one_that_samples_wit
     assert [version for version, _ in with_torch] == list(range(STEPS + 1))
     assert len({sha256 for _, sha256 in with_torch}) == STEPS + 1
     assert published(RunDir(tmp_path / "vllm"), generator="vllm") == with_torch
-    assert len(opened) == 1 and opened[0]._served is None, "the run has ended its engine"
+    assert len(opened) == 1 and opened[0]._started is None, "the run has ended its engine"
