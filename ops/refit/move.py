@@ -74,6 +74,11 @@ class Moves:
         return found
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def _rows(buffer: torch.Tensor, offset: int, stride: int, copy: Copy) -> torch.Tensor:
     return torch.as_strided(buffer, (copy.rows, copy.run), (stride, 1), buffer.storage_offset() + offset)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.move import flat
 from ops.refit.share import Share, digest_of, layout_of
 from ops.refit.sums import Summed, Sums, digest
 from ops.refit.transports.pull import Pull
@@ -32,6 +33,10 @@ class Received:
     record: dict[str, float]
 
 
+class NotAsOfferedError(StageError):
+    """What is served is not what was offered."""
+
+
 class Receiver:
     """One rank of those that all copies of the model are on. `ranks` are their places, `held` this one's tensors by the
     buffers of its places: contiguous, and where they are for good."""
@@ -43,9 +48,10 @@ class Receiver:
         rank: int,
         held: Mapping[str, torch.Tensor],
     ) -> None:
-        buffers = {name: tensor.detach().view(-1).view(torch.uint8) for name, tensor in held.items()}
+        buffers = {name: flat(tensor) for name, tensor in held.items()}
         device = next(iter(held.values())).device
         self._tensors = tensors
+        self._checked: Layout | None = None
         self._pull = Pull(Layout(tensors, ranks), rank, buffers, device)
         self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
 
@@ -54,7 +60,9 @@ class Receiver:
 
         Raises StageError, before a byte is written, where the model that is offered is another one.
         """
-        check_same(self._tensors, layout_of(shares).tensors)
+        if (layout := layout_of(shares)) is not self._checked:
+            check_same(self._tensors, layout.tensors)
+            self._checked = layout
         known, begun_s = self._pull.lookups, time.perf_counter()
         moved_bytes = self._pull.run(shares)
         moved_s = time.perf_counter()
@@ -94,14 +102,14 @@ def slowest(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed]) -> str:
-    """The hash of what the ranks of one copy hold. Raises StageError where it is not what was offered."""
+    """The hash of what the ranks of one copy hold. Raises NotAsOfferedError where it is not what was offered."""
     tensors, offered = layout_of(shares).tensors, digest_of(shares)
     try:
         found = digest(tensors, ranks)
     except ValueError as error:
-        raise StageError(_broken(str(error))) from error
+        raise NotAsOfferedError(_broken(str(error))) from error
     if found != offered:
-        raise StageError(_broken(f"offered were weights with sha256 {offered[:12]}, served are {found[:12]}"))
+        raise NotAsOfferedError(_broken(f"offered were weights with sha256 {offered[:12]}, served are {found[:12]}"))
     return found
 
 

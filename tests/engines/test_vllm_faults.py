@@ -18,7 +18,7 @@ from stages.backends import Decoded, Sampling
 from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
 from tests.optional import need
-from tests.shares import shares_of
+from tests.shares import publisher_of, shares_of
 
 need("vllm", "vllm")
 psutil = need("vllm", "psutil")
@@ -157,6 +157,25 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
 
     with pytest.raises(StageError, match="died 2 times under one task"):
         streamed(backend, model, lose_twice)
+
+
+def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
+    backend: Any, model: Model, root: Path
+) -> None:
+    """The last test of this engine: the run would have to be resumed."""
+    weights = tiny.weights_of(tiny.folder(root, 2))
+    publisher = publisher_of(weights)
+    backend.serve(model, [publisher.publish(weights)], 6)
+    for name in weights:
+        weights[name] = weights[name] * 0.5
+    for _ in range(2):  # the second is where the first version was
+        publisher.publish(weights)
+    kill(engines(os.getpid()))
+    wait_for(lambda: not engines(os.getpid()))
+    for _ in range(2):
+        with pytest.raises(StageError, match="are not in the trainer's memory any more"):
+            streamed(backend, model)
+        wait_for(lambda: not engines(os.getpid()))
 
 
 WORKER = """

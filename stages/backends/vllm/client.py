@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pipeline import StageError
 from pipeline.errors import Problem, told
 from stages.backends.interface import Served
-from stages.backends.receive import acknowledged, slowest
+from stages.backends.receive import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import versions
 from stages.backends.vllm.requests import Request, Running
 from stages.backends.vllm.weights import Weights
@@ -60,7 +60,6 @@ class Client:
         self._live: dict[str, Request] = {}
         self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
-        self._sha256 = ""  # of them
         self._version: int | None = None
         self.loaded: list[str] = []  # tensors of the last version that went through vLLM's own loader
         self._failures = 0  # to start
@@ -212,19 +211,24 @@ class Client:
             self._lose(self._llm)
         setup = self.setup
         try:
-            self._llm = versions.open_llm(setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel)
+            self._llm = llm = versions.open_llm(setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel)
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
-        elsewhere = await self._answer(self._llm, versions.differing(self._llm))
-        place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
-        await self._answer(self._llm, versions.join_transfer(self._llm, place))
-        if self._weights is not None:
-            served, _ = await self._received(self._llm, self._weights)
-            if served.sha256 != self._sha256:
-                self._lose(self._llm)
-                raise StageError(self._overtaken())
-        self._watching = asyncio.ensure_future(self._watch(self._llm))
+        ready = False
+        try:
+            elsewhere = await self._answer(llm, versions.differing(llm))
+            place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
+            await self._answer(llm, versions.join_transfer(llm, place))
+            if self._weights is not None:
+                await self._received(llm, self._weights)
+            ready = True
+        except NotAsOfferedError as error:
+            raise StageError(self._overtaken()) from error
+        finally:
+            if not ready:  # it has other weights than those that were served
+                self._lose(llm)
+        self._watching = asyncio.ensure_future(self._watch(llm))
         self.starts += 1
         self._heard_s = time.monotonic()
 
@@ -267,7 +271,7 @@ class Client:
             times_s.append(time.perf_counter())
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), version))
-            self._weights, self._version, self._sha256 = weights, version, served.sha256
+            self._weights, self._version = weights, version
             await self._answer(llm, llm.resume_generation())
             goes_on = True
         finally:
