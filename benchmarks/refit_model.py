@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.refit import MAPPINGS, MODELS, NAMES, parts_of
+from benchmarks.gpu.refit import MAPPINGS, MODELS, NAMES, trained
 from benchmarks.refit_plan import QWEN3_30B, deepseek, qwen3, split
 from benchmarks.report import report
 from ops.refit.layout import Layout
@@ -92,7 +92,7 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
         key = row["model"], row["mapping"]
         if key not in loads:
             layout, tensor, senders = mappings[row["mapping"]]
-            source, destination = qwen3(decoders[row["model"]], parts_of(layout, senders), tensor, senders // tensor)
+            source, destination = qwen3(decoders[row["model"]], trained(layout, senders), tensor, senders // tensor)
             loads[key] = Load.of(build(source, destination), source)
     rows, fit = [], (0.0, 0.0)
     for arm in ("pull", "p2p", "broadcast", "golden"):

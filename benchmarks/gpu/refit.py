@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.refit_plan import QWEN3_4B, QWEN3_30B
+from benchmarks.refit_plan import QWEN3_4B, QWEN3_30B, qwen3, split
 from benchmarks.report import report
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.move import flat as bytes_of
 from ops.refit.plan import build
 from ops.refit.share import Publisher, digest_of
 from ops.refit.sums import Sums, digest
@@ -44,7 +45,6 @@ from ops.refit.transports.broadcast import Broadcast
 from ops.refit.transports.packed import Packed
 from ops.refit.transports.pull import Pull
 from stages.backends.decoder import Decoder
-from stages.backends.megatron import places as megatron
 from stages.backends.megatron.names import Part, parameters
 from stages.backends.vllm import places as vllm
 
@@ -65,36 +65,32 @@ MODELS = {
     ),
 }  # fmt: skip
 NAMES = {"4B": "Qwen3-4B", "8B": "Llama-8B", "30B-A3B": "Qwen3-30B-A3B"}
-MAPPINGS: dict[int, dict[str, tuple[tuple[str, ...], str, int]]] = {  # by senders, which are as many as receivers
+MAPPINGS: dict[
+    int, dict[str, tuple[tuple[str, ...], dict[str, int], int]]
+] = {  # by senders, which are as many as receivers
     4: {
-        "TP2 PP2 -> TP4": (("4B", "8B", "tiny"), "tensor=2 stage=2", 4),
-        "TP4 -> TP4": (("4B", "8B", "tiny"), "tensor=4", 4),
-        "DP4 -> DP4": (("4B", "8B", "tiny"), "", 1),
-        "PP4 -> TP2 DP2": (("4B", "8B", "tiny"), "stage=4", 2),
-        "EP4 -> TP4": (("30B-A3B", "tiny-moe"), "expert=4", 4),
+        "TP2 PP2 -> TP4": (("4B", "8B", "tiny"), {"tensor": 2, "stages": 2}, 4),
+        "TP4 -> TP4": (("4B", "8B", "tiny"), {"tensor": 4}, 4),
+        "DP4 -> DP4": (("4B", "8B", "tiny"), {}, 1),
+        "PP4 -> TP2 DP2": (("4B", "8B", "tiny"), {"stages": 4}, 2),
+        "EP4 -> TP4": (("30B-A3B", "tiny-moe"), {"experts": 4}, 4),
     },
     2: {
-        "PP2 -> TP2": (("4B", "8B", "tiny"), "stage=2", 2),
-        "TP2 -> TP2": (("4B", "8B", "tiny"), "tensor=2", 2),
-        "DP2 -> DP2": (("4B", "8B", "tiny"), "", 1),
-        "EP2 -> TP2": (("30B-A3B", "tiny-moe"), "expert=2", 2),
+        "PP2 -> TP2": (("4B", "8B", "tiny"), {"stages": 2}, 2),
+        "TP2 -> TP2": (("4B", "8B", "tiny"), {"tensor": 2}, 2),
+        "DP2 -> DP2": (("4B", "8B", "tiny"), {}, 1),
+        "EP2 -> TP2": (("30B-A3B", "tiny-moe"), {"experts": 2}, 2),
     },
-    1: {"TP1 -> TP1": (("4B", "8B", "tiny", "tiny-moe"), "", 1)},
+    1: {"TP1 -> TP1": (("4B", "8B", "tiny", "tiny-moe"), {}, 1)},
 }
 ARMS = ("pull", "p2p", "broadcast", "golden")
 WARM = 5
 DEADLINE_S = 560.0
 
 
-def parts_of(text: str, senders: int) -> list[Part]:
-    """The parts of the senders; what the text does not divide is data parallel."""
-    sizes = dict(word.split("=") for word in text.split())
-    found = [
-        Part(tensor=t, tensors=int(sizes.get("tensor", 1)), stage=s, stages=int(sizes.get("stage", 1)), expert=e,
-             experts=int(sizes.get("expert", 1)))
-        for s, e, t in product(*(range(int(sizes.get(name, 1))) for name in ("stage", "expert", "tensor")))
-    ]  # fmt: skip
-    return found * (senders // len(found))
+def trained(layout: dict[str, int], senders: int) -> list[Part]:
+    """The parts of the senders; what the layout does not divide is data parallel."""
+    return split(**layout, replicas=senders // prod(layout.values()))
 
 
 def encoded(place: Place, tensor: Tensor, version: int, device: torch.device) -> torch.Tensor:
@@ -139,14 +135,12 @@ class Rank:
             "127.0.0.1", self.port + port, rank=rank, ranks=len(ranks), device=self.device, name=name
         )
 
-    def mapping(self, model: str, name: str, layout: str, tensor: int) -> list[dict[str, Any]]:
+    def mapping(self, model: str, name: str, layout: dict[str, int], tensor: int) -> list[dict[str, Any]]:
         """All arms of one mapping; rows on rank 0."""
         decoder = MODELS[model]
-        parts = parts_of(layout, self.senders)
-        tensors = megatron.tensors(decoder, "bfloat16")
-        source = Layout(tensors, [megatron.places(decoder, part, 2) for part in parts])
-        served = [vllm.places(decoder, rank, tensor, 2) for rank in range(tensor)] * (self.senders // tensor)
-        destination = Layout(tensors, served)
+        parts = trained(layout, self.senders)
+        source, destination = qwen3(decoder, parts, tensor, self.senders // tensor)
+        tensors = source.tensors
         if self.receives:
             shapes = vllm.shapes(decoder, tensor)
             held = {n: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for n, shape in shapes.items()}
@@ -154,13 +148,13 @@ class Rank:
             table = parameters(decoder, parts[self.own])
             held = {n: torch.zeros(p.shape, dtype=torch.bfloat16, device=self.device) for n, p in table.items()}
             for place in source.ranks[self.own]:
-                flat = held[place.buffer].view(-1).view(torch.int16)
+                memory = held[place.buffer].view(-1).view(torch.int16)
                 sizes = [stop - start for start, stop in place.box]
                 strides = [stride // 2 for stride in place.strides]
-                torch.as_strided(flat, sizes, strides, place.offset // 2).copy_(
+                torch.as_strided(memory, sizes, strides, place.offset // 2).copy_(
                     encoded(place, tensors[place.tensor], 1, self.device)
                 )
-        flat = {n: t.view(-1).view(torch.uint8) for n, t in held.items()}
+        flat = {n: bytes_of(t) for n, t in held.items()}
         arms, publish = self._arms(source, destination, held, flat)
         return self._timed(model, name, arms, publish, tensors, destination, flat, tensor)
 

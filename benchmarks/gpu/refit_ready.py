@@ -1,6 +1,6 @@
 """From the end of an update to a sampler that generates with it: refits into a vLLM that runs, on GPUs of one host.
 
-python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stage=2"] [--tensor 2] [--timed 20] [--cpu]
+python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--timed 20] [--cpu]
 
 Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has. A round is
 `publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions'
@@ -34,7 +34,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
 
-    from benchmarks.gpu.refit import parts_of
+    from benchmarks.gpu.refit import trained
     from ops.refit.share import Publisher
     from stages.backends.decoder import Decoder
     from stages.backends.megatron import places
@@ -43,7 +43,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
     decoder = Decoder.of(json.loads((Path(folder) / "config.json").read_text()), folder)
-    part = parts_of(layout, senders)[number]
+    part = trained({kind: int(size) for kind, size in (word.split("=") for word in layout.split())}, senders)[number]
     kind = str(dtype).removeprefix("torch.")
     held = {n: torch.zeros(p.shape, dtype=dtype, device=device) for n, p in parameters(decoder, part).items()}
     publisher = Publisher(places.tensors(decoder, kind), places.places(decoder, part, dtype.itemsize), held)
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="4B")
     parser.add_argument("--senders", type=int, default=2)
-    parser.add_argument("--layout", default="stage=2", help="of the senders: tensor=, stage=, expert=")
+    parser.add_argument("--layout", default="stages=2", help="of the senders: tensor=, stages=, experts=")
     parser.add_argument("--tensor", type=int, default=2, help="GPUs of the engine")
     parser.add_argument("--timed", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")

@@ -21,7 +21,7 @@ import torch
 
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.memory import Handle, SharedMemory
-from ops.refit.move import Moves
+from ops.refit.move import Moves, flat
 from ops.refit.plan import Copy
 from ops.refit.sums import Summed, Sums, digest
 
@@ -94,18 +94,14 @@ class _Copy:
         """The share, when all of it is there."""
         addresses = [parameters[copy.source_buffer].data_ptr() for copy in self._copies]
         if self._moves is None or addresses != self._addresses:
-            raw = {copy.source_buffer: _raw(parameters[copy.source_buffer]) for copy in self._copies}
-            self._moves = Moves(self._copies, lambda copy: raw[copy.source_buffer], lambda _: self._memory.bytes)
+            memory = self._memory.bytes
+            self._moves = Moves(self._copies, lambda copy: flat(parameters[copy.source_buffer]), lambda _: memory)
             self._addresses = addresses
         self._moves.run()
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
         summed = self._sums.now()  # waits for the copies
-        return Share(self._layout, summed, self._memory if near else self._memory.bytes.cpu().numpy().copy())
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+        return Share(self._layout, summed, self._memory if near else self._memory.bytes.to("cpu", copy=True).numpy())
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:

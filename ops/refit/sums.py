@@ -50,16 +50,16 @@ class Sums:
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
         salts = np.array([_salt(place.tensor) for place in places], np.int64)
         words = word_bytes(made)
-        self._tables: list[tuple[int, np.ndarray]] = []
+        tables: list[tuple[int, np.ndarray]] = []
         for word in WORDS:
             if (own := words == word).any():
                 table = np.insert(made[own], 1, salts[made[own, 0]], 1)
-                self._tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
+                tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
         if self._device.type == "cuda":
-            self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in self._tables]
+            self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in tables]
         else:
             keeps = sum(memory.numel() for memory in set(self._kept)) <= KEPT_BYTES
-            self._here = [_Tile(row, word, keeps) for word, table in self._tables for row in table.tolist()]
+            self._here = [_Tile(row, word, keeps) for word, table in tables for row in table.tolist()]
 
     def now(self) -> Summed:
         """Of the bytes that lie there now."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
-from ops.refit.move import Buffer, Moves
+from ops.refit.message import Message
+from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
 
 BUCKET_BYTES, BUCKETS = 512 << 20, 2
@@ -67,10 +67,9 @@ class Broadcast:
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
-        begun = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
         for stream in self._streams:
-            if stream is not None and begun is not None:
-                stream.wait_event(begun)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
         for index, bucket in enumerate(self._buckets):
             stream = self._streams[index % len(self._streams)]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -112,36 +111,28 @@ class Broadcast:
         by_sender: dict[int, list[Copy]] = {}
         for copy in build(_of(source, tensors), middle).copies(0):
             by_sender.setdefault(copy.source, []).append(copy)
-        own = by_sender.pop(self._number, []) if self._number == 0 else by_sender.get(self._number, [])
+        own = by_sender.pop(self._number, [])
         if self._number > 0:
             if own:
-                packed, sent = self._packed(own, (slot, 0))
-                bucket.sent = sent
-                bucket.before = [Moves(packed, lambda copy: self._buffers[copy.source_buffer], lambda _: sent)]
+                message = Message(own)
+                bucket.sent = self._message(slot, 0, message.size)
+                bucket.before = [message.pack(self._source, bucket.sent)]
             return bucket
-        bucket.before = [self._from(own, lambda copy: self._buffers[copy.source_buffer], bucket)]
+        bucket.before = [Moves(own, self._source, lambda _: bucket.memory)]
         for peer, copies in sorted(by_sender.items()):
-            packed, message = self._packed(copies, (slot, peer))
-            unpacked = [
-                replace(copy, source_offset=was.destination_offset, source_stride=copy.run)
-                for copy, was in zip(copies, packed)
-            ]
-            bucket.received.append((peer, message))
-            bucket.before.append(self._from(unpacked, partial(_always, message), bucket))
+            message = Message(copies)
+            bucket.received.append((peer, self._message(slot, peer, message.size)))
+            bucket.before.append(message.unpack(bucket.received[-1][1], lambda _: bucket.memory))
         return bucket
 
-    def _from(self, copies: Sequence[Copy], source: Buffer, bucket: _Bucket) -> Moves:
-        return Moves(copies, source, lambda _: bucket.memory)
+    def _source(self, copy: Copy) -> torch.Tensor:
+        return self._buffers[copy.source_buffer]
 
-    def _packed(self, copies: Iterable[Copy], key: tuple[int, int]) -> tuple[list[Copy], torch.Tensor]:
-        """The copies into a message, one behind the other, in memory that messages of one slot share."""
-        made, at = [], 0
-        for copy in copies:
-            made.append(replace(copy, destination_offset=at, destination_stride=copy.run))
-            at += copy.size
-        if key not in self._messages or len(self._messages[key]) < at:
-            self._messages[key] = torch.empty(at, dtype=torch.uint8, device=self._device)
-        return made, self._messages[key][:at]
+    def _message(self, slot: int, peer: int, size: int) -> torch.Tensor:
+        """Memory for a message, which those of one slot share."""
+        if len(self._messages.get((slot, peer), ())) < size:
+            self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._messages[slot, peer][:size]
 
 
 def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[str, int, int]]]:
@@ -157,10 +148,6 @@ def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[s
         at += -(-tensor_bytes // ALIGNED) * ALIGNED
     if made:
         yield made
-
-
-def _always(memory: torch.Tensor, _: Copy) -> torch.Tensor:
-    return memory
 
 
 def _placed(tensors: Mapping[str, Tensor], name: str, at: int) -> Place:

@@ -7,16 +7,15 @@ time, so that packing, sending and unpacking overlap; all memory is there before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
+from ops.refit.message import ALIGNED, Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, Plan
 
 SLOT_BYTES, SLOTS = 96 << 20, 3
-ALIGNED = 16  # bytes; every copy begins at a multiple
 
 
 class Packed:
@@ -38,7 +37,7 @@ class Packed:
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
         self._slots: list[dict[int, torch.Tensor]] = [
             {
-                peer: torch.empty(max(_end(m) for m in messages), dtype=torch.uint8, device=device)
+                peer: torch.empty(max(message.size for message in messages), dtype=torch.uint8, device=device)
                 for peer, messages in rounds.items()
             }
             for _ in range(min(slots, self.rounds))
@@ -49,10 +48,12 @@ class Packed:
             self._rounds.append([])
             for peer, messages in sorted(rounds.items()):
                 if index < len(messages):
-                    message = messages[index]
-                    in_group = peer if receives else senders + peer
-                    moves = _moves(message, memory[peer], buffers, receives)
-                    self._rounds[-1].append((in_group, memory[peer][: _end(message)], moves))
+                    message, in_group = messages[index], peer if receives else senders + peer
+                    if receives:
+                        moves = message.unpack(memory[peer], lambda copy: buffers[copy.destination_buffer])
+                    else:
+                        moves = message.pack(lambda copy: buffers[copy.source_buffer], memory[peer])
+                    self._rounds[-1].append((in_group, memory[peer][: message.size], moves))
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def run(self) -> None:
@@ -97,31 +98,11 @@ def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int,
     return found
 
 
-def _messages(copies: Sequence[Copy], limit: int) -> list[list[tuple[int, Copy]]]:
-    """Copies in messages of at most `limit` bytes, each with its place in the message."""
-    made: list[list[tuple[int, Copy]]] = []
-    at = limit
+def _messages(copies: Sequence[Copy], limit: int) -> list[Message]:
+    """Copies in messages of at most `limit` bytes, or of one copy."""
+    made = [Message()]
     for copy in copies:
-        if at + copy.size > limit:
-            made.append([])
-            at = 0
-        made[-1].append((at, copy))
-        at += -(-copy.size // ALIGNED) * ALIGNED
+        if made[-1].size and made[-1].size + ALIGNED + copy.size > limit:
+            made.append(Message())
+        made[-1].add(copy)
     return made
-
-
-def _end(message: Sequence[tuple[int, Copy]]) -> int:
-    at, copy = message[-1]
-    return at + copy.size
-
-
-def _moves(
-    message: Sequence[tuple[int, Copy]], memory: torch.Tensor, buffers: Mapping[str, torch.Tensor], receives: bool
-) -> Moves:
-    if receives:
-        copies = [replace(copy, source_buffer="", source_offset=at, source_stride=copy.run) for at, copy in message]
-        return Moves(copies, lambda _: memory, lambda copy: buffers[copy.destination_buffer])
-    copies = [
-        replace(copy, destination_buffer="", destination_offset=at, destination_stride=copy.run) for at, copy in message
-    ]
-    return Moves(copies, lambda copy: buffers[copy.source_buffer], lambda _: memory)

@@ -13,7 +13,7 @@ import torch
 from ops.refit.layout import Layout
 from ops.refit.memory import Handle, SharedMemory, opened
 from ops.refit.move import Moves
-from ops.refit.plan import Copy, Plan, build
+from ops.refit.plan import Copy, build
 from ops.refit.share import Share, layout_of
 
 KEPT = 2  # versions whose memory stays open
@@ -29,16 +29,10 @@ class Pull:
         self, layout: Layout, receiver: int, buffers: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
         self._layout, self._receiver, self._buffers, self._device = layout, receiver, buffers, device
-        self._plan: Plan | None = None
         self._planned: tuple[bytes, ...] = ()
         self._copies: list[Copy] = []
         self._moves: dict[tuple[object, ...], Moves] = {}  # by the memory that is read, of the last versions
         self.lookups = 0  # plans, tables and memory that were not there from the version before
-
-    @property
-    def digest(self) -> str:
-        """Of the plan, which all receivers must have alike."""
-        return self._plan.digest if self._plan else ""
 
     def run(self, shares: Sequence[Share]) -> int:
         """Bring this receiver's bytes; how many there are. Done when it returns.
@@ -46,13 +40,12 @@ class Pull:
         Raises ValueError, naming the tensor, where the shares do not have what this receiver holds.
         """
         if (layouts := tuple(share.layout for share in shares)) != self._planned:
-            self._plan, self._moves = build(layout_of(shares), self._layout), {}
-            self._copies, self._planned = self._plan.copies(self._receiver), layouts
+            self._copies, self._moves = build(layout_of(shares), self._layout).copies(self._receiver), {}
+            self._planned = layouts
             self.lookups += 1
         far = [rank for rank, share in enumerate(shares) if self._is_far(share)]
         near = [rank for rank in range(len(shares)) if rank not in far]
-        moves = self._near(shares, near)
-        moves.run()
+        self._near(shares, near).run()
         for rank in far:  # one after the other, so that at most one is on the device besides the model
             self._over({rank: _bytes(shares[rank], self._device).to(self._device)}, [rank]).run()
         if self._device.type == "cuda":

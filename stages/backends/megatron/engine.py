@@ -168,9 +168,9 @@ class MegatronEngine:
             self._held[key] = _Held(folder, entries, network)
         return self._held[key]
 
-    def _gathered(self, model: Model, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         network = self.network(model)
-        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms, device)
+        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms)
 
     @contextmanager
     def _frozen(self, held: _Held) -> Iterator[None]:

@@ -42,9 +42,8 @@ def gathered(
     decoder: Decoder,
     groups: Groups,
     fused_norms: bool = False,
-    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors by their Hugging Face names, on `device`, one parameter's after the other's; on rank 0.
+    """The whole tensors by their Hugging Face names, on the CPU, one parameter's after the other's; on rank 0.
 
     All ranks go through it together; the others send what they hold and get nothing.
     """
@@ -73,7 +72,7 @@ def gathered(
                 parts = [(rank, table[name]) for rank, table in zip(holders, tables)]
                 if parts[-1][1] == first:  # alike on all ranks
                     parts = parts[:1]
-                yield from _assembled(name, parts, held, groups.ranks.rank, device)
+                yield from _assembled(name, parts, held, groups.ranks.rank)
 
 
 def _assembled(
@@ -81,23 +80,22 @@ def _assembled(
     parts: list[tuple[int, Parameter]],
     held: Mapping[str, torch.Tensor],
     rank: int,
-    device: torch.device | str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that one parameter's parts hold, on rank 0."""
     whole: dict[str, torch.Tensor] = {}
     dtype = next(iter(held.values())).dtype
     for holder, parameter in parts:
         if rank == holder:
-            part = held[name].detach().to(device).contiguous()
+            part = held[name].detach().to("cpu").contiguous()
             if rank:
                 dist.send(part, dst=0)
         elif rank == 0:
-            part = torch.empty(parameter.shape, dtype=dtype, device=device)
+            part = torch.empty(parameter.shape, dtype=dtype)
             dist.recv(part, src=holder)
         if rank == 0:
             for piece in parameter.pieces:
                 if piece.name not in whole:
-                    whole[piece.name] = torch.empty(piece.shape, dtype=dtype, device=device)
+                    whole[piece.name] = torch.empty(piece.shape, dtype=dtype)
                 whole[piece.name][piece.box] = part[piece.inside]
     yield from whole.items()
 

@@ -1,0 +1,46 @@
+"""Copies of a plan as one message: packed one behind the other by who sends them, and unpacked by who gets them.
+
+    message = Message(copies)
+    message.pack(trainer_buffer, memory).run()         # then memory[: message.size] travels
+    message.unpack(memory, sampler_buffer).run()
+
+Knows memory; it does not know how it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from ops.refit.move import Buffer, Moves
+from ops.refit.plan import Copy
+
+ALIGNED = 16  # bytes; every copy begins at a multiple
+
+
+class Message:
+    """`size` is in bytes."""
+
+    def __init__(self, copies: Iterable[Copy] = ()) -> None:
+        self._copies: list[tuple[int, Copy]] = []
+        self.size = 0
+        for copy in copies:
+            self.add(copy)
+
+    def add(self, copy: Copy) -> None:
+        """Put a copy behind the others."""
+        start = -(-self.size // ALIGNED) * ALIGNED
+        self._copies.append((start, copy))
+        self.size = start + copy.size
+
+    def pack(self, source: Buffer, memory: torch.Tensor) -> Moves:
+        """From the sender's buffers into the message."""
+        packed = [replace(copy, destination_offset=at, destination_stride=copy.run) for at, copy in self._copies]
+        return Moves(packed, source, lambda _: memory)
+
+    def unpack(self, memory: torch.Tensor, destination: Buffer) -> Moves:
+        """From the message into the receiver's buffers."""
+        packed = [replace(copy, source_offset=at, source_stride=copy.run) for at, copy in self._copies]
+        return Moves(packed, lambda _: memory, destination)
