@@ -16,6 +16,7 @@ from stages import (
     Reward,
     Rollout,
     Train,
+    Transport,
     TruncatedIS,
 )
 
@@ -28,6 +29,7 @@ def graph(
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     colocated: bool = False,
+    refit_transport: Transport = "auto",
     steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,
@@ -46,6 +48,7 @@ def graph(
     generator, trainer  backends that sample and that train
     sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
     colocated           the same GPUs for both, in turns
+    refit_transport     how new weights come to the sampler (stages/refit.py)
     steps               batches to train on
     max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
     seed                of every random number
@@ -71,7 +74,7 @@ def graph(
             RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
             Advantage("group_relative"),
             Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=microbatch),
-            Refit(policy, source=learner, target=sampler),
+            Refit(policy, source=learner, target=sampler, transport=refit_transport),
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
     )

@@ -19,6 +19,7 @@ from stages import (
     Rollout,
     Supervised,
     Train,
+    Transport,
     TruncatedIS,
 )
 
@@ -44,6 +45,7 @@ def graph(
     max_staleness: int = 0,
     on_stale: Literal["wait", "drop"] = "wait",
     refit: Literal["drain", "in_flight"] = "drain",
+    refit_transport: Transport = "auto",
     seed: int = 0,
     prompts_per_step: int = 32,
     samples_per_prompt: int = 16,
@@ -63,6 +65,7 @@ def graph(
     max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
     on_stale            whether older samples are waited for or dropped
     refit               whether new weights wait for running sequences or are swapped between two tokens
+    refit_transport     how they come to the sampler (stages/refit.py)
     seed                of the model's weights and of every random number
     prompts_per_step    groups of a batch
     samples_per_prompt  responses to each prompt
@@ -104,7 +107,7 @@ def graph(
                 schedule="cosine",
                 minibatches=minibatches,
             ),
-            Refit(policy, source=learner, target=sampler),
+            Refit(policy, source=learner, target=sampler, transport=refit_transport),
             Evaluate(policy, source, on=sampler, every=evaluate_every, max_tokens=max_tokens),
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, on_stale=on_stale, refit=refit, seed=seed),

@@ -9,7 +9,7 @@ A recorded run and a simulated one are read alike. Of a run that was resumed, th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -17,8 +17,9 @@ import msgspec
 
 from pipeline import trace
 from pipeline.critical_path import CriticalPath, critical_path
-from pipeline.history import Tasks
+from pipeline.history import Tasks, step_ends
 from pipeline.plan import Plan
+from pipeline.waits import Waits
 
 LENGTH_BUCKETS = 4
 
@@ -93,12 +94,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def analyse(events: Iterable[trace.TraceEvent], plan: Plan, *, warm_up: int | None = None) -> Report:
     """The report of a run. `warm_up` is how many first steps are left out; None is max_staleness + 1, half at most."""
-    tasks = Tasks(events)
-    published = [event for event in tasks.others if isinstance(event, trace.Published)]
-    steps = [(event.at_s, event.step) for event in published] or _ends(tasks)
+    return report(plan, Tasks(events), warm_up=warm_up)
+
+
+def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits | None = None) -> Report:
+    """The report of a run whose tasks were read."""
+    steps = step_ends(tasks)
     ends = [at_s for at_s, _ in steps]
     count = len(ends) - 1
-    skip = min(plan.ahead + 1 if warm_up is None else warm_up, max(0, count // 2))
+    skip = warm_up_steps(plan, count, warm_up)
     seconds = tuple(b - a for a, b in pairwise(ends))
     start_s, end_s = (ends[skip], ends[-1]) if count > 0 else (0.0, 0.0)
     return Report(
@@ -107,15 +111,14 @@ def analyse(events: Iterable[trace.TraceEvent], plan: Plan, *, warm_up: int | No
         cores=_cores(tasks, start_s, end_s),
         staleness=staleness(plan, tasks),
         dropped=drops(tasks),
-        critical_path=critical_path(plan, tasks, steps[skip:]),
+        critical_path=critical_path(plan, tasks, steps[skip:], waits=waits),
     )
 
 
-def _ends(tasks: Tasks) -> list[tuple[float, int]]:
-    """Where nothing is published: when the run began and when each step ended."""
-    began = [(event.monotonic_s, -1) for event in tasks.others if isinstance(event, trace.Started)]
-    ended = [event for event in tasks.others if isinstance(event, trace.StepEnded) and event.step >= 0]
-    return began + [(event.at_s, event.step) for event in ended]
+def warm_up_steps(plan: Plan, steps: int, wanted: int | None = None) -> int:
+    """How many of so many steps are the first ones, which are not like the others: `wanted`, or one more than rollout
+    is ahead; half at most."""
+    return min(plan.ahead + 1 if wanted is None else wanted, max(0, steps // 2))
 
 
 def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[str, float]:
@@ -128,7 +131,7 @@ def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[
                 spans.setdefault((span.group, span.worker), []).append((low, high))
     wall_s = end_s - start_s
     return {
-        group.name: sum(_covered(spans.get((group.name, rank), ())) for rank in range(group.workers))
+        group.name: sum(covered_s(spans.get((group.name, rank), ())) for rank in range(group.workers))
         / (wall_s * group.workers)
         if wall_s > 0
         else 0.0
@@ -136,12 +139,28 @@ def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[
     }
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    covered_s, reached_s = 0.0, float("-inf")
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one of these spans, (start_s, end_s) each, is open."""
+    open_s, reached_s = 0.0, float("-inf")
     for start_s, end_s in sorted(spans):
-        covered_s += max(0.0, end_s - max(start_s, reached_s))
+        open_s += max(0.0, end_s - max(start_s, reached_s))
         reached_s = max(reached_s, end_s)
-    return covered_s
+    return open_s
+
+
+def stage_seconds(tasks: Tasks, start_s: float, end_s: float, steps: int) -> dict[str, float]:
+    """Seconds a step in which a stage had a task, by stage, on that of its workers which had the most; of `steps`
+    between two times."""
+    spans: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for ran in tasks.ran.values():
+        for span in ran:
+            low, high = max(span.start_s, start_s), min(span.end_s, end_s)
+            if low < high:
+                spans.setdefault((span.stage, span.group, span.worker), []).append((low, high))
+    seconds: dict[str, float] = {}
+    for (stage, _, _), found in spans.items():
+        seconds[stage] = max(seconds.get(stage, 0.0), covered_s(found) / max(1, steps))
+    return seconds
 
 
 def _cores(tasks: Tasks, start_s: float, end_s: float) -> float:

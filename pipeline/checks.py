@@ -389,6 +389,13 @@ def _group_values(group: WorkerGroup) -> Iterator[Problem]:
             why="cpus is a number, 0 or more",
             fix="cpus=1.0",
         )
+    if not (isinstance(group.memory, int | float) and 0 < group.memory <= 1):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has memory={group.memory!r}",
+            why="memory is a share of each GPU, above 0 and at most 1",
+            fix="memory=0.85",
+        )
 
 
 def _models(stages: Sequence[Stage]) -> Iterator[Problem]:

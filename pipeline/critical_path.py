@@ -16,21 +16,18 @@ from its start the walk goes on, until the version before. So the seconds of a s
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
-from pipeline import trace
 from pipeline.history import Tasks
 from pipeline.plan import Plan, PlannedStage
+from pipeline.waits import ROOM, Reason, Waits
 
-DRIVER, ROOM = "driver", "room"
+DRIVER = "driver"
 NOBODY = "no stage"
-AT_ONCE_S = 0.005  # a task that is handed out so soon after something was there waited for that, and for nothing else
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,27 +43,62 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
 
 
-class _Reason(NamedTuple):
-    """Something without which a task could not have been handed out, and when it was there."""
+class PathSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A part of the path. `task`, `group` and `worker` are the task's number and where it ran: of several workers the
+    one that ended last. They are None, "" and None where the time is of no stage. `field` is the column or the weights
+    that it made and that was waited for; empty where the cause is another. Times are monotonic seconds."""
 
-    at_s: float
+    stage: str
     cause: str
-    task: int | None  # what made it
+    field: str
+    task: int | None
+    group: str
+    worker: int | None
+    start_s: float
+    end_s: float
 
 
-def critical_path(plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]]) -> CriticalPath:
-    """The path of every step. `ends` are the times at which steps ended and their numbers, the first of which is not
-    looked at: there the second begins."""
-    walker = _Walker(plan, tasks)
-    steps = [walker.walk(start_s, end_s, step) for (start_s, _), (end_s, step) in pairwise(ends)]
+class StepPath(msgspec.Struct, frozen=True, kw_only=True):
+    """The path of one step, from the version before to its own: spans in order of time, each beginning where the one
+    before it ends. `step` counts from 0."""
+
+    step: int
+    start_s: float
+    end_s: float
+    spans: tuple[PathSpan, ...]
+
+    def seconds(self, what: str) -> dict[str, float]:
+        """Seconds by `stage` or by `cause`, the largest first."""
+        return _summed((getattr(span, what), span.end_s - span.start_s) for span in self.spans)
+
+
+def critical_path(
+    plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
+) -> CriticalPath:
+    """The path of every step, summed. `ends` are the times at which steps ended and their numbers, the first of which
+    is not looked at: there the second begins."""
+    steps = step_paths(plan, tasks, ends, waits=waits)
     ends_s = [end_s for end_s, _ in ends]
-    by_stage = _summed((stage, spent_s / len(steps)) for step in steps for (stage, _), spent_s in step.items())
+    by_stage = mean_seconds(steps, "stage")
     return CriticalPath(
         by_stage=by_stage,
-        by_cause=_summed((cause, spent_s / len(steps)) for step in steps for (_, cause), spent_s in step.items()),
-        steps=tuple(_summed((stage, spent_s) for (stage, _), spent_s in step.items()) for step in steps),
-        sentence=_sentence(plan, tasks, by_stage, ends_s),
+        by_cause=mean_seconds(steps, "cause"),
+        steps=tuple(step.seconds("stage") for step in steps),
+        sentence=sentence(plan, tasks, by_stage, ends_s),
     )
+
+
+def step_paths(
+    plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
+) -> tuple[StepPath, ...]:
+    """The path of every step but the first of `ends`, as spans that tile it."""
+    walker = Walker(tasks, waits or Waits(plan, tasks))
+    return tuple(walker.walk(start_s, end_s, step) for (start_s, _), (end_s, step) in pairwise(ends))
+
+
+def mean_seconds(steps: Sequence[StepPath], what: str) -> dict[str, float]:
+    """Seconds a step by `stage` or by `cause`, the largest first."""
+    return _summed((name, spent_s / len(steps)) for step in steps for name, spent_s in step.seconds(what).items())
 
 
 def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -77,8 +109,8 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Sequence[float]) -> str:
-    """What bounds a step, and how long the stage that it bounds waited."""
+def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Sequence[float]) -> str:
+    """What bounds a step, and how long the stage that it bounds waited. `by_stage` are the path's seconds a step."""
     total_s = sum(by_stage.values())
     if not total_s:
         return "no step has ended"
@@ -106,161 +138,57 @@ def _idle(tasks: Tasks, stage: PlannedStage, start_s: float, end_s: float) -> fl
     return idle_s + max(0.0, end_s - reached_s)
 
 
-class _Walker:
-    """Finds what a task waited for last."""
+class Walker:
+    """Walks from what was there last to what that waited for, and on."""
 
-    def __init__(self, plan: Plan, tasks: Tasks) -> None:
-        self._plan, self._tasks = plan, tasks
-        self._stages = {stage.name: stage for stage in plan.stages}
-        self._writer = {field: stage.name for stage in plan.stages for field in stage.writes}
-        self._weights = set(plan.weights_fields)
-        self._fences: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        for fence in plan.fences:
-            self._fences[fence.after].append((fence.before, fence.lag))
-        self._done: dict[tuple[str, int], tuple[float, int]] = {}  # (stage, group): when it was there, by which task
-        self._step_done: dict[tuple[str, int], tuple[float, int]] = {}  # (stage, step): the same of all of it
-        self._freed: dict[tuple[str, int | None], list[tuple[float, int]]] = defaultdict(list)
-        self._drained: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        self._acknowledged: list[tuple[float, int]] = []
-        self._ended_in: dict[int, list[tuple[float, int]]] = defaultdict(list)  # what ended when in a process
-        self._published: list[tuple[float, int]] = []
-        self._admitted: dict[int, float] = {}
-        self._outside: dict[tuple[str, int], float] = {}
-        self._index()
+    def __init__(self, tasks: Tasks, waits: Waits) -> None:
+        self._tasks, self._waits = tasks, waits
+        self._before: dict[int, Reason | None] = {}
 
-    def _index(self) -> None:
-        """What was there when, by what a task may wait for."""
-        publishes = {stage.name for stage in self._plan.stages if stage.shape == "transfer"}
-        for number, ran in self._tasks.ran.items():
-            for span in ran if number in self._tasks.submitted else ():
-                self._ended_in[self._tasks.process.get((span.group, span.worker), 0)].append((span.end_s, number))
-        for number, acknowledged in self._tasks.acknowledged.items():
-            task = self._tasks.submitted.get(number)
-            if task is None:
-                continue
-            for event in acknowledged:
-                self._acknowledged.append((event.at_s, number))
-                for group in event.groups:
-                    self._done[event.stage, group] = (event.at_s, number)
-            last_s = acknowledged[-1].at_s
-            key = (task.stage, task.step)
-            self._step_done[key] = max(self._step_done.get(key, (0.0, 0)), (last_s, number))
-            stage = self._stages[task.stage]
-            if stage.shape == "stream":
-                self._drained[stage.groups[0]].append((last_s, number))
-            else:
-                for name in stage.groups:
-                    self._freed[name, task.replica].append((last_s, number))
-            if stage.name in publishes:
-                self._published.append((last_s, number))
-        for events in (
-            *self._ended_in.values(),
-            *self._freed.values(),
-            *self._drained.values(),
-            self._acknowledged,
-            self._published,
-        ):
-            events.sort()
-        for other in self._tasks.others:
-            if isinstance(other, trace.Admitted):
-                self._admitted.update(dict.fromkeys(other.groups, other.at_s))
-            elif isinstance(other, trace.Put):
-                self._outside.update({(other.stage, group): other.end_s for group in other.groups})
+    def walk(self, start_s: float, end_s: float, step: int) -> StepPath:
+        """The path between two times, the later of which is the end of a step."""
+        ended = self._waits.ended(step)
+        spans, at_s, last = self.back(Reason(end_s, "field", ended) if ended is not None else None, start_s, end_s)
+        spans.append(_nobodys(ROOM if last and last.cause == ROOM else DRIVER, start_s, at_s))
+        ordered = tuple(span for span in reversed(spans) if span.end_s > span.start_s)
+        return StepPath(step=step, start_s=start_s, end_s=end_s, spans=ordered)
 
-    def walk(self, start_s: float, end_s: float, step: int) -> dict[tuple[str, str], float]:
-        """Seconds by (stage, cause) between two times, the later of which is the end of a step."""
-        spent: dict[tuple[str, str], float] = defaultdict(float)
-        found = self._ended(step)
-        cause, at_s = "field", end_s
-        while found is not None and at_s > start_s:
-            task = self._tasks.submitted[found]
-            begun_s = max(start_s, min(at_s, min(span.start_s for span in self._tasks.ran[found])))
-            worked_s = min(at_s, max(begun_s, self._worked_until(found, at_s)))
-            spent[NOBODY, DRIVER] += at_s - worked_s
-            spent[task.stage, cause] += worked_s - begun_s
-            at_s = begun_s
-            reason = self._queued(task, at_s) or self._reason(task, at_s)
-            if reason is None:
-                break
+    def back(self, reason: Reason | None, start_s: float, end_s: float) -> tuple[list[PathSpan], float, Reason | None]:
+        """What `reason` and all before it took between two times: spans, the last one first, back to which time they
+        reach, and what was there then, where no task made it."""
+        spans: list[PathSpan] = []
+        at_s = end_s
+        while reason is not None and at_s > start_s:
             there_s = max(start_s, min(at_s, reason.at_s))
-            spent[NOBODY, DRIVER] += at_s - there_s
-            at_s, cause, found = there_s, reason.cause, reason.task
-            if found is None and cause == ROOM:
-                break
-        if at_s > start_s:
-            spent[NOBODY, ROOM if cause == ROOM else DRIVER] += at_s - start_s
-        return {key: value for key, value in spent.items() if value > 0}
+            spans.append(_nobodys(DRIVER, there_s, at_s))
+            at_s = there_s
+            if reason.task is None:
+                return spans, at_s, reason
+            begun_s = max(start_s, min(at_s, min(span.start_s for span in self._tasks.ran[reason.task])))
+            worked_s = min(at_s, max(begun_s, self._waits.worked_until(reason.task, at_s)))
+            spans.append(_nobodys(DRIVER, worked_s, at_s))
+            spans.append(self._worked(reason, begun_s, worked_s))
+            at_s = begun_s
+            reason = self._reason(reason.task, at_s)
+        return spans, at_s, None
 
-    def _ended(self, step: int) -> int | None:
-        """The task whose end is the end of a step: the refit, or without one the last to be acknowledged."""
-        there = [
-            done
-            for stage in self._plan.stages
-            if (stage.shape == "transfer" or not self._published) and (done := self._step_done.get((stage.name, step)))
-        ]
-        return next((number for _, number in sorted(there, reverse=True) if number in self._tasks.ran), None)
-
-    def _worked_until(self, number: int, at_s: float) -> float:
-        """When a task had done what was acknowledged at `at_s`: a stream puts some groups before others."""
+    def _reason(self, number: int, begun_s: float) -> Reason | None:
+        """What a task waited for that began then."""
         task = self._tasks.submitted[number]
-        if self._stages[task.stage].shape == "stream":
-            put_s = [put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s]
-            return max(put_s, default=at_s)
-        return max(span.end_s for span in self._tasks.ran[number])
+        if begun_s < task.at_s:  # what is walked through does not go back to its start
+            return self._waits.queued(task, begun_s) or self._waits.last(task, begun_s)
+        if number not in self._before:
+            self._before[number] = self._waits.queued(task, begun_s) or self._waits.last(task, begun_s)
+        return self._before[number]
 
-    def _reason(self, task: trace.Submitted, before_s: float) -> _Reason | None:
-        """What was there last of all that a task needs."""
-        at_s = min(task.at_s, before_s) + 1e-9
-        reasons = [reason for reason in self._needs(task) if reason.at_s <= at_s]
-        last = max(reasons, key=lambda reason: (reason.at_s, reason.cause != "worker"), default=None)
-        if last is None or task.at_s - last.at_s > AT_ONCE_S:
-            held = self._made(_latest(self._acknowledged, at_s), "order")
-            if held and (last is None or held[0].at_s > last.at_s + AT_ONCE_S):
-                return held[0]
-        return last
-
-    def _queued(self, task: trace.Submitted, begun_s: float) -> _Reason | None:
-        """What its process did between the hand-out of a task and its start, where that took long."""
-        if begun_s - task.at_s <= AT_ONCE_S:
-            return None
-        span = self._tasks.ran[task.task][0]
-        ended = self._ended_in[self._tasks.process.get((span.group, span.worker), 0)]
-        found = _latest(ended, begun_s)
-        if found is None or found[1] == task.task or found[0] <= task.at_s:
-            return None
-        return _Reason(found[0], "worker", found[1])
-
-    def _needs(self, task: trace.Submitted) -> list[_Reason]:
-        """All that must be there for a task, whenever it came."""
-        stage = self._stages[task.stage]
-        reasons: list[_Reason] = []
-        for field in (*stage.reads, *stage.awaits):
-            writer = self._writer[field]
-            if field in self._weights:
-                reasons += self._made(self._step_done.get((writer, task.step)), "weights")
-                continue
-            there = [self._done[writer, group] for group in task.groups if (writer, group) in self._done]
-            reasons += self._made(max(there, default=None), "field")
-            outside = [self._outside[writer, group] for group in task.groups if (writer, group) in self._outside]
-            reasons += [_Reason(max(outside), "field", None)] if outside else []
-        if stage.reads_back:
-            reasons += self._made(_latest(self._published, task.at_s), "weights")
-        for before, lag in self._fences[stage.name]:
-            reasons += self._made(self._step_done.get((before, task.step - lag)), "fence")
-        if stage.shape != "stream":
-            for group in stage.groups:
-                for replica in {task.replica, None}:
-                    reasons += self._made(_latest(self._freed[group, replica], task.at_s), "worker")
-        if stage.shape == "transfer" and self._plan.refit == "drain":
-            reasons += self._made(_latest(self._drained[stage.groups[-1]], task.at_s), "drain")
-        admitted = [self._admitted[group] for group in task.groups if group in self._admitted]
-        return reasons + ([_Reason(max(admitted), ROOM, None)] if admitted else [])
-
-    def _made(self, there: tuple[float, int] | None, cause: str) -> list[_Reason]:
-        return [_Reason(there[0], cause, there[1])] if there and there[1] in self._tasks.ran else []
+    def _worked(self, reason: Reason, start_s: float, end_s: float) -> PathSpan:
+        assert reason.task is not None
+        last = max(self._tasks.ran[reason.task], key=lambda span: span.end_s)
+        return PathSpan(
+            stage=last.stage, cause=reason.cause, field=reason.field, task=reason.task, group=last.group,
+            worker=last.worker, start_s=start_s, end_s=end_s,
+        )  # fmt: skip
 
 
-def _latest(events: Sequence[tuple[float, int]], at_s: float) -> tuple[float, int] | None:
-    """The last of events in order of time that is not after `at_s`."""
-    place = bisect_right(events, (at_s + 1e-9, 1 << 62))
-    return events[place - 1] if place else None
+def _nobodys(cause: str, start_s: float, end_s: float) -> PathSpan:
+    return PathSpan(stage=NOBODY, cause=cause, field="", task=None, group="", worker=None, start_s=start_s, end_s=end_s)

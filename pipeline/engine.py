@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from pipeline import checkpoint, trace
+from pipeline.analysis import covered_s
 from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
 from pipeline.events import (
     CANCELLED,
@@ -44,6 +45,7 @@ from pipeline.rundir import RunDir
 from pipeline.scheduler import Scheduler
 from pipeline.stage import Task
 from pipeline.tally import Tally
+from pipeline.termination import Termination
 from pipeline.usage import Usage
 from pipeline.worker import TaskResult, WorkerSettings, register
 
@@ -55,7 +57,8 @@ class Engine:
     """One run of a graph. `execute` runs it to the end or raises what ended it; either way everything is put away.
 
     `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long
-    the run may go without any task finishing.
+    the run may go without any task finishing. `termination` may ask the run to stop: then what is being trained is
+    finished and saved, `execute` returns, and `stopped` is true.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class Engine:
         start: int = 0,
         on_step: StepListener | None = None,
         deadline_s: float = 3600.0,
+        termination: Termination | None = None,
     ) -> None:
+        self.termination, self.stopped = termination, False
+        self._stopping = False
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
         self.start, self.on_step, self.deadline_s = start, on_step, deadline_s
         self.scheduler = Scheduler(plan, start=start)
@@ -88,7 +94,7 @@ class Engine:
         self._tokens = stamps.ragged if stamps else None  # the dimension of tokens
 
     def execute(self) -> None:
-        """Run every step that is left. Raises SluiceError; KeyboardInterrupt passes through."""
+        """Run every step that is left. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
         settings = WorkerSettings(
             partition=self.plan.partition,
             group_size=self.plan.group_size,
@@ -118,6 +124,8 @@ class Engine:
             for placed in self.executor.start(self.graph, self.plan, settings, restore):
                 self._trace.write(placed)
             register(self.executor.plane, self.plan.partition, with_samples(self.graph))
+            if self.termination:
+                self.termination.install()  # again: Ray has a handler of its own
             self._loop()
             self._end()
         except SluiceError as error:
@@ -131,10 +139,8 @@ class Engine:
                 )
             )
             raise
-        except KeyboardInterrupt:
-            self._trace.write(
-                trace.Failed(stage=None, step=None, error="interrupted", problems=(), at_s=time.monotonic())
-            )
+        except (KeyboardInterrupt, SystemExit):
+            self._interrupted()
             raise
         finally:
             self._clearing.shutdown()
@@ -145,9 +151,13 @@ class Engine:
         self._last_progress_s = time.monotonic()
         self._carry_out(self.scheduler.begin())
         while True:
+            if self.termination and self.termination.asked and not self._stopping:
+                self._stopping = True
+                self._trace.write(trace.Stopping(at_s=time.monotonic()))
+                self._carry_out(self.scheduler.stop())
             self._take_clears()
             self._trace.flush()
-            if self.scheduler.done:
+            if self.scheduler.done or self.scheduler.stopped:
                 return self._take_clears(wait=True)
             results = self.executor.wait(EVERY_S)
             found = []
@@ -276,12 +286,9 @@ class Engine:
         if not self.scheduler.is_current(task):
             return []
         owed = self.scheduler.owed(task)
-        for group in owed:
-            if group in self._cancelled:
-                self._drop(self._cancelled.pop(group), (group,), CANCELLED, tokens=())
+        self._give_up(group for group in owed if group in self._cancelled)
         self._trace.write(trace.Retried(**trace.of(task), groups=owed, reason=reason, at_s=time.monotonic()))
-        if unknown := self.handles.unknown(owed, task.attempt, self.plan.partition):
-            self._clear_rows(unknown, task.step, ())  # what it put and could not report
+        self.handles.lose(owed, task.attempt)
         return [Failed(task)]
 
     def _weights(self, task: Task, weights: tuple[int, str]) -> Landed:
@@ -305,14 +312,18 @@ class Engine:
         task = result.task
         groups = [group for group in result.finished if group not in result.cancelled]
         self._tally.report(task, result.metrics, result.samples if task.groups else 0, groups)
-        taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
-        for event in result.events:
-            if isinstance(event, trace.Ran):
-                worker = (event.group, event.worker)
-                taken_s[worker] = taken_s.get(worker, 0.0) + event.end_s - event.start_s
-        if taken_s:
-            transfer = self.plan.stage(task.stage).shape == "transfer"
-            self._tally.took(task.step, task.stage, sum(taken_s.values()) if transfer else max(taken_s.values()))
+        spans = [event for event in result.events if isinstance(event, trace.Ran)]
+        if not spans:
+            return
+        if self.plan.stage(task.stage).shape == "transfer":  # one side after the other, or both together
+            took_s = covered_s((span.start_s, span.end_s) for span in spans)
+        else:
+            taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
+            for span in spans:
+                worker = (span.group, span.worker)
+                taken_s[worker] = taken_s.get(worker, 0.0) + span.end_s - span.start_s
+            took_s = max(taken_s.values())
+        self._tally.took(task.step, task.stage, took_s)
 
     def _drop(
         self, step: int, groups: Sequence[int], reason: str, *, stage: str = "", tokens: Sequence[int] | None = None
@@ -331,6 +342,11 @@ class Engine:
                 at_s=time.monotonic(),
             )
         )
+
+    def _give_up(self, groups: Iterable[int]) -> None:
+        """Record groups that were cancelled though their worker has not acknowledged it; nobody knows their length."""
+        for group in list(groups):
+            self._drop(self._cancelled.pop(group), (group,), CANCELLED, tokens=())
 
     def _given_up(self, result: TaskResult) -> None:
         """Record groups that were cancelled, now that their worker acknowledges them: given up, or just finished."""
@@ -365,6 +381,7 @@ class Engine:
             self._trace.write(self._clears.popleft().result())
 
     def _save(self, decision: Save) -> Saved:
+        self._give_up(self._cancelled)  # the checkpoint has them behind it, and its record may end before they are done
         if self.run_dir:
             self._trace.flush()  # a checkpoint is never ahead of the record
             start_s = time.monotonic()
@@ -444,6 +461,15 @@ class Engine:
                 )
             )
 
+    def _interrupted(self) -> None:
+        self._trace.write(trace.Failed(stage=None, step=None, error="interrupted", problems=(), at_s=time.monotonic()))
+
     def _end(self) -> None:
+        if not self.scheduler.done:
+            self.stopped = True
+            return self._interrupted()
+        late = self.handles.late(self.plan.partition)  # a worker that was taken for lost may have gone on
+        if late is not None:
+            self.executor.plane.clear(late)
         rows = self.executor.plane.row_count(self.plan.partition)
         self._trace.write(trace.Ended(steps=self.plan.steps, rows_left=rows, at_s=time.monotonic()))

@@ -112,7 +112,15 @@ class StageError(SluiceError):
 
 
 class WorkerLost(StageError):  # noqa: N818 - beside DataPlaneLost
-    """A worker process ended that holds what only a checkpoint can give back."""
+    """A worker process ended, or gives no answer, that holds what only a checkpoint can give back."""
+
+
+class PeerLost(WorkerLost):
+    """A worker waited for another one that did not come or get through. Where that one died, this is no error."""
+
+
+class Unfit(WorkerLost):
+    """A worker cannot go on, and another one in its place can."""
 
 
 class DataPlaneError(SluiceError):

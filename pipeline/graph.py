@@ -70,6 +70,7 @@ class WorkerGroup(_Located):
                the first does and broadcasts; "auto" is leader where there are several
     colocated  the group on whose GPUs this one lies, which has as many: the two take turns, and whichever waits gives
                its memory to the other, so nothing runs ahead (max_staleness=0)
+    memory     share of a GPU that a backend which takes its memory at once ("vllm") may have for weights and cache
     fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
                what does not fit in one
     """
@@ -87,6 +88,7 @@ class WorkerGroup(_Located):
     fetch: Literal["auto", "independent", "leader"] = "auto"
     fully_sharded: bool = False
     colocated: WorkerGroup | None = None
+    memory: float = 0.85
 
     def __post_init__(self) -> None:
         if self.workers is None:

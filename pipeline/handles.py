@@ -22,6 +22,7 @@ class HandleTable:
         self._of: dict[str, dict[int, tuple[int, ...]]] = {}  # field -> group -> puts that have it
         self._all: dict[int, list[int]] = {}  # group -> every put of it, those that were replaced included
         self._counts: dict[tuple[str, int], int] = {}  # (field, group) -> samples, while incomplete
+        self._lost: dict[int, list[str]] = {}  # group -> rows of attempts whose worker was lost
 
     def add(self, handle: KVBatchMeta) -> tuple[int, ...]:
         """Take a put's handle; the groups that it completes, for all of its fields.
@@ -85,20 +86,21 @@ class HandleTable:
                 parts.append(put.reorder(index))
         if not parts:
             return None
+        lost = tuple(row for group in groups for row in self._lost.get(group, ()))
+        parts += [_rows(lost, parts[0].partition_id)] if lost else []
         placements = tuple(placement for part in parts for placement in part.placements)
         return KVBatchMeta(keys=parts[0].keys, partition_id=parts[0].partition_id, fields=(), placements=placements)
 
-    def unknown(self, groups: Sequence[int], attempt: int, partition: str) -> KVBatchMeta | None:
-        """A handle on the rows of an attempt that no put has named, to sweep what a lost worker left there; or None.
+    def lose(self, groups: Sequence[int], attempt: int) -> None:
+        """The worker of an attempt is lost: what it may have put without a report goes when the groups are cleared."""
+        for group in groups:
+            self._lost.setdefault(group, []).append(row_name(sample_key(group, 0), attempt))
 
-        Rows that hold other columns too are known, and go when their groups are cleared.
-        """
-        held = self.rows(groups)
-        known = {row for placement in held.placements for row in placement.rows} if held else set()
-        rows = tuple(row for group in groups if (row := row_name(sample_key(group, 0), attempt)) not in known)
-        if not rows:
-            return None
-        return KVBatchMeta(keys=(), partition_id=partition, fields=(), placements=(Placement(rows, (), (), {}),))
+    def late(self, partition: str) -> KVBatchMeta | None:
+        """A handle on every row that a lost worker could write after that, once nothing is in flight; None where none
+        was lost."""
+        rows = tuple(dict.fromkeys(row for lost in self._lost.values() for row in lost))
+        return _rows(rows, partition) if rows else None
 
     def forget(self, groups: Sequence[int]) -> None:
         """These groups were cleared."""
@@ -117,6 +119,11 @@ class HandleTable:
     def _puts_of(self, groups: Iterable[int]) -> list[int]:
         """Every put that names any of `groups`, in order of arrival."""
         return sorted({put for group in groups for put in self._all.get(group, ())})
+
+
+def _rows(rows: tuple[str, ...], partition: str) -> KVBatchMeta:
+    """A handle that rows can be cleared with."""
+    return KVBatchMeta(keys=(), partition_id=partition, fields=(), placements=(Placement(rows, (), (), {}),))
 
 
 def _cut(puts: list[KVBatchMeta], keys: tuple[str, ...]) -> KVBatchMeta:

@@ -49,6 +49,20 @@ class Tasks:
         return [task for task in tasks if task.step > first] or tasks
 
 
+def step_ends(tasks: Tasks) -> list[tuple[float, int]]:
+    """When steps ended, and their numbers, in order of time: when their version was published. The first entry is where
+    the second step's time begins.
+
+    Where nothing is published: when the run began (step -1), and when each step was over.
+    """
+    published = [(event.at_s, event.step) for event in tasks.others if isinstance(event, trace.Published)]
+    if published:
+        return published
+    began = [(event.monotonic_s, -1) for event in tasks.others if isinstance(event, trace.Started)]
+    ended = [event for event in tasks.others if isinstance(event, trace.StepEnded) and event.step >= 0]
+    return began + [(event.at_s, event.step) for event in ended]
+
+
 def last_run(events: Iterable[trace.TraceEvent]) -> list[trace.TraceEvent]:
     """The events since the run was last started or resumed."""
     kept: list[trace.TraceEvent] = []

@@ -1,7 +1,8 @@
 """`python -m pipeline.run graph.py [flags]`: check, draw, run, resume or replay a graph.
 
 Exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4 and 5 the data plane; 6 a checkpoint;
-130 interrupted.
+130 interrupted; 143 stopped by SIGTERM: the step that is being trained is finished and saved, a second SIGTERM ends the
+run at once.
 """
 
 from __future__ import annotations
@@ -11,19 +12,29 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeline import console
+from pipeline import console, view
 from pipeline.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
+from pipeline.forward import add_services, wanted_of
+from pipeline.forwarders.beside import beside
 from pipeline.graph import Graph
+from pipeline.listing import print_list
 from pipeline.load import GraphFile, add_flags, load
 from pipeline.plan import Plan, plan
 from pipeline.record import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.rundir import RunDir
+from pipeline.termination import EXIT_CODE as TERMINATED
+from pipeline.termination import Termination
+
+EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
+6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, behind a checkpoint of what was trained (a second SIGTERM ends
+the run at once)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     started_s = time.monotonic()
     first = _parser(add_help=False).parse_known_args(argv)[0]
+    if first.list is not None:
+        print_list(Path(first.list))
+        return 0
     if first.graph is None:
         _parser(add_help=True).parse_args(argv)
         raise GraphError(
@@ -41,7 +55,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no graph file is named",
                 why="a run starts from a graph file",
-                fix="python -m pipeline.run graphs/quickstart.py",
+                fix="python -m pipeline.run graphs/quickstart.py, or one of --list",
             )
         )
     file = load(Path(first.graph))
@@ -69,9 +83,16 @@ def _main(argv: list[str]) -> int:
 
 
 def _parser(*, add_help: bool) -> Parser:
-    parser = Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False)
+    parser = Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False, epilog=EXIT_CODES)
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--list",
+        nargs="?",
+        const="runs",
+        metavar="FOLDER",
+        help="list the recipes and the runs in FOLDER, default runs",
+    )
     what.add_argument("--check", action="store_true", help="check the graph and stop; starts nothing")
     what.add_argument(
         "--plan", action="store_true", help="draw the graph, its placement and what its edges carry, and stop"
@@ -89,7 +110,9 @@ def _parser(*, add_help: bool) -> Parser:
     parser.add_argument(
         "--restarts", type=int, default=2, metavar="N", help="from the last checkpoint, when a trainer dies; default: 2"
     )
+    parser.add_argument("--view", action="store_true", help="show the run in a browser while it runs")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of a live one")
+    add_services(parser)
     return parser
 
 
@@ -114,17 +137,67 @@ def _run(
     argv: list[str],
     started_s: float,
 ) -> int:
+    services = wanted_of(options)
+    run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
+    start = _begin(run_dir, file, graph, planned, values, options, record, argv)
+    progress = console.Progress(planned, start, plain=options.plain)
+    resume = _resume_command(file, options, run_dir)
+    print(
+        f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; "
+        f"{run_dir.path}",
+        flush=True,
+    )
+    try:
+        shown = view.beside(run_dir.path) if options.view else nullcontext()
+        with shown, beside(run_dir, services):
+            stopped = _execute(file, graph, planned, options, run_dir, start, progress)
+        code = TERMINATED if stopped else 0
+    except SystemExit:  # by a signal
+        code = TERMINATED
+    except SluiceError as error:
+        progress.end()
+        console.print_problems(error.problems)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        progress.end()
+        _print_way_on(file, run_dir, values, resume)
+        raise
+    if code:
+        if code == TERMINATED:
+            progress.end()
+        _print_way_on(file, run_dir, values, resume)
+        return code
+    commands = [
+        ("look", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
+        ("view", f"python -m pipeline.view {run_dir.path}"),
+        ("go on", f"{resume} --steps {planned.steps * 2}" if "steps" in values else resume),
+    ]
+    console.print_summary(
+        planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
+    )
+    return 0
+
+
+def _begin(
+    run_dir: RunDir,
+    file: GraphFile,
+    graph: Graph,
+    planned: Plan,
+    values: dict[str, Any],
+    options: argparse.Namespace,
+    record: RunRecord | None,
+    argv: list[str],
+) -> int:
+    """Write down what is run, or look at what is resumed; the steps that are behind."""
     from pipeline import checkpoint
 
-    run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
-    start = 0
     if record:
         _, manifest, damaged = checkpoint.read(run_dir, resume_step(options.resume))
         console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
-        start = manifest.steps
-        check_resume(run_dir, record, planned, graph.schedule.seed, start)
-        cut_metrics(run_dir, start)
-    elif run_dir.events.exists():
+        check_resume(run_dir, record, planned, graph.schedule.seed, manifest.steps)
+        cut_metrics(run_dir, manifest.steps)
+        return manifest.steps
+    if run_dir.events.exists():
         raise GraphError(
             Problem(
                 where=f"--run-dir {run_dir.path}",
@@ -133,46 +206,13 @@ def _run(
                 fix="another folder, or --resume",
             )
         )
-    else:
-        describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
-    progress = console.Progress(planned, start, plain=options.plain)
-    resume = shlex.join(
-        [
-            "python",
-            "-m",
-            "pipeline.run",
-            str(file.path),
-            "--executor",
-            options.executor,
-            "--run-dir",
-            str(run_dir.path),
-            "--resume",
-        ]
-    )
-    print(
-        f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; "
-        f"{run_dir.path}",
-        flush=True,
-    )
-    try:
-        _execute(file, graph, planned, options, run_dir, start, progress)
-    except SluiceError as error:
-        progress.end()
-        console.print_problems(error.problems)
-        _print_way_on(file, run_dir, values, resume)
-        return error.exit_code
-    except KeyboardInterrupt:
-        progress.end()
-        _print_way_on(file, run_dir, values, resume)
-        raise
-    commands = [
-        ("look", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
-        ("go on", f"{resume} --steps {planned.steps * 2}" if "steps" in values else resume),
-    ]
-    console.print_summary(
-        planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
-    )
+    describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
     return 0
+
+
+def _resume_command(file: GraphFile, options: argparse.Namespace, run_dir: RunDir) -> str:
+    command = ["python", "-m", "pipeline.run", str(file.path), "--executor", options.executor]
+    return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
 
 
 def _execute(
@@ -183,26 +223,37 @@ def _execute(
     run_dir: RunDir,
     start: int,
     progress: console.Progress,
-) -> None:
-    """Run to the end. Where a worker is lost that only a checkpoint can give back, go on from the last one."""
+) -> bool:
+    """Run to the end, or until SIGTERM stops it; whether that happened. Where a worker is lost that only a checkpoint
+    can give back, go on from the last one."""
     from pipeline import checkpoint
     from pipeline.engine import Engine
 
+    termination = Termination()
     for left in range(options.restarts, -1, -1):
-        executor = _executor(options, file)
         engine = Engine(
-            graph, planned, executor, run_dir=run_dir, start=start, on_step=progress.step, deadline_s=options.deadline_s
+            graph,
+            planned,
+            _executor(options, file),
+            run_dir=run_dir,
+            start=start,
+            on_step=progress.step,
+            deadline_s=options.deadline_s,
+            termination=termination,
         )
         try:
-            return engine.execute()
+            with termination:
+                engine.execute()
+            return engine.stopped
         except WorkerLost as error:
-            if not left or not run_dir.checkpoint_steps():
+            if not left or not run_dir.checkpoint_steps() or termination.asked:
                 raise
             progress.end()
             console.print_problems(error.problems)
             start = checkpoint.read(run_dir, None)[1].steps
             cut_metrics(run_dir, start)
             print(f"restart from step {start}; {left - 1} restarts are left", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _run_dir(path: Path | None, name: str) -> RunDir:

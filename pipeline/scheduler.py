@@ -86,6 +86,16 @@ class Scheduler:
         self._claimable: deque[int] = deque()  # groups of the pool that are ready, the first ready first
         self._starved = False  # whether capacity held the last admission back
         self._steps_done = start
+        self._settled = self._saved = start - 1  # the last step that a checkpoint may come behind, and does
+        self._stopping = False
+        self._last = plan.steps - 1  # the last step that is trained
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all is behind that `stop` leaves to do."""
+        if not self._stopping or self._saving:
+            return False
+        return self._last < self.start or all(number > self._last for number in self._board.steps)
 
     @property
     def done(self) -> bool:
@@ -156,6 +166,29 @@ class Scheduler:
                 self._board.stamp(task.groups, [task.version] * len(task.groups))
         return decisions + [Run(task) for task in started]
 
+    def stop(self) -> list[Decision]:
+        """Admit and begin nothing more. Steps that are being trained, and what is left of those before them, are
+        finished, and a checkpoint is written: what was admitted since then comes again when the run is resumed."""
+        decisions: list[Decision] = []
+        if self._stopping:
+            return decisions
+        self._stopping = True
+        begun = {task.step for task in self._grants.tasks if task.stage in self._trainers}
+        begun |= {
+            number
+            for number, step in self._board.steps.items()
+            if any(name in step.readers and step.readers[name].done for name in self._trainers)
+        }
+        self._last = max(begun, default=self._settled)
+        for home in self._board.homes:
+            if home is self._board.pool or home.number > self._last:
+                for reader in home.readers.values():
+                    reader.blockers.add("stop")
+        if self._saved < self._settled == self._last:
+            self._save(self._last, decisions)
+        self._grants.look_again()
+        return self._granted(decisions)
+
     def is_current(self, task: Task) -> bool:
         """Whether a report of this task counts: it is not over, and no other attempt has replaced it."""
         return self._grants.running(task.number) is not None
@@ -187,6 +220,8 @@ class Scheduler:
 
     def _admit(self, decisions: list[Decision]) -> None:
         """Take in groups as far as the rules and the room allow."""
+        if self._stopping:
+            return
         batch = self.plan.batch
         if pool := self._board.pool:
             asked = self._next_batch * batch + len(pool.groups)
@@ -274,7 +309,7 @@ class Scheduler:
     def _claim(self, pool: Step, decisions: list[Decision]) -> None:
         """Make batches of what is ready, as long as there is enough of it; let go of what is too old."""
         self._let_go(pool, decisions)
-        while self._next_batch < self.plan.steps and len(self._claimable) >= self.plan.batch:
+        while self._next_batch < self.plan.steps and len(self._claimable) >= self.plan.batch and not self._stopping:
             number = self._next_batch
             groups = tuple(sorted(self._claimable.popleft() for _ in range(self.plan.batch)))
             step = Step(number)
@@ -387,6 +422,8 @@ class Scheduler:
 
     def _refill(self, step: Step, decisions: list[Decision]) -> None:
         """Admit others in the place of groups that the gate dropped."""
+        if self._stopping:
+            return
         undecided = len(step.groups) - len(step.dropped) - step.kept
         if self.plan.ahead == 0 and undecided:
             return  # the rest of the round may yet be dropped too, and what replaces it is decoded together
@@ -460,10 +497,12 @@ class Scheduler:
         for after, lag in self._after[stage.name]:
             if later := self._board.steps.get(number + lag):
                 self._unblock(later, (after,), f"{stage.name} {number}")
-        if stage.name in self._settling and number >= self.start and self._checkpoint_due(number):
+        if stage.name in self._settling and number >= self.start:
             settling = [other for name, other in step.readers.items() if name in self._settling]
             if all(other.done == other.total for other in settling):
-                self._save(step, decisions)
+                self._settled = number
+                if self._checkpoint_due(number):
+                    self._save(number, decisions)
         if not step.unfinished:
             self._close(number, decisions)
 
@@ -478,22 +517,23 @@ class Scheduler:
 
     def _checkpoint_due(self, number: int) -> bool:
         every = self.plan.checkpoint_every
-        last = number == self.plan.steps - 1
+        last = number == self._last
         return bool(self._trainers) and (last or bool(every and (number + 1) % every == 0))
 
-    def _save(self, step: Step, decisions: list[Decision]) -> None:
-        self._saving.add(step.number)
-        later = [other for number, other in self._board.steps.items() if number > step.number]
-        for other in later:
-            for name in self._trainers & other.readers.keys():
-                other.readers[name].blockers.add(f"checkpoint {step.number + 1}")
+    def _save(self, number: int, decisions: list[Decision]) -> None:
+        self._saving.add(number)
+        self._saved = number
+        later = [step for after, step in self._board.steps.items() if after > number]
+        for step in later:
+            for name in self._trainers & step.readers.keys():
+                step.readers[name].blockers.add(f"checkpoint {number + 1}")
         if self._board.pool:
             later.append(self._board.pool)
-        pending = sorted([*self._pending, *(group for other in later for group in other.groups)])
+        pending = sorted([*self._pending, *(group for step in later for group in step.groups)])
         next_group = self._next_group
         while pending and pending[-1] == next_group - 1:  # what was admitted last is admitted next
             next_group = pending.pop()
-        decisions.append(Save(step.number, next_group, tuple(pending)))
+        decisions.append(Save(number, next_group, tuple(pending)))
 
     def _close(self, number: int, decisions: list[Decision]) -> None:
         del self._board.steps[number]
@@ -509,6 +549,8 @@ class Scheduler:
 
     def _can_wait(self, reader: Reader) -> bool:
         """What no weights depend on does not interrupt a stream, unless another stage waits for nothing else."""
+        if self._stopping:
+            return False
         name, number = reader.stage.name, reader.step
         if reader.total is None or self.version > number + 1:
             return False  # no group of the pool is claimed before its last stage is behind

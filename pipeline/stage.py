@@ -15,8 +15,9 @@ exactly those that it writes, so it is tested with a dict and no engine at all:
 Three shapes. *map*: `runner(columns, task)` returns the columns, or an `Output` that adds metrics. *stream*:
 `runner(columns, task)` is an async generator of `Output`s, each for whole groups of samples, which its `index` names;
 other tasks of its worker, and the swap of weights, run while it awaits. *transfer*: `runner(rendezvous, task)` runs on
-two worker groups at the same time, once with `rendezvous.side == "source"` and once with `"target"`; it returns an
-`Output` on the target side.
+two worker groups, first with `rendezvous.side == "source"`, which offers something, and then with `"target"`, which
+takes it and returns an `Output`. Where the stage `meets`, the source runs once more, with `"carrier"`, at the same time
+as the target: both then move it together.
 """
 
 from __future__ import annotations
@@ -82,20 +83,39 @@ class Output:
     cancelled: Mapping[int, int] = field(default_factory=dict)
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where workers of both sides of a transfer meet, to exchange something among themselves: a key-value store
+    (torch's TCPStore) that the executor serves at `host` and `port`.
+
+    `name` stands for exactly these processes: a worker that takes another one's place makes another name. When one of
+    them is lost, the store has the reason under that name. `targets` are the ranks of the target that take part. No
+    wait takes longer than `deadline_s`.
+    """
+
+    host: str
+    port: int
+    name: str
+    targets: tuple[int, ...]
+    deadline_s: float
+
+
 class Rendezvous(Protocol):
     """Where the two sides of a transfer meet. The executor makes one for each transfer.
 
-    `is_near` says that both are on one machine, so that what is offered may be a handle to memory there.
+    `is_near` says that both are on one machine, so that what is offered may be a handle to memory there. `meeting` is
+    there where both sides carry the transfer out together.
     """
 
-    side: Literal["source", "target"]
+    side: Literal["source", "carrier", "target"]
     is_near: bool
+    meeting: Meeting | None
 
     def offer(self, payload: Any) -> None:
-        """Source: hand this rank's payload to the other side."""
+        """Source: hand this rank's payload to the others."""
 
     def take(self) -> list[Any]:
-        """Target: the payloads of all ranks of the source. Arrays may be shared memory: read, do not write them."""
+        """Target and carrier: the payloads of all ranks of the source. Arrays may be shared memory: read, do not write
+        them."""
 
 
 @dataclass
@@ -103,8 +123,9 @@ class StageContext:
     """What a worker gives to `Stage.setup`.
 
     `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
-    What is in it may have `close()`, called at the end, and, for groups that share GPUs, `sleep()` and `wake()`, which
-    give memory away and take it again and return the bytes that are in use on the GPU then.
+    What is in it may have `close()`, called at the end, and, for groups that share GPUs, `sleep(room)` and `wake()`,
+    which give memory away, all or until `room` bytes are free, and take it again, and return the bytes that are in use
+    on the GPU then.
     `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
     nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds admission numbers of groups that
     nobody wants any more: a stream looks there between two tokens.
@@ -209,6 +230,11 @@ class Stage:
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Problems of this stage in this graph, beyond those that every stage is checked for. Loads no torch."""
         return ()
+
+    def meets(self, is_near: bool) -> bool:
+        """Of a transfer: whether both sides carry it out together. `is_near` says that all workers of both are on one
+        machine. Raises StageError where it cannot be done at all."""
+        return False
 
     def setup(self, context: StageContext) -> Callable[..., Any]:
         """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part

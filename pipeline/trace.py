@@ -16,7 +16,7 @@ import msgspec
 from pipeline.stage import Task
 
 
-class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True):
+class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
     """A run, or its resumption after `start` steps."""
 
     graph: str
@@ -27,7 +27,7 @@ class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True):
     wall_s: float
 
 
-class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True):
+class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True, gc=False):
     """A worker is up. `node` is the address of its machine in the cluster."""
 
     group: str
@@ -36,7 +36,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True):
     pid: int
 
 
-class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True):
+class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True, gc=False):
     """A worker that shares its GPUs with another group woke up, or gave its memory to that one.
 
     `memory_bytes` are those in use on its first GPU afterwards, by all processes; 0 on a CPU.
@@ -50,7 +50,7 @@ class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True):
     end_s: float
 
 
-class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
+class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True, gc=False):
     """Groups entered. `step` is the batch that they are for, or, with on_stale="drop", that is being filled."""
 
     step: int
@@ -59,7 +59,7 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True):
     at_s: float
 
 
-class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True):
+class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True, gc=False):
     """These groups are the batch of the step. Each is claimed once, and trained."""
 
     step: int
@@ -67,7 +67,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True):
     at_s: float
 
 
-class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True):
+class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True, gc=False):
     """Groups left without being trained; as many others are admitted in their place.
 
     `stage` is the gate, or empty where they are too old: `reason` is then "stale", or "cancelled" for those that were
@@ -82,7 +82,7 @@ class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True):
     at_s: float
 
 
-class _OfTask(msgspec.Struct, frozen=True, kw_only=True):
+class _OfTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is said of a task, or of some of its groups."""
 
     task: int
@@ -97,7 +97,7 @@ def of(task: Task) -> dict[str, Any]:
     return {"task": task.number, "stage": task.stage, "step": task.step, "attempt": task.attempt}
 
 
-class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True):
+class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True, gc=False):
     """A task was handed to a worker group: to one of its data-parallel replicas, or (`replica` None) to all."""
 
     group: str
@@ -107,7 +107,7 @@ class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True):
     at_s: float
 
 
-class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True):
+class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True, gc=False):
     """A task fetched columns."""
 
     stage: str
@@ -119,7 +119,7 @@ class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True):
     end_s: float
 
 
-class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True):
+class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True, gc=False):
     """A task wrote columns, or a process outside the graph did (`stage` is then the external stage).
 
     `versions` are the oldest and the newest version among the tokens of each group, where the columns say so, and
@@ -139,7 +139,7 @@ class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True):
     end_s: float
 
 
-class Ran(_OfTask, tag="ran", frozen=True, kw_only=True):
+class Ran(_OfTask, tag="ran", frozen=True, kw_only=True, gc=False):
     """A task finished on a worker. The span holds its gets, its work and its puts.
 
     `cpu_s` are CPU seconds of the worker's process in the span, over all threads, without those of other tasks that ran
@@ -154,13 +154,13 @@ class Ran(_OfTask, tag="ran", frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
-class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True):
+class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True, gc=False):
     """The driver has taken a report: the task reads these groups no more, and what it writes of them is present."""
 
     at_s: float
 
 
-class Trained(_OfTask, tag="trained", frozen=True, kw_only=True):
+class Trained(_OfTask, tag="trained", frozen=True, kw_only=True, gc=False):
     """What one rank trained on, seen in the columns themselves.
 
     `version` is that of the weights before the update. One entry a group in `samples`, `oldest` and `newest` (versions
@@ -176,20 +176,20 @@ class Trained(_OfTask, tag="trained", frozen=True, kw_only=True):
     at_s: float
 
 
-class Retried(_OfTask, tag="retried", frozen=True, kw_only=True):
+class Retried(_OfTask, tag="retried", frozen=True, kw_only=True, gc=False):
     """An attempt at a task is lost; its groups are handed out again, and what it may still report is ignored."""
 
     reason: str
     at_s: float
 
 
-class Fenced(_OfTask, tag="fenced", frozen=True, kw_only=True):
+class Fenced(_OfTask, tag="fenced", frozen=True, kw_only=True, gc=False):
     """A report of an attempt that is no longer current was ignored."""
 
     at_s: float
 
 
-class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True):
+class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True, gc=False):
     """A policy version is served; the target acknowledged the hash of the weights."""
 
     stage: str
@@ -199,7 +199,7 @@ class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True):
     at_s: float
 
 
-class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True):
+class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True, gc=False):
     """Rows were removed: their last reader had acknowledged."""
 
     step: int
@@ -208,7 +208,7 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True):
     end_s: float
 
 
-class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True):
+class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True, gc=False):
     """A checkpoint is complete on disk."""
 
     step: int
@@ -218,7 +218,7 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True
     end_s: float
 
 
-class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True):
+class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=False):
     """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl.
 
     `driver_cpu_s` are CPU seconds of the driver so far, `processes_cpu_s` those of it and of every process that it
@@ -232,7 +232,13 @@ class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True):
     at_s: float
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+class Stopping(msgspec.Struct, tag="stopping", frozen=True, kw_only=True, gc=False):
+    """The run was asked to stop: from here on nothing is admitted, and no training begins."""
+
+    at_s: float
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True, gc=False):
     """What ended the run early."""
 
     stage: str | None
@@ -242,7 +248,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     at_s: float
 
 
-class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True):
+class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True, gc=False):
     """The run is over; `rows_left` counts what the data plane still held before its final sweep."""
 
     steps: int
@@ -269,6 +275,7 @@ TraceEvent = (
     | Cleared
     | Checkpointed
     | StepEnded
+    | Stopping
     | Failed
     | Ended
 )
@@ -285,7 +292,7 @@ class TraceWriter:
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("ab") if path else None
         if path and self._file:
-            self._file.truncate(_whole_lines(path))
+            self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 
@@ -311,7 +318,7 @@ class TraceWriter:
             self._file = None
 
 
-def _whole_lines(path: Path) -> int:
+def whole_lines(path: Path) -> int:
     """The bytes of a file up to the end of its last whole line."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -20,7 +20,7 @@ import msgspec
 from pipeline import replay, trace
 from pipeline.columns import Columns, in_order, size_bytes
 from pipeline.data_plane import DataPlane
-from pipeline.errors import Problem, SluiceError, StageError, user_error
+from pipeline.errors import PeerLost, Problem, SluiceError, StageError, Unfit, user_error
 from pipeline.graph import WorkerGroup
 from pipeline.meta import KVBatchMeta, groups_of, keys_of
 from pipeline.meter import Meter
@@ -91,6 +91,7 @@ class Worker:
         self._all_stages = all_stages
         self._stamps = next((stage.stamps for stage in all_stages if stage.stamps), None)
         self._meter = Meter()
+        self._begun_s: dict[int, float] = {}  # by the number of a transfer that has been offered, and is to be carried
         self._runners: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
         self._plane: DataPlane | None = None
@@ -193,15 +194,23 @@ class Worker:
         self._cancelled.update(self._streaming.intersection(groups))
 
     def transfer(self, task: Task, rendezvous: Rendezvous) -> TaskResult:
-        """One side of a transfer task."""
-        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begin(task, alone=True)
+        """One side of a transfer task. What a carrier does ends the span that began with its offer."""
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begun_s.pop(task.number, None)
+        if start_s is None:
+            start_s = self._begin(task, alone=True)
         try:
             output = _as_output(self._runners[stage.name](rendezvous, task))
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
+        except (PeerLost, Unfit) as error:  # the run may well go on
+            self._log(error)
+            result.error = user_error(error, stage=stage.name, where=str(stage.location), when="failed")
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, {}, error)
-        self._end(task, result, start_s, result.metrics)
+        if rendezvous.side == "source" and rendezvous.meeting and not result.error:
+            self._begun_s[task.number] = start_s
+        else:
+            self._end(task, result, start_s, result.metrics)
         return result
 
     def save(self, folder: Path) -> list[str]:
@@ -231,11 +240,11 @@ class Worker:
         """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
         return not self.ranks.connected and not any(hasattr(runner, "restore") for runner in self._runners.values())
 
-    def turn(self, awake: bool) -> trace.Turned:
-        """Wake up, or give the GPUs' memory to another group. No task runs meanwhile."""
+    def turn(self, awake: bool, room: int | None = None) -> trace.Turned:
+        """Wake up, or give the GPUs' memory to another group, which wants `room` bytes. No task runs meanwhile."""
         start_s = time.monotonic()
-        name = "wake" if awake else "sleep"
-        used = [getattr(held, name)() for held in self._shared.values() if hasattr(held, name)]
+        holders = [held for held in self._shared.values() if hasattr(held, "wake")]
+        used = [held.wake() if awake else held.sleep(room) for held in holders]
         return trace.Turned(
             group=self.group.name,
             worker=self.rank,

@@ -1,37 +1,60 @@
-"""Refit: the trained weights become the served weights. Two-sided; both worker groups are inside it together.
+"""Refit: the trained weights become the served weights.
 
     Refit(policy, source=learner, target=sampler)
 
-Every rank of the source offers its part, and every rank of the target brings what it needs into its own storage. The
-receiving side adds up what it serves then, and a difference from what was offered is an error, so an acknowledged
-version says which bytes generate, by a hash that does not depend on how ranks divide the model.
+Every rank of the source offers its part, and every rank of the target brings what it needs into its own storage. How,
+is the transport; what arrives is the same bytes. The receiving side adds up what it serves then, and a difference from
+what was offered is an error, so an acknowledged version says which bytes generate, by a hash that does not depend on
+how ranks divide the model.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.errors import Problem
+from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.errors import Problem, shown
 from pipeline.stage import Rendezvous
-from stages.backends import backend_problems, engine, model_problems
+from stages.backends import Route, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import MADE_BY, SERVED_WEIGHTS, TRAINED_WEIGHTS
+
+if TYPE_CHECKING:
+    from ops.refit.share import Form
+
+Transport = Literal["auto", "golden", "messages", "pull", "gloo", "p2p", "broadcast", "tree"]
+TRANSPORTS = get_args(Transport)
+TOGETHER = ("gloo", "p2p", "broadcast", "tree")  # those in which the source takes part until all is there
+NCCL = "nccl.core"  # of nccl4py
 
 
 @dataclass(frozen=True)
 class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
+    `transport` is how. "auto": "pull" where all workers are on one machine; else "p2p" between GPUs, "gloo" between
+    CPUs, and "messages" where both groups lie on the same GPUs.
+
+    pull        the target reads the source's memory, on one machine
+    messages    each rank's part as one message through the executor, which the target takes its parts from
+    p2p, gloo   each pair of ranks sends what the one lacks of the other, over NCCL between GPUs or gloo between CPUs
+    broadcast   whole tensors, gathered on one rank and sent to all, over NCCL or gloo
+    tree        in waves: whoever has all of it gives it on; over gloo, for many samplers behind few trainers
+    golden      the plain way that the others are compared with: messages, whole tensors, the sampler's own loader; slow
+
     The version counts the steps that are behind it: the first publication, before the first step of a new run, is
     version 0, so that the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, and how it
-    came: `received_bytes`, `lookups` (0 once it is warm), and milliseconds of each part.
+    came: `path_pull` (or of whichever transport it was) is 1, `received_bytes`, `lookups` (0 once it is warm), and
+    milliseconds of each part.
     """
 
     model: Model
     _: KW_ONLY
     source: WorkerGroup
     target: WorkerGroup
+    transport: Transport = "auto"
 
     name = "refit"
     shape = "transfer"
@@ -50,7 +73,7 @@ class Refit(Stage):
         return (self.source, self.target)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Both backends; the model; weights that are the same type at both ends."""
+        """Both backends; the model; weights that are the same type at both ends; a transport that can be."""
         yield from backend_problems(self.source, self, "train")
         yield from backend_problems(self.target, self, "sample")
         yield from model_problems(self.model)
@@ -61,19 +84,77 @@ class Refit(Stage):
                 why="the torch backend has bfloat16 weights on a GPU and float32 weights on a CPU",
                 fix="gpus on both worker groups, or on neither",
             )
+        for why, fix in self._objections():
+            what = f"stage {self.name!r} has transport={shown(self.transport)}"
+            yield Problem(where=str(self.location), what=what, why=why, fix=fix)
+
+    def _objections(self) -> Iterable[tuple[str, str]]:
+        """Why this transport cannot be, and what to write instead."""
+        on_gpus = self.source.gpus > 0 and self.target.gpus > 0
+        if self.transport not in TRANSPORTS:
+            yield "no transport has that name", "one of " + ", ".join(map(repr, TRANSPORTS))
+        elif self.transport not in TOGETHER:
+            return
+        elif self.transport == "p2p" and not on_gpus:
+            yield "NCCL carries it, from GPU to GPU", "transport='gloo', which is the same between CPUs"
+        elif self.transport in ("gloo", "tree") and on_gpus:
+            yield "gloo carries it, from CPU to CPU", "transport='p2p' or 'broadcast', or 'auto'"
+        elif on_gpus and self._share_gpus():
+            yield "both sides lie on the same GPUs, and NCCL wants one rank a GPU", "transport='auto'"
+        elif on_gpus and not is_installed(NCCL):
+            yield f"it needs the package {NCCL!r}, which is not installed", "pip install nccl4py"
+
+    def meets(self, is_near: bool) -> bool:
+        """Whether the source takes part until all is there. Raises StageError for a pull between machines."""
+        if self.transport == "pull" and not is_near:
+            raise StageError(
+                Problem(
+                    where=str(self.location),
+                    what=f"stage {self.name!r} has transport='pull' and goes from one machine to another",
+                    why="the target reads the source's memory, which it can on the same machine",
+                    fix="transport='auto', or worker groups that fit on one machine",
+                )
+            )
+        return self.path(is_near) in TOGETHER
+
+    def path(self, is_near: bool) -> str:
+        """The transport that it is, between workers that are all on one machine or not."""
+        if self.transport != "auto":
+            return self.transport
+        if is_near:
+            return "pull"
+        if self._share_gpus():
+            return "messages"
+        return "p2p" if self.source.gpus > 0 else "gloo"
 
     def setup(self, context: StageContext) -> Callable[[Rendezvous, Task], Output]:
         """Opens the backend; which copy of the model is meant depends on the side."""
         backend = engine(context)
 
         def run(rendezvous: Rendezvous, task: Task) -> Output:
+            path, begun_s, version = self.path(rendezvous.is_near), time.perf_counter(), task.step + 1
             if rendezvous.side == "source":
-                rendezvous.offer(backend.share(self.model, near=rendezvous.is_near))
-                return Output()
+                rendezvous.offer(backend.share(self.model, form=_form(path)))
+                return Output(metrics={"offer_ms": 1e3 * (time.perf_counter() - begun_s)})
+            route = Route(path, rendezvous.meeting if path in TOGETHER else None)
             shares = rendezvous.take()
-            version = task.step + 1
-            served = backend.serve(self.model, shares, version)
-            metrics = {"size_bytes": float(shares[0].model_bytes), **served.record}
+            if rendezvous.side == "carrier":
+                backend.carry(self.model, shares, version, route)
+                return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s)})
+            served = backend.serve(self.model, shares, version, route)
+            metrics = {"size_bytes": float(shares[0].model_bytes), f"path_{path}": 1.0, **served.record}
             return Output(metrics=metrics, weights=(version, served.sha256))
 
         return run
+
+    def _share_gpus(self) -> bool:
+        """Whether one side lies on the GPUs of the other."""
+        homes = {(group.colocated or group).name for group in self.groups()}
+        return self.source.gpus > 0 and len(homes) == 1
+
+
+def _form(path: str) -> Form:
+    """What the source offers of its memory."""
+    if path in TOGETHER:
+        return "mark"
+    return "handle" if path == "pull" else "bytes"

@@ -1,8 +1,16 @@
-"""Fixtures that all suites share. Ray is started once a session, on a loopback address, and only where a test asks."""
+"""Fixtures that all suites share, and which tests run beside which.
+
+Two processes of pytest share the tests. What starts Ray is one unit, one test after the other: two clusters are too
+much for two cores. All else is shared out beside it, module by module. Ray is started once, on a loopback address, and
+only where a test asks.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -10,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
@@ -20,8 +29,47 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # threads that wait leave the cores to the other process
 
 pytest_plugins = ["tests.journal.plugin"]  # every real run of a test is judged by its record
+
+STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes")
+
+
+def starts_ray(test: str) -> bool:
+    """Whether a test, by its id, needs a cluster."""
+    module, _, name = test.partition("::")
+    folder = Path(module).parent.name
+    if folder == "contract":  # its conftest does
+        return True
+    return folder in ("integration", "engines") and re.split(r"\W", name)[0] in starting_ray(module)
+
+
+@functools.cache
+def starting_ray(module: str) -> set[str]:
+    """The names of a module that start Ray: functions, fixtures and commands, and what uses them in turn."""
+    text = Path(REPOSITORY, module).read_text()
+    source: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+                source[name] = ast.get_source_segment(text, node) or ""
+    found = {name for name, text in source.items() if STARTS_RAY.search(text)}
+    while more := {name for name, text in source.items() if found & set(re.findall(r"\w+", text))} - found:
+        found |= more
+    return found
+
+
+class Shared(LoadScopeScheduling):
+    """What stays together, as pytest-xdist asks for it."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if starts_ray(nodeid) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
+    """The hook that takes it."""
+    return Shared(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +83,8 @@ def ray_session() -> Iterator[Any]:
     os.environ.update(environment())
     import ray
 
+    from pipeline.executors.placement import PRIORITY
+
     ray.init(
         address="local",
         num_cpus=8,
@@ -44,7 +94,7 @@ def ray_session() -> Iterator[Any]:
         logging_level="ERROR",
         object_store_memory=256 * 2**20,
         _node_ip_address="127.0.0.2",
-        runtime_env={"env_vars": {**environment(), "PYTHONPATH": REPOSITORY}},
+        runtime_env={"env_vars": {**environment(), **PRIORITY, "PYTHONPATH": REPOSITORY}},
     )
     yield ray
     ray.shutdown()

@@ -11,16 +11,22 @@ import importlib
 import importlib.util
 import os
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
 
 def need(part: str, module: str) -> ModuleType:
     """The module, imported. Without it the test is skipped, or fails where SLUICE_REQUIRE names the part."""
-    if importlib.util.find_spec(module) is not None:
-        return importlib.import_module(module)
-    required = {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}
+    if importlib.util.find_spec(module) is None:
+        required(part, module)
+    return importlib.import_module(module)
+
+
+def required(part: str, module: str) -> NoReturn:
+    """What becomes of a test that lacks a package."""
+    parts = {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}
     reason = f"the optional part {part!r} needs the package {module!r}, which is not installed"
-    if part in required:
+    if part in parts:
         pytest.fail(f"{reason}; SLUICE_REQUIRE names it")
     pytest.skip(reason)

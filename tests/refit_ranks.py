@@ -21,6 +21,7 @@ from ops.refit.layout import Layout
 from ops.refit.plan import build
 from ops.refit.share import Publisher
 from ops.refit.transports.broadcast import Broadcast
+from ops.refit.transports.golden import Golden
 from ops.refit.transports.packed import Packed
 from ops.refit.transports.pull import Pull
 from stages.backends.megatron import places as megatron
@@ -35,7 +36,7 @@ CASES = [
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
     if training != "EP2" or FAMILIES[family].experts
 ]
-TRANSPORTS = ("pull", "pull of bytes", "gloo", "broadcast")
+TRANSPORTS = ("pull", "pull of bytes", "golden", "gloo", "broadcast")
 CPU, POISON = torch.device("cpu"), 0xEE
 
 
@@ -79,6 +80,7 @@ class Rank:
         typed = {name: memory.view(torch.bfloat16) for name, memory in flat.items()}
         if active and self.receives:
             pull = Pull(destination, self.number, flat, CPU)
+            golden = Golden(destination, self.number, flat)
         elif active:
             publisher = Publisher(tensors, source.ranks[self.number], typed)
         if active:
@@ -100,13 +102,14 @@ class Rank:
                 if active and not self.receives:
                     for name, array in trained(decoder, parts[self.number], model).items():
                         held[name][...] = array
-                    share = publisher.publish(typed, near=transport == "pull")
+                    share = publisher.publish(typed, form="handle" if transport == "pull" else "bytes")
                 shares: list[Any] = [None] * SIZE
                 dist.all_gather_object(shares, share)
-                if active and transport.startswith("pull") and self.receives:
-                    pull.run([share for share in shares if share is not None])
-                elif active and not transport.startswith("pull"):
+                if active and transport in ("gloo", "broadcast"):
                     (packed if transport == "gloo" else broadcast).run()
+                elif active and self.receives:
+                    taken = [share for share in shares if share is not None]
+                    (golden if transport == "golden" else pull).run(taken)
                 dist.barrier()
                 if active and self.receives:
                     found[transport] += differing(held, served(decoder, self.number % tensor, tensor, model))

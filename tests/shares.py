@@ -1,11 +1,18 @@
-"""Weights by name as a trainer of one rank offers them."""
+"""Weights by name as a trainer of one rank offers them, where it meets who serves them, and their hash."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.share import Publisher, Share
+from pipeline.stage import Meeting
+from stages.backends import Route
+from stages.backends.together import Sender
 
 
 def publisher_of(weights: Mapping[str, torch.Tensor]) -> Publisher:
@@ -17,4 +24,33 @@ def publisher_of(weights: Mapping[str, torch.Tensor]) -> Publisher:
 
 def shares_of(weights: Mapping[str, torch.Tensor], *, near: bool = True) -> list[Share]:
     """One share with all of them."""
-    return [publisher_of(weights).publish(weights, near=near)]
+    return [publisher_of(weights).publish(weights, form="handle" if near else "bytes")]
+
+
+def sender() -> Sender:
+    """The only rank of a trainer."""
+    return Sender(torch.device("cpu"), 0)
+
+
+def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
+    """To the only worker of a target, by way of this store."""
+    return Route(transport, Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=60.0))
+
+
+@contextmanager
+def carried(sender: Sender, publisher: Publisher, share: Share, version: int, route: Route) -> Iterator[None]:
+    """Carries a share while this is entered, in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(sender.carry, publisher, [share], version, route)
+        yield
+        sent.result()
+
+
+def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over name, dtype, shape and bytes of each tensor on the CPU, in order of the names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(named.items()):
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        found.update(hashlib.sha256(memoryview(raw)).digest())
+    return found.hexdigest()

@@ -39,12 +39,10 @@ def alone(options: argparse.Namespace, folder: Path) -> float:
     environment.prepare(gpus=True, threads=1, tensor_parallel=1)  # the same model runner for both
     from vllm import LLM, SamplingParams
 
-    from stages.backends.vllm.versions import GPU_MEMORY
-
     llm = LLM(
         model=model_of(options.model, folder),
         dtype="bfloat16",
-        gpu_memory_utilization=GPU_MEMORY,
+        gpu_memory_utilization=WorkerGroup("sampler").memory,
         disable_log_stats=True,
     )
     params = SamplingParams(
@@ -108,7 +106,7 @@ def main() -> None:
     if options.contender:
         run = dict(zip(CONTENDERS, (alone, ours, choice)))[options.contender]
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(run(options, Path(folder))), flush=True)
+            print(f"took {json.dumps(run(options, Path(folder)))}", flush=True)
         return
     rows: list[dict[str, Any]] = []
     tokens = options.groups * options.samples * options.tokens
@@ -116,9 +114,10 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.gpu.rollout", *sys.argv[1:], "--contender", contender]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=400)
         if done.returncode:
+            print(done.stdout[-3000:], file=sys.stderr)
             rows.append({"contender": f"{contender}: exit code {done.returncode}"})
             continue
-        took_s = json.loads(done.stdout.splitlines()[-1])
+        took_s = next(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("took "))
         row = {"contender": contender, "s": round(took_s, 4)}
         if contender != "choice":
             row |= {"tokens/s": round(tokens / took_s), "ms a token of all": round(1000 * took_s / options.tokens, 2)}

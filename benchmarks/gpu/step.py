@@ -51,6 +51,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
         tensor_parallel=options.sampler_tensor, threads=1,
+        memory=options.memory,
     )  # fmt: skip
     learner = WorkerGroup(
         "learner", backend="megatron", workers=options.learner, gpus=options.learner * gpus,
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--learner", type=int, default=1, help="GPUs that train")
     parser.add_argument("--learner-tensor", type=int, default=1)
     parser.add_argument("--learner-pipeline", type=int, default=1)
+    parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
     parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
     parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
@@ -199,8 +201,8 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     notes = (
         f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train {where} "
         f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "
-        f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps. Aim: under 2 % "
-        "of a synchronous step outside the engines."
+        f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps; the sampler may take "
+        f"{options.memory:g} of a GPU. Aim: under 2 % of a synchronous step outside the engines."
     )
     report("gpu.step", rows, list(rows[0]), notes, options.out)
 

@@ -11,7 +11,10 @@ others. Streams are given: a call is done in the order of the current one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 300.0
+DEADLINE_S, POLL_S, LOOK_S = 300.0, 1e-4, 0.5
 CHECKED = "first broadcast"
 
 
@@ -40,6 +43,8 @@ class Wire(Protocol):
 
     def close(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class StatelessGroup:
     """One rank's view. `send` and `recv` of one `together` wait for each other only at its end, so that no order of
@@ -51,19 +56,36 @@ class StatelessGroup:
     @classmethod
     def join(
         cls, host: str, port: int, *, rank: int, ranks: int, device: torch.device, name: str = "",
-        deadline_s: float = DEADLINE_S,
+        interface: str = "", deadline_s: float = DEADLINE_S,
     ) -> StatelessGroup:  # fmt: skip
-        """Meet the others, which all call it. `name` tells groups apart that meet at one store.
+        """Meet the others, which all call it. `name` tells groups apart that meet at one store; `interface` is the
+        network interface of this rank, by default the one that gloo or NCCL finds.
 
         Raises GroupError where they do not come in time, or the group does not carry what it is given.
         """
-        deadline = timedelta(seconds=deadline_s)
         try:
-            store = dist.TCPStore(host, port, ranks, rank == 0, deadline, wait_for_workers=False)
-            own = dist.PrefixStore(f"group {name}", store)
-            wire = _Nccl(own, rank, ranks) if device.type == "cuda" else _Gloo(own, rank, ranks, deadline)
+            store = dist.TCPStore(host, port, ranks, rank == 0, timedelta(seconds=deadline_s), wait_for_workers=False)
         except RuntimeError as error:
-            raise GroupError(f"rank {rank} did not meet the other {ranks - 1} at {host}:{port}: {error}") from error
+            raise _not_met(rank, ranks, f"{host}:{port}", error) from error
+        return cls.over(
+            store, rank=rank, ranks=ranks, device=device, name=name, interface=interface, deadline_s=deadline_s,
+            where=f"{host}:{port}",
+        )  # fmt: skip
+
+    @classmethod
+    def over(
+        cls, store: dist.Store, *, rank: int, ranks: int, device: torch.device, name: str = "", interface: str = "",
+        deadline_s: float = DEADLINE_S, where: str = "their store",
+    ) -> StatelessGroup:  # fmt: skip
+        """The same at a store that somebody serves already; while they meet, its own timeout holds too."""
+        try:
+            own = dist.PrefixStore(f"group {name}", store)
+            if device.type == "cuda":
+                wire: Wire = _Nccl(own, rank, ranks, interface)
+            else:
+                wire = _Gloo(own, rank, ranks, timedelta(seconds=deadline_s), interface)
+        except RuntimeError as error:
+            raise _not_met(rank, ranks, where, error) from error
         group = cls(wire, own, rank, ranks, device)
         group.check()
         return group
@@ -87,7 +109,7 @@ class StatelessGroup:
     def check(self) -> None:
         """Rank 0 broadcasts a number that it chose, which all must have then. Raises GroupError naming rank and key."""
         if self.rank == 0:
-            self.store.set(CHECKED, str(torch.seed() % 2**53))
+            self.store.set(CHECKED, str(secrets.randbelow(2**53)))
         wanted = int(self.store.get(CHECKED))
         value = torch.full((2,), wanted if self.rank == 0 else -1, dtype=torch.int64, device=self.device)
         self.broadcast(value, 0)
@@ -97,9 +119,31 @@ class StatelessGroup:
                 f"{wanted} under {CHECKED!r}; weights would go the same way"
             )
 
+    def finish(self, deadline_s: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until what was sent and received on a GPU, on its current stream, is done; on the CPU it is. Raises
+        GroupError where it takes longer, as it does without an end where a peer died, or where `over` says so, which
+        is asked every `LOOK_S`."""
+        if self.device.type != "cuda":
+            return
+        begun_s = time.monotonic()
+        done, looked_s = torch.cuda.current_stream(self.device).record_event(), begun_s
+        while not done.query():
+            now_s = time.monotonic()
+            if now_s - begun_s > deadline_s:
+                raise GroupError(f"rank {self.rank} of {self.ranks}: a transfer was not done within {deadline_s} s")
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                if over():
+                    raise GroupError(f"rank {self.rank} of {self.ranks}: a peer is gone in the middle of a transfer")
+            time.sleep(POLL_S)
+
     def close(self) -> None:
         """Leave the group."""
         self.wire.close()
+
+    def abandon(self) -> None:
+        """Leave a group that does not work any more, without the others."""
+        self.wire.abandon()
 
     def __enter__(self) -> StatelessGroup:
         return self
@@ -111,8 +155,14 @@ class StatelessGroup:
 class _Gloo:
     """torch's gloo, without a default group. Sends and receives of one `together` run beside each other."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, deadline: timedelta) -> None:
-        self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, deadline)
+    def __init__(self, store: dist.Store, rank: int, ranks: int, deadline: timedelta, interface: str) -> None:
+        if interface:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = deadline
+            options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+            self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, ranks, deadline)
         self._open: list[Any] | None = None
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -139,6 +189,8 @@ class _Gloo:
     def close(self) -> None:
         self._group = None
 
+    abandon = close
+
     def _follow(self, work: Any) -> None:
         if self._open is None:
             work.wait()
@@ -147,9 +199,12 @@ class _Gloo:
 
 
 class _Nccl:
-    """A communicator of nccl4py."""
+    """A communicator of nccl4py. NCCL reads which interface it is to use once a process, at its first communicator;
+    an InfiniBand card it takes from NCCL_IB_HCA."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: int, interface: str) -> None:
+        if interface:
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # that very one; else it is a prefix
         import nccl.core as nccl
 
         if rank == 0:
@@ -171,6 +226,13 @@ class _Nccl:
 
     def close(self) -> None:
         self._communicator.destroy()
+
+    def abandon(self) -> None:
+        self._communicator.abort()
+
+
+def _not_met(rank: int, ranks: int, where: str, error: RuntimeError) -> GroupError:
+    return GroupError(f"rank {rank} did not meet the other {ranks - 1} at {where}: {error}")
 
 
 def _stream() -> int:

@@ -31,7 +31,7 @@ def _move(table, like, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mixed(word):
-    """ops.checksum's, on unsigned words."""
+    """That of ops/refit/sums.py."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)

@@ -24,6 +24,12 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file, and a mark of it
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Stands for memory that only its owner reads, who sends from it. Two of different memory differ."""
+
+    mark: str
+
+
 class SharedMemory:
     """Bytes that stay in their place; `bytes` is a flat uint8 tensor. To another process it goes as its handle."""
 

@@ -35,7 +35,7 @@ class Moves:
             _check(name, here, copy.source_offset + (copy.rows - 1) * copy.source_stride + copy.run)
             name = f"destination buffer {copy.destination_buffer!r}"
             _check(name, there, copy.destination_offset + (copy.rows - 1) * copy.destination_stride + copy.run)
-        self._tables = self._described(turn) if any(there.is_cuda for _, _, there in self._copies) else []
+        self._tables = self.described(turn) if any(there.is_cuda for _, _, there in self._copies) else []
 
     def run(self) -> None:
         """Move the bytes; on a GPU, in order on its current stream."""
@@ -49,7 +49,7 @@ class Moves:
             rows = _rows(here, copy.source_offset, copy.source_stride, copy)
             _rows(there, copy.destination_offset, copy.destination_stride, copy).copy_(rows)
 
-    def _described(self, turn: int) -> list[tuple[int, torch.Tensor]]:
+    def described(self, turn: int) -> list[tuple[int, torch.Tensor]]:
         """By bytes of a word: addresses there and here, rows, and words of a run and of the steps there and here."""
         made = tiles(
             np.array(

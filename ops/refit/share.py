@@ -9,32 +9,36 @@ later still finds this version, until the next one is published.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle
 from math import prod
+from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
 
 from ops.refit.layout import Layout, Place, Tensor
-from ops.refit.memory import Handle, SharedMemory
+from ops.refit.memory import Handle, Kept, SharedMemory, opened
 from ops.refit.move import Moves, flat
 from ops.refit.plan import Copy
 from ops.refit.sums import Summed, Sums, digest
 
 ALIGNED = 256  # bytes; every parameter begins at a multiple
+Form = Literal["handle", "bytes", "mark"]  # of the memory in a share: for readers on this machine, on any, or for none
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A rank's part of a version. `memory` is open to processes of its machine; on another one it is the bytes."""
+    """A rank's part of a version. `memory` is open to processes of its machine; or it is the bytes; or a mark of what
+    the rank itself sends from."""
 
     layout: bytes  # tensors of the model, and places of this rank in the memory
     summed: Summed
-    memory: SharedMemory | Handle | np.ndarray
+    memory: SharedMemory | Handle | np.ndarray | Kept
 
     @property
     def model_bytes(self) -> int:
@@ -55,11 +59,19 @@ class Publisher:
         self, tensors: Mapping[str, Tensor], places: Sequence[Place], parameters: Mapping[str, torch.Tensor]
     ) -> None:
         on_cpu = next(iter(parameters.values())).device.type == "cpu"
-        self._copies = cycle([_Copy(tensors, places, parameters) for _ in range(2 if on_cpu else 1)])
+        self._all = [_Copy(tensors, places, parameters) for _ in range(2 if on_cpu else 1)]
+        self._copies = cycle(self._all)
 
-    def publish(self, parameters: Mapping[str, torch.Tensor], *, near: bool = True) -> Share:
-        """The share of what the contiguous parameters are now; with `near` for readers on this machine."""
-        return next(self._copies).filled(parameters, near)
+    def publish(self, parameters: Mapping[str, torch.Tensor], *, form: Form = "handle") -> Share:
+        """The share of what the contiguous parameters are now."""
+        return next(self._copies).filled(parameters, form)
+
+    def memory(self, kept: Kept) -> torch.Tensor:
+        """The flat bytes that a share's mark stands for. Raises ValueError for a mark of another publisher."""
+        for each in self._all:
+            if each.kept == kept:
+                return each.memory.bytes
+        raise ValueError(f"this rank has no memory with the mark {kept.mark!r}; another process offered it")
 
 
 class _Copy:
@@ -73,7 +85,8 @@ class _Copy:
         for name, dtype in dtypes.items():
             starts[name] = size
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
-        self._memory = SharedMemory(size, next(iter(parameters.values())).device)
+        self.memory = SharedMemory(size, next(iter(parameters.values())).device)
+        self.kept = Kept(os.urandom(8).hex())
         self._copies: list[Copy] = []  # of parameters, by their names, that the copy has the bytes of
         self._cast: dict[str, torch.Tensor] = {}  # copies of those that have another dtype
         for name, start in starts.items():
@@ -82,26 +95,36 @@ class _Copy:
             if parameter.dtype == dtype:
                 self._copies.append(Copy(0, 0, name, "", 0, start, length, 1, length, length))
             else:
-                self._cast[name] = self._memory.bytes[start : start + length].view(dtype).view(parameter.shape)
+                self._cast[name] = self.memory.bytes[start : start + length].view(dtype).view(parameter.shape)
         self._moves: Moves | None = None
         self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
-        self._sums = Sums(tensors, placed, lambda _: self._memory.bytes)
+        self._sums = Sums(tensors, placed, lambda _: self.memory.bytes)
         self._layout = msgspec.msgpack.encode((tensors, placed))
 
     @torch.no_grad()
-    def filled(self, parameters: Mapping[str, torch.Tensor], near: bool) -> Share:
+    def filled(self, parameters: Mapping[str, torch.Tensor], form: Form) -> Share:
         """The share, when all of it is there."""
         addresses = [parameters[copy.source_buffer].data_ptr() for copy in self._copies]
         if self._moves is None or addresses != self._addresses:
-            memory = self._memory.bytes
+            memory = self.memory.bytes
             self._moves = Moves(self._copies, lambda copy: flat(parameters[copy.source_buffer]), lambda _: memory)
             self._addresses = addresses
         self._moves.run()
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
         summed = self._sums.now()  # waits for the copies
-        return Share(self._layout, summed, self._memory if near else self._memory.bytes.to("cpu", copy=True).numpy())
+        if form == "bytes":
+            return Share(self._layout, summed, self.memory.bytes.to("cpu", copy=True).numpy())
+        return Share(self._layout, summed, self.memory if form == "handle" else self.kept)
+
+
+def bytes_of(share: Share, device: torch.device) -> torch.Tensor:
+    """The flat bytes of a share whose memory can be read here, by this device: in place, or on the CPU."""
+    if isinstance(share.memory, np.ndarray):
+        return torch.from_numpy(share.memory)
+    assert isinstance(share.memory, Handle | SharedMemory), "its owner sends it"
+    return opened(share.memory, device)
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:

@@ -4,8 +4,9 @@
     digest(layout.tensors, [held, ...])                            # of all ranks: the same for every layout
 
 A tensor's bytes, in the order of its canonical coordinates, are 8-byte words; a word counts times an odd number that
-its position gives (ops/checksum.py, whose mixing this is), and sums are modulo 2^64. So the sums of disjoint boxes add
-up to that of the tensor, even where a box begins within a word. It detects faults, not forgery.
+its position gives (multiply-shift hashing; Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair
+Problem, 1997), and sums are modulo 2^64. So the sums of disjoint boxes add up to that of the tensor, even where a box
+begins within a word; an odd factor loses nothing, so a word that differs always shows. It detects faults, not forgery.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import msgspec
 import numpy as np
 import torch
 
-from ops.checksum import SEEDS, mixed_words, signed
 from ops.refit.layout import Box, Place, Tensor, dense, size, whole
 from ops.refit.plan import runs
 from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
+SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of the two sums
 KEPT_BYTES = 64 << 20  # of buffers on the CPU, up to which the factors of their words are kept
 
 
@@ -47,6 +48,15 @@ class Sums:
         self._boxes = msgspec.msgpack.encode([(place.tensor, place.box) for place in places])
         self._kept = [buffer(place.buffer) for place in places]  # so that the addresses stay theirs
         self._device = self._kept[0].device if places else torch.device("cpu")
+        tables = self.described(tensors, places)
+        if self._device.type == "cuda":
+            self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in tables]
+        else:
+            keeps = sum(memory.numel() for memory in set(self._kept)) <= KEPT_BYTES
+            self._here = [_Tile(row, word, keeps) for word, table in tables for row in table.tolist()]
+
+    def described(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> list[tuple[int, np.ndarray]]:
+        """By bytes of a word, the table that ops.refit.kernel.add goes through."""
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
         salts = np.array([_salt(place.tensor) for place in places], np.int64)
         words = word_bytes(made)
@@ -55,11 +65,7 @@ class Sums:
             if (own := words == word).any():
                 table = np.insert(made[own], 1, salts[made[own, 0]], 1)
                 tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
-        if self._device.type == "cuda":
-            self._on_device = [(word, torch.from_numpy(table).to(self._device)) for word, table in tables]
-        else:
-            keeps = sum(memory.numel() for memory in set(self._kept)) <= KEPT_BYTES
-            self._here = [_Tile(row, word, keeps) for word, table in tables for row in table.tolist()]
+        return tables
 
     def now(self) -> Summed:
         """Of the bytes that lie there now."""
@@ -68,7 +74,7 @@ class Sums:
 
             on_device = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
             for word, table in self._on_device:
-                add(table, word, on_device, (signed(SEEDS[0]), signed(SEEDS[1])))
+                add(table, word, on_device, (_signed(SEEDS[0]), _signed(SEEDS[1])))
             sums = on_device.cpu().numpy()
         else:
             sums = np.zeros((self._count, 2), np.int64)
@@ -86,7 +92,20 @@ class Sums:
 
 
 def _salt(name: str) -> int:
-    return signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+    return _signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+def _signed(word: int) -> int:
+    """As a 64-bit number with a sign."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014) on each
+    of some uint64."""
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
 
 
 class _Tile:
@@ -105,15 +124,15 @@ class _Tile:
         """Both sums."""
         factors, shift = self._kept or self._numbers()
         values = self._here.astype(np.uint64) << shift
-        return (values.view(np.int64) * factors).sum((1, 2))
+        return (values * factors).sum((1, 2), dtype=np.uint64).view(np.int64)
 
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
         """Of each word its two factors, and by how many bits it is behind the start of 8 bytes."""
         start, step, word = self._where
         rows, run = self._here.shape
         byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
-        position = torch.from_numpy(byte // 8) + self._salt
-        factors = [(mixed_words(position + signed(seed)) | 1).numpy() for seed in SEEDS]
+        position = (byte // 8 + self._salt).astype(np.uint64)
+        factors = [_mixed(position + np.uint64(seed)) | np.uint64(1) for seed in SEEDS]
         return np.stack(factors), (byte % 8 * 8).astype(np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""The data plane over TransferQueue. The one module that imports it; knows nothing of Ray and nothing of stages.
+"""The data plane over TransferQueue, which it starts and ends; knows nothing of Ray and nothing of stages.
 
     os.environ.update(environment())                      # before anything imports transfer_queue, in every process
     plane = TransferQueuePlane.create()                   # the driver, once Ray is connected
@@ -7,8 +7,9 @@
 Nothing of transfer_queue is handed out. One row of TransferQueue is one run of a group's samples (`rows`); a put costs
 three round trips (names to indexes, data, production status), a get two, a clear four. Puts that come from several
 threads while one is under way share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call
-runs on a loop of its own with a deadline, because a client of a dead controller waits without bound. What a process
-wrote or fetched stays in a bounded cache, so stages that share a process fetch nothing.
+runs on a loop of its own with a deadline, because a client of a dead controller waits without bound, and is asked again
+where no answer comes (`patience`). What a process wrote or fetched stays in a bounded cache, so stages that share a
+process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so they must bind a loopback address unless the network is trusted.
 """
@@ -22,7 +23,6 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -30,13 +30,15 @@ from pipeline.data_plane import row_name
 from pipeline.data_plane.base import RowPlane
 from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
-from pipeline.data_plane.exchange import Exchange, GoneError, Read, Remove, Write
+from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
 from pipeline.data_plane.lane import Call, Lane
+from pipeline.data_plane.patience import ASKED, Patience, StoreGoneError
 from pipeline.data_plane.rows import Block, block_of
+from pipeline.data_plane.wire import TransferQueueWire
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
 
 CACHE_BYTES = 256 * 2**20
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0  # where the processes are there; one that is gone ends the wait
 START_DEADLINE_S = 120.0  # Ray starts processes that import torch; on a busy machine that takes far longer than a call
 T = TypeVar("T")
 
@@ -54,13 +56,13 @@ class Settings:
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     """Environment variables for every process of the run; TransferQueue reads them when it is imported.
 
-    A storage unit is asked up to three times within the deadline.
+    A storage unit is asked `ASKED` times within the deadline.
     """
     return {
         "TQ_LOGGING_LEVEL": "ERROR",
-        "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": str(max(1, round(deadline_s / 3))),
+        "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": str(max(1, round(deadline_s / ASKED))),
         "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": "1",
-        "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "3",
+        "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": str(ASKED),
         "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "20",
     }
 
@@ -81,7 +83,8 @@ class TransferQueuePlane(RowPlane):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="data-plane")
         self._thread.start()
-        self._wire = _Wire(self._client)
+        self._patience = Patience(_addresses(settings), settings.deadline_s)
+        self._wire = TransferQueueWire(self._client, self._patience)
         exchange, deadline_s = Exchange(self._wire), settings.deadline_s
         self._writes: Lane[Write] = Lane(self._loop, exchange.write, deadline_s)
         self._reads: Lane[Read] = Lane(self._loop, exchange.read, deadline_s)
@@ -140,14 +143,17 @@ class TransferQueuePlane(RowPlane):
         return self._wait(what, asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _wait(self, what: str, future: Future[T]) -> T:
-        """The answer. Raises DataPlaneLost at the deadline or where a unit does not answer."""
+        """The answer. Raises DataPlaneLost at the deadline, or where a process of the store is gone."""
         from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
 
         try:
-            return future.result(self.settings.deadline_s)
+            return self._patience.wait(future)
+        except StoreGoneError as gone:
+            future.cancel()
+            raise _lost(what, f"{gone} is gone", "its process, or the machine that it ran on, has ended") from gone
         except (TimeoutError, StorageUnitTimeout) as error:
             future.cancel()
-            raise _lost(what, self.settings.deadline_s) from error
+            raise _late(what, self.settings.deadline_s) from error
         except RuntimeError as error:
             raise broken(
                 what, f"TransferQueue refused: {error}", "its rows changed meanwhile, or a unit has no memory left",
@@ -289,7 +295,7 @@ def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     if not done:
-        raise _lost(what, deadline_s)
+        raise _late(what, deadline_s)
     return done[0]
 
 
@@ -355,8 +361,15 @@ def _connect(settings: Settings) -> Any:
     try:
         client.initialize_storage_manager(manager_type="SimpleStorage", config=config)
     except TimeoutError as error:
-        raise _lost("attach to TransferQueue", settings.deadline_s) from error
+        raise _late("attach to TransferQueue", settings.deadline_s) from error
     return client
+
+
+def _addresses(settings: Settings) -> dict[str, tuple[str, int]]:
+    """Where TransferQueue's processes listen, by the name that an error gives them."""
+    _, controller, ports = settings.controller
+    units = {f"TransferQueue's storage unit {name}": (at, own["put_get_socket"]) for name, at, own in settings.storage}
+    return {"TransferQueue's controller": (controller, ports["request_handle_socket"])} | units
 
 
 def _check_address(address: str, trusted_network: bool) -> None:
@@ -375,108 +388,16 @@ def _second() -> DataPlaneError:
     )  # fmt: skip
 
 
-def _lost(what: str, deadline_s: float) -> DataPlaneLost:
-    return DataPlaneLost(
-        Problem(
-            where=what, what=f"no answer within {deadline_s:g} s",
-            why="TransferQueue's controller or a storage unit is gone, or far too slow",
-            fix="resume the run from its last checkpoint",
-        )
+def _late(what: str, deadline_s: float) -> DataPlaneLost:
+    return _lost(
+        what, f"no answer within {deadline_s:g} s",
+        "TransferQueue's controller or a storage unit hangs, cannot be reached, or is far too slow",
     )  # fmt: skip
+
+
+def _lost(where: str, what: str, why: str) -> DataPlaneLost:
+    return DataPlaneLost(Problem(where=where, what=what, why=why, fix="resume the run from its last checkpoint"))
 
 
 def _closed(what: str) -> DataPlaneError:
     return broken(what, "the data plane is closed", "a closed plane reads and writes nothing", "close it last")
-
-
-class _Wire:
-    """`exchange.Wire` over a client of TransferQueue, pinned to its version 0.1.11.
-
-    Rows go to and from the storage units as plain lists: the client's own calls pack them into nested tensors and
-    take them apart again, which costs more than the transport.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client, self._storage = client, client.storage_manager
-
-    async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], dict[str, Any]]:
-        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=create)
-        return found.global_indexes, found.field_schema
-
-    async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
-        index, status = await self._client.async_get_production_status(list(fields), partition)
-        if index is None:  # one of the fields is not in the partition yet, which hides the others
-            if len(fields) == 1:
-                return set()
-            return set().union(*await asyncio.gather(*(self.produced(partition, [field]) for field in fields)))
-        return set(index[status.any(dim=1)].tolist())
-
-    async def store(self, partition: str, indexes: list[int], values: Mapping[str, Any]) -> None:
-        put, select = self._storage._put_to_single_storage_unit, self._storage._select_by_positions
-        requests = []
-        for unit, (own, positions) in self._storage._group_by_hash(indexes).items():
-            every = len(own) == len(indexes)
-            columns = {name: rows if every else select(rows, positions) for name, rows in values.items()}
-            requests.append(self._retried("put", unit, own, partial(put, own, columns, target_storage_unit=unit)))
-        await asyncio.gather(*requests)
-        await self._announce(partition, indexes, {name: _schema(rows, indexes) for name, rows in values.items()})
-
-    async def _announce(self, partition: str, indexes: list[int], schema: dict[str, dict[str, Any]]) -> None:
-        """Make the rows' fields present. As the client does it, but on this loop and not on a thread of its own, and
-        a refusal is an error."""
-        from transfer_queue.utils.zmq_utils import ZMQRequestType
-
-        body = {
-            "partition_id": partition, "global_indexes": indexes, "field_schema": schema, "custom_backend_meta": None
-        }  # fmt: skip
-        async with self._client.controller_rpc_pool.alease(self._client._controller) as socket:
-            answer = await self._client._request_controller(
-                socket=socket, body=body, request_type=ZMQRequestType.NOTIFY_DATA_UPDATE,
-                response_type=ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
-            )  # fmt: skip
-        if not answer.body["success"]:
-            raise RuntimeError(f"the controller does not take {', '.join(schema)} as they are written")
-
-    async def load(self, indexes: list[int], fields: Sequence[str]) -> dict[str, list[Any]]:
-        from transfer_queue import StorageKeyNotFoundError
-
-        get, names = self._storage._get_from_single_storage_unit, list(fields)
-        units = self._storage._group_by_hash(indexes)
-        try:
-            answers = await asyncio.gather(
-                *(
-                    self._retried("get", unit, own, partial(get, own, names, target_storage_unit=unit))
-                    for unit, (own, _) in units.items()
-                )
-            )
-        except StorageKeyNotFoundError as error:
-            raise GoneError from error
-        values: dict[str, list[Any]] = {name: [None] * len(indexes) for name in names}
-        for (_, positions), (_, columns) in zip(units.values(), answers):
-            for name, rows in values.items():
-                for position, value in zip(positions, columns[name]):
-                    rows[position] = [value] if isinstance(value, str) else value
-        return values
-
-    async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
-        if rows is None:
-            await self._client.async_clear_partition(partition)
-            return
-        found = await self._client.async_kv_retrieve_meta(keys=list(rows), partition_id=partition, create=False)
-        if found.size:
-            await self._client.async_clear_samples(found)
-
-    def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
-        return self._storage._request_with_retry(operation, unit, f"rows={len(indexes)}", request)
-
-
-def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:
-    """What the controller keeps of a field, as TransferQueue's own writers tell it."""
-    import torch
-
-    tensor = isinstance(rows[0], torch.Tensor)
-    told = {"dtype": rows[0].dtype if tensor else None, "shape": rows[0].shape if tensor else None}
-    if not tensor or isinstance(rows, torch.Tensor):
-        return {**told, "is_nested": False, "is_non_tensor": not tensor}
-    shapes = {index: tuple(row.shape) for index, row in zip(indexes, rows)}
-    return {**told, "is_nested": True, "is_non_tensor": False, "per_sample_shapes": shapes}

@@ -1,4 +1,5 @@
-"""A `Worker` as an actor of Ray: what the executor calls of it, and how the two sides of a transfer meet."""
+"""A `Worker` as an actor of Ray: what the executor calls of it. What the source of a transfer offers goes from actor to
+actor through Ray's object store, past the driver."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from ray import cloudpickle
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.errors import SluiceError
+from pipeline.executors.meetings import End
 from pipeline.meta import KVBatchMeta
 from pipeline.rundir import RunDir
-from pipeline.stage import Task
+from pipeline.stage import Meeting, Task
 from pipeline.trace import Placed, Turned
 from pipeline.worker import TaskResult, Worker, WorkerSettings
+
+BEAT = "beat"  # the threads of an actor that answer beats, and do nothing else
 
 
 def write_into(log: Path) -> None:
@@ -63,18 +67,24 @@ class Hosted:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
         return ray.get_runtime_context().get_node_id(), [gpu for gpu in gpus.split(",") if gpu]
 
-    def turn(self, awake: bool) -> Turned:
-        return self._worker.turn(awake)
+    def turn(self, awake: bool, room: int | None) -> Turned:
+        return self._worker.turn(awake, room)
 
-    def send(self, task: Task, near: bool) -> tuple[Any, TaskResult]:
-        end = End("source", near)
+    def send(self, task: Task, near: bool, meeting: Meeting | None) -> tuple[Any, TaskResult]:
+        end = End("source", near, meeting)
         result = self._worker.transfer(task, end)
         return end.payloads[0] if end.payloads else None, result
 
-    def receive(self, task: Task, near: bool, *payloads: Any) -> TaskResult:
+    def carry(self, task: Task, near: bool, meeting: Meeting, payloads: list[ray.ObjectRef]) -> TaskResult:
+        """What follows `send` where both sides carry a transfer together."""
+        return self._take("carrier", task, near, meeting, ray.get(payloads))
+
+    def _take(
+        self, side: Literal["carrier", "target"], task: Task, near: bool, meeting: Meeting | None, payloads: list[Any]
+    ) -> TaskResult:
         if any(payload is None for payload in payloads):  # a source failed, and its result says why
             return TaskResult(task=task)
-        return self._worker.transfer(task, End("target", near, payloads))
+        return self._worker.transfer(task, End(side, near, meeting, payloads))
 
     def save(self, folder: Path) -> None:
         self._worker.save(folder)
@@ -82,16 +92,24 @@ class Hosted:
     def restore(self, folder: Path) -> None:
         self._worker.restore(folder)
 
+    @ray.method(concurrency_group=BEAT, enable_task_events=False)
+    def beat(self) -> None:
+        """Says that this process runs, whatever its task does."""
 
-@ray.remote
+
+@ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
 class Actor(Hosted):
     """A worker that does one thing after the other."""
 
     def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._run(task, meta, cleared)
 
+    def receive(self, task: Task, near: bool, meeting: Meeting | None, payloads: list[ray.ObjectRef]) -> TaskResult:
+        taken = ray.get(payloads)  # a call that Ray holds back for them holds up the beats
+        return self._take("target", task, near, meeting, taken)
 
-@ray.remote
+
+@ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
 class StreamActor(Hosted):
     """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens.
 
@@ -112,18 +130,10 @@ class StreamActor(Hosted):
         async for report in self._worker.stream(task, handle, cleared):
             yield report
 
+    async def receive(
+        self, task: Task, near: bool, meeting: Meeting | None, payloads: list[ray.ObjectRef]
+    ) -> TaskResult:
+        return self._take("target", task, near, meeting, await asyncio.gather(*payloads))
+
     def cancel(self, groups: Sequence[int]) -> None:
         self._worker.cancel(groups)
-
-
-class End:
-    """One end of a transfer. Payloads go from actor to actor through Ray's object store, past the driver."""
-
-    def __init__(self, side: Literal["source", "target"], is_near: bool, payloads: Sequence[Any] = ()) -> None:
-        self.side, self.is_near, self.payloads = side, is_near, list(payloads)
-
-    def offer(self, payload: Any) -> None:
-        self.payloads = [payload]
-
-    def take(self) -> list[Any]:
-        return self.payloads

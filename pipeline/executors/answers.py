@@ -13,15 +13,15 @@ from pipeline.errors import Problem, SluiceError, StageError, WorkerLost
 START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
 
 
-def get_all(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
+def get_all(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S) -> list[Any]:
     """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
     try:
-        answers = ray.get(list(refs), timeout=START_DEADLINE_S)
+        answers = ray.get(list(refs), timeout=deadline_s)
     except GetTimeoutError as error:
-        raise StageError(
+        raise WorkerLost(
             Problem(
                 where="Ray",
-                what=f"the workers did not {what} in {START_DEADLINE_S:g} s",
+                what=f"the workers did not {what} in {deadline_s:g} s",
                 why="every wait has a deadline",
                 fix="look into the logs of the run and of Ray",
             )
@@ -34,12 +34,12 @@ def get_all(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
     return answers
 
 
-def lost(what: str, error: RayError, more: str = "") -> StageError:
+def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> StageError:
     died = isinstance(error, RayActorError)
     return (WorkerLost if died else StageError)(
         Problem(
             where="Ray",
-            what=f"a worker {'died and did not' if died else 'did not'} {what}: {one_line(error)}{more}",
+            what=f"a worker {f'{fate} and did not' if died else 'did not'} {what}: {one_line(error)}{more}",
             why="its task has no result",
             fix="look into the logs of the run and of Ray, then resume",
         )

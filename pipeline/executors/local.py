@@ -11,21 +11,24 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.errors import PeerLost
 from pipeline.executors import shards
+from pipeline.executors.meetings import End, Meetings
 from pipeline.executors.turns import Turns
 from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import Plan, PlannedStage, with_samples, worker_groups
-from pipeline.stage import Task
+from pipeline.stage import Meeting, Stage, Task
 from pipeline.trace import Placed
 from pipeline.worker import TaskResult, Worker, WorkerSettings
 
+MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
 LINGER_S = 0.2  # a stream reports when it ends or waits: nothing else could run while it computes
 
 
@@ -43,12 +46,15 @@ class LocalExecutor:
         self._came = asyncio.Event()
         self._workers: dict[str, Worker] = {}
         self._planned: dict[str, PlannedStage] = {}
+        self._stages: dict[str, Stage] = {}
+        self._meetings = Meetings(lambda: "127.0.0.1", deadline_s=MEETING_DEADLINE_S)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carrier")
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         stages = with_samples(graph)
-        by_name = {stage.name: stage for stage in stages}
+        by_name = self._stages = {stage.name: stage for stage in stages}
         self._planned = {stage.name: stage for stage in plan.stages}
-        self._turns = Turns(plan, lambda name, awake: [self._workers[name].turn(awake)])
+        self._turns = Turns(plan, lambda name, awake, room: [self._workers[name].turn(awake, room)])
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for placed in plan.groups:
             hosted = [by_name[name] for name in placed.stages]
@@ -103,15 +109,37 @@ class LocalExecutor:
             if stage.sharding and meta is not None:
                 (meta,) = shards(stage, task, meta, replicas=1)
             return self._workers[stage.groups[0]].run(task, meta)
-        source, target = (self._workers[name] for name in stage.groups)
-        meeting = _Meeting()
-        sent = source.transfer(task, meeting.end("source"))
+        return self._transfer(task, *stage.groups)
+
+    def _transfer(self, task: Task, source: str, target: str) -> TaskResult:
+        """Both sides one after the other; or what they carry together at the same time, one of them in a thread."""
+        meeting: Meeting | None = None
+        if self._stages[task.stage].meets(True):
+            meeting = self._meetings.of(task.stage, [f"{source}.0"], target, [0])
+        offer = End("source", True, meeting)
+        sent = self._workers[source].transfer(task, offer)
         if sent.error:
             return sent
-        received = target.transfer(task, meeting.end("target"))
-        received.events[:0] = sent.events
-        received.metrics = sent.metrics | received.metrics
+        taking, carried = End("target", True, meeting, offer.payloads), TaskResult(task=task)
+        if meeting is None:
+            received = self._workers[target].transfer(task, taking)
+        else:
+            carrying = self._thread.submit(self._carry, source, task, End("carrier", True, meeting, offer.payloads))
+            received = self._workers[target].transfer(task, taking)
+            if received.error:
+                self._meetings.end(meeting.name, str(received.error))
+            carried = carrying.result()
+            if carried.error and (not received.error or isinstance(received.error, PeerLost)):
+                received.error = carried.error
+        received.events[:0] = [*sent.events, *carried.events]
+        received.metrics = sent.metrics | carried.metrics | received.metrics
         return received
+
+    def _carry(self, source: str, task: Task, end: End) -> TaskResult:
+        carried = self._workers[source].transfer(task, end)
+        if carried.error and end.meeting:
+            self._meetings.end(end.meeting.name, str(carried.error))
+        return carried
 
     def save(self, folder: Path) -> None:
         for worker in self._workers.values():
@@ -129,28 +157,9 @@ class LocalExecutor:
                 self._loop.run_until_complete(asyncio.wait(self._streams))
             self._streams.clear()
             self._loop.close()
+        self._thread.shutdown()
+        self._meetings.close()
         self.plane.drain()
         for worker in self._workers.values():
             worker.close()
         self.plane.close()
-
-
-class _Meeting:
-    """Both sides run one after the other in one process: the payload waits here."""
-
-    def __init__(self) -> None:
-        self.payloads: list[Any] = []
-
-    def end(self, side: Literal["source", "target"]) -> _End:
-        return _End(self, side)
-
-
-class _End:
-    def __init__(self, meeting: _Meeting, side: Literal["source", "target"]) -> None:
-        self._meeting, self.side, self.is_near = meeting, side, True
-
-    def offer(self, payload: Any) -> None:
-        self._meeting.payloads = [payload]
-
-    def take(self) -> list[Any]:
-        return self._meeting.payloads

@@ -18,6 +18,9 @@ from pipeline.plan import PlacedGroup
 from pipeline.worker import WorkerSettings
 
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
+# Ray's workers give way to all else on the machine unless told otherwise (niceness 15): but they are who does the work,
+# and a data plane that any other program slows down is taken for lost.
+PRIORITY = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}  # noqa: SIM112 - Ray's own spelling
 SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
 
 
@@ -40,7 +43,8 @@ class Placement:
         group on whose GPUs it lies."""
         count, gpus = group.processes, group.gpus / group.processes
         cpus = group.cpus * group.workers / count
-        variables = environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+        variables = environment() | PRIORITY
+        variables |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         visible: list[dict[str, str]] = [{}] * count
         if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
             node = ray.get_runtime_context().get_node_id()

@@ -25,26 +25,29 @@ if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") 
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.errors import DataPlaneLost, GraphError, Problem, SluiceError, StageError
+from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, one_line
-from pipeline.executors.placement import LOOPBACK, Placement, placed_first
+from pipeline.executors.heartbeat import Heartbeat
+from pipeline.executors.meetings import Meetings
+from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.turns import Turns
 from pipeline.graph import Graph
 from pipeline.meta import KVBatchMeta
 from pipeline.plan import PlacedGroup, Plan, PlannedStage, with_samples, worker_groups
 from pipeline.ranks import Layout
-from pipeline.stage import Task
+from pipeline.stage import Meeting, Stage, Task
 from pipeline.trace import Placed, Turned
 from pipeline.worker import TaskResult, WorkerSettings
 
 RESTARTS = 8  # of workers of one group in a run
 PLANE_ATTEMPTS = 5
 EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
+MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer; a worker that dies ends the wait at once
 DATA_PLANE_CPUS = 2  # TransferQueue's controller and its storage unit ask for one each
 
 
@@ -68,9 +71,10 @@ class RayExecutor:
         self._replaceable: dict[str, bool] = {}
         self._restarts: Counter[str] = Counter()
         self._retired: dict[Any, tuple[str, int]] = {}  # actors that died and were replaced
-        self._served: dict[
-            tuple[str, str], tuple[Task, Sequence[ray.ObjectRef]]
-        ] = {}  # what a group received last, by stage
+        self._heartbeat = Heartbeat()
+        self._served: dict[tuple[str, str], _Offer] = {}  # what a group received last, by stage
+        self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
+        self._stages: dict[str, Stage] = {}
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
         self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
@@ -84,7 +88,7 @@ class RayExecutor:
         self._connect(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
         stages = with_samples(graph)
-        by_name = {stage.name: stage for stage in stages}
+        by_name = self._stages = {stage.name: stage for stage in stages}
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
@@ -116,19 +120,14 @@ class RayExecutor:
             self._nodes.setdefault(placed_at.group, set()).add(placed_at.node)
         if restore:
             get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
+        self._heartbeat.watch(actors)
         return [placed_at for placed_at, _ in joined]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         stage = self._planned[task.stage]
         self._turns.before(stage)
         if stage.shape == "transfer":
-            source, target = stage.groups
-            near = self._is_near(stage)
-            sends = [actor.send.options(num_returns=2).remote(task, near) for actor in self._actors[source]]
-            payloads = [payload for payload, _ in sends]
-            received = [(actor.receive.remote(task, near, *payloads), actor) for actor in self._actors[target]]
-            sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
-            self._follow(_Running(task, leading=dict(received), others=dict(sent), payloads=payloads))
+            self._follow(self._transfer(task, stage))
             return
         name = stage.groups[0]
         layout = self._layouts[name]
@@ -152,6 +151,7 @@ class RayExecutor:
         self._follow(_Running(task, dict([first]), dict(others)))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
+        self._heartbeat.look()
         waiting = [*self._pending, *self._streams]
         if not waiting:
             time.sleep(timeout_s)
@@ -184,6 +184,7 @@ class RayExecutor:
         for actor in [actor for group in self._actors.values() for actor in group]:
             ray.kill(actor)
         self._actors.clear()
+        self._meetings.close()
         self._pending.clear()
         self._streams.clear()
         if self.plane is not None:
@@ -211,6 +212,7 @@ class RayExecutor:
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:
                 options["_node_ip_address"] = LOOPBACK
+        options["runtime_env"] = {"env_vars": PRIORITY}  # of the data plane's actors
         try:
             ray.init(**options)
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
@@ -250,9 +252,39 @@ class RayExecutor:
         """Whether all workers of both sides are on one machine."""
         return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
 
-    def _turn(self, name: str, awake: bool) -> list[Turned]:
+    def _transfer(self, task: Task, stage: PlannedStage) -> _Running:
+        """Have the source offer and the target take, and where they meet, have the source carry."""
+        source, target = stage.groups
+        near = self._is_near(stage)
+        meeting = (
+            self._meeting(stage, range(len(self._actors[target]))) if self._stages[stage.name].meets(near) else None
+        )
+        sends = [actor.send.options(num_returns=2).remote(task, near, meeting) for actor in self._actors[source]]
+        offer = _Offer(task, near, meeting is not None, [payload for payload, _ in sends])
+        sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
+        carried = self._carried(offer, meeting)
+        received = [
+            (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
+        ]
+        return _Running(task, leading=dict(received), others=dict([*sent, *carried]), offer=offer)
+
+    def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
+        """Calls to all sources of a transfer to carry what they have offered; none where nobody meets."""
+        if meeting is None:
+            return []
+        sources = self._actors[self._planned[offer.task.stage].groups[0]]
+        return [(actor.carry.remote(offer.task, offer.near, meeting, offer.payloads), actor) for actor in sources]
+
+    def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> Meeting:
+        """The meeting of all sources of a transfer and these ranks of its target."""
+        source, target = stage.groups
+        return self._meetings.of(
+            stage.name, [f"{source}.{rank}" for rank in range(len(self._actors[source]))], target, ranks
+        )
+
+    def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Have the workers of a group wake up or sleep."""
-        calls = [actor.turn.remote(awake) for actor in self._actors[name]]
+        calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
         return get_all(calls, "wake up" if awake else "give up their memory")
 
     @staticmethod
@@ -286,6 +318,9 @@ class RayExecutor:
         except RayError as error:
             del self._streams[stream]
             return self._without(task, running.actor, error)
+        if isinstance(report.error, Unfit):
+            del self._streams[stream]
+            return self._instead(task, running.actor, report.error)
         return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
@@ -293,28 +328,48 @@ class RayExecutor:
         running = self._pending.pop(ref)
         task = running.task
         try:
-            running.results[ref] = result = ray.get(ref, timeout=START_DEADLINE_S)
+            result: TaskResult = ray.get(ref, timeout=START_DEADLINE_S)
         except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error, RayActorError):
+                return None  # this one lives; the call of its source, which does not, says so too
             return self._without(task, (running.leading | running.others)[ref], error)
-        if result.error:  # the other ranks may wait for this one; the run ends before their deadline does
-            return result
+        if isinstance(result.error, Unfit):
+            return self._instead(task, (running.leading | running.others)[ref], result.error)
+        running.results[ref] = result
+        if result.error and not isinstance(result.error, PeerLost):
+            return result  # the other ranks may wait for this one; the run ends before their deadline does
         if len(running.results) < len(running.leading) + len(running.others):
             return None
-        if running.payloads:
-            self._served[self._planned[task.stage].groups[-1], task.stage] = task, running.payloads
-        return running.whole()
+        whole = running.whole()
+        if running.offer and not whole.error:
+            self._served[self._planned[task.stage].groups[-1], task.stage] = running.offer
+        return whole
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
         """The report of a task whose worker did not answer: where that died and can be replaced, it is."""
         name, rank = self._find(actor)
+        fate = self._heartbeat.fate(actor)
         doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
         if not isinstance(error, RayActorError) or not self._replaceable[name]:
-            return TaskResult(task=task, error=lost(doing, error))
-        result = TaskResult(task=task, lost=f"worker {name}.{rank} died")
+            return TaskResult(task=task, error=lost(doing, error, fate=fate))
+        if self._actors[name][rank] is actor and self._restarts[name] == RESTARTS:
+            return TaskResult(task=task, error=lost(doing, error, f"; {RESTARTS} others died before it", fate=fate))
+        return self._another(task, actor, fate)
+
+    def _instead(self, task: Task, actor: Any, error: Unfit) -> TaskResult:
+        """The report of a task whose worker cannot go on: where it can be replaced, it is."""
+        name, rank = self._find(actor)
+        if not self._replaceable[name] or (self._actors[name][rank] is actor and self._restarts[name] == RESTARTS):
+            return TaskResult(task=task, error=error)
+        return self._another(task, actor, f"gave up: {error.problems[0].what}")
+
+    def _another(self, task: Task, actor: Any, fate: str) -> TaskResult:
+        """The report of a task whose worker is lost, and has been replaced."""
+        name, rank = self._find(actor)
+        result = TaskResult(task=task, lost=f"worker {name}.{rank} {fate}")
         if self._actors[name][rank] is actor:  # else another task of it has seen to that
-            if self._restarts[name] == RESTARTS:
-                return TaskResult(task=task, error=lost(doing, error, f"; {RESTARTS} others died before it"))
             self._restarts[name] += 1
+            self._meetings.lose(f"{name}.{rank}", result.lost or "")
             try:
                 result.events.append(self._replace(name, rank))
             except SluiceError as failure:
@@ -330,19 +385,25 @@ class RayExecutor:
         return self._retired[actor]
 
     def _replace(self, name: str, rank: int) -> Placed:
-        """A new worker, with the weights that the old one served."""
+        """A new worker, with the weights that the old one served. That one is ended, should it only be out of reach."""
+        old = self._actors[name][rank]
+        self._heartbeat.forget(old)
+        ray.kill(old)
         actor = self._births[name](rank)
         what = f"take the place of {name}.{rank}"
         get_all([actor.setup.remote()], what)
         ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
         self._nodes[name].add(placed.node)
-        for (group, _), (task, payloads) in self._served.items():
+        for (group, stage), offer in self._served.items():
             if group == name:
-                near = self._is_near(self._planned[task.stage])
-                (received,) = get_all([actor.receive.remote(task, near, *payloads)], what)
-                if received.error:
-                    raise received.error
+                meeting = self._meeting(self._planned[stage], [rank]) if offer.carried else None
+                calls = [actor.receive.remote(offer.task, offer.near, meeting, offer.payloads)]
+                calls += [call for call, _ in self._carried(offer, meeting)]  # behind what the sources do now
+                for result in get_all(calls, what, EXCHANGE_DEADLINE_S):
+                    if result.error:
+                        raise result.error
         self._actors[name][rank] = actor
+        self._heartbeat.watch([actor])
         return placed
 
 
@@ -355,17 +416,27 @@ class _Stream:
     leads: bool
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """What the source of a transfer offers, one payload a rank; `carried` where both sides move it together."""
+
+    task: Task
+    near: bool
+    carried: bool
+    payloads: Sequence[ray.ObjectRef]
+
+
 @dataclass
 class _Running:
     """A task on its way: the calls whose results count, and those that only must not fail, each with its actor.
 
-    `payloads` are what a transfer carries, one a rank of its source.
+    `offer` is that of a transfer. An error of a worker that lost another one counts when all have answered.
     """
 
     task: Task
     leading: dict[ray.ObjectRef, Any]
     others: dict[ray.ObjectRef, Any]
-    payloads: Sequence[ray.ObjectRef] = ()
+    offer: _Offer | None = None
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
@@ -375,6 +446,7 @@ class _Running:
         result.events = [event for other in others for event in other.events] + result.events
         for other in others:
             result.metrics = other.metrics | result.metrics
+            result.error = result.error or other.error
         return result
 
 

@@ -49,7 +49,7 @@ class Simulation:
     `cores` are those of each machine, None where nothing contends; `nodes` says on which machine a worker is, by group
     and rank, and those that it leaves out share one; `one_process` has all workers take turns in one process, as the
     local executor does. `write` gets the events in place of the list that `run` returns. `watch(now_s, events,
-    decisions)` sees everything that the scheduler is told and decides.
+    decisions)` sees everything that the scheduler is told and decides. At `stop_s` the run is asked to stop.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Simulation:
         faults: Callable[[Task], Fault | None] | None = None,
         write: Callable[[trace.TraceEvent], object] | None = None,
         watch: Callable[[float, tuple[Event, ...], list[Decision]], object] | None = None,
+        stop_s: float | None = None,
     ) -> None:
         self.plan, self.durations, self.seed = plan, durations, seed
         self.scheduler = Scheduler(plan)
@@ -77,6 +78,7 @@ class Simulation:
             report=self._reported, lost=self._lost,
         )  # fmt: skip
         self._clock = self._workers.clock
+        self._stop_s = stop_s
         self._stages = {stage.name: stage for stage in plan.stages}
         weights = frozenset(plan.weights_fields)
         self._makes = {stage.name: tuple(f for f in stage.writes if f in weights) for stage in plan.stages}
@@ -112,11 +114,20 @@ class Simulation:
                 node = self._nodes.get((name, rank), ALONE)
                 self._write(trace.Placed(group=name, worker=rank, node=node, pid=self._pid))
         self._decide((), self.scheduler.begin())
+        if self._stop_s is not None:
+            self._clock.at(self._stop_s, self._stop)
         self._clock.run()
-        if not self.scheduler.done:
+        if not self.scheduler.done and not self.scheduler.stopped:
             raise StageError(self._stuck())
-        self._write(trace.Ended(steps=plan.steps, rows_left=self.scheduler.in_flight, at_s=self.now_s))
+        if self.scheduler.done:
+            self._write(trace.Ended(steps=plan.steps, rows_left=self.scheduler.in_flight, at_s=self.now_s))
+        else:
+            self._write(trace.Failed(stage=None, step=None, error="interrupted", problems=(), at_s=self.now_s))
         return self.events
+
+    def _stop(self) -> None:
+        self._write(trace.Stopping(at_s=self.now_s))
+        self._decide((), self.scheduler.stop())
 
     def _tell(self, *events: Event) -> None:
         self._decide(events, self.scheduler.handle(*events))

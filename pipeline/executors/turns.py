@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
+from pipeline.graph import LEADS
 from pipeline.plan import Plan, PlannedStage
 from pipeline.trace import Turned
 
 
-class Turns:
-    """`call` has every worker of a group wake up (True) or sleep, and returns what they report. All begin awake."""
+class Call(Protocol):
+    """Has every worker of a group wake up (True), or sleep until `room` bytes of each GPU are free; None is all that
+    it can give."""
 
-    def __init__(self, plan: Plan, call: Callable[[str, bool], list[Turned]]) -> None:
+    def __call__(self, name: str, awake: bool, room: int | None) -> list[Turned]: ...
+
+
+class Turns:
+    """`call` does it, and returns what the workers report. All begin awake.
+
+    What a backend of `LEADS` takes when it wakes is fixed from its start, and seen when it first gives it away: from
+    then on, its one partner keeps what is left. Every other group is given all.
+    """
+
+    def __init__(self, plan: Plan, call: Call) -> None:
         self._partners = {group.name: plan.partners(group.name) for group in plan.groups}
+        self._fixed = {group.name for group in plan.groups if group.backend in LEADS}
         self._call = call
         self._asleep: set[str] = set()
+        self._used: dict[frozenset[str], int] = {}  # bytes in use, by groups on the same GPUs
+        self._takes: dict[str, int] = {}  # bytes, by group
         self._events: list[Turned] = []
 
     def before(self, stage: PlannedStage) -> None:
@@ -24,13 +39,23 @@ class Turns:
             self._to(stage.groups[-1])
 
     def _to(self, name: str) -> None:
-        for partner in self._partners[name]:
+        partners = self._partners[name]
+        for partner in partners:
             if partner not in self._asleep:
                 self._asleep.add(partner)
-                self._events += self._call(partner, False)
+                self._turn(partner, False, self._takes.get(name) if len(partners) == 1 else None)
         if name in self._asleep:
             self._asleep.remove(name)
-            self._events += self._call(name, True)
+            self._turn(name, True, None)
+
+    def _turn(self, name: str, awake: bool, room: int | None) -> None:
+        events = self._call(name, awake, room)
+        used, here = max((event.memory_bytes for event in events), default=0), frozenset((name, *self._partners[name]))
+        before = self._used.get(here, 0)
+        if name in self._fixed and not awake and before > used:
+            self._takes[name] = max(self._takes.get(name, 0), before - used)
+        self._used[here] = used
+        self._events += events
 
     def taken(self) -> list[Turned]:
         """What happened since the last call."""

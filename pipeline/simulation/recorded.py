@@ -159,9 +159,12 @@ def _processes(tasks: Tasks) -> tuple[float, float]:
     ]
     if not spans or not reports:
         return 0.0, 0.0
-    beside_s = last.processes_cpu_s - first.processes_cpu_s - sum(span.cpu_s for span in spans)
-    count = len({span.task for span in spans})
-    return (last.driver_cpu_s - first.driver_cpu_s) / len(reports), max(0.0, beside_s) / count
+    tasks_s = sum(span.cpu_s for span in spans)
+    beside_s = last.processes_cpu_s - first.processes_cpu_s - tasks_s
+    driver_s = last.driver_cpu_s - first.driver_cpu_s
+    if any(isinstance(event, trace.Started) and event.executor == "local" for event in tasks.others):
+        driver_s = max(0.0, driver_s - tasks_s)  # tasks run in the driver's process
+    return driver_s / len(reports), max(0.0, beside_s) / len({span.task for span in spans})
 
 
 class _Spans:
@@ -173,7 +176,8 @@ class _Spans:
 
     def within(self, start_s: float, end_s: float) -> float:
         covered_s = 0.0
-        for begun_s, ended_s in self._spans[bisect_left(self._ends, start_s) :]:
+        for place in range(bisect_left(self._ends, start_s), len(self._spans)):
+            begun_s, ended_s = self._spans[place]
             if begun_s >= end_s:
                 break
             covered_s += min(end_s, ended_s) - max(start_s, begun_s)
@@ -182,7 +186,8 @@ class _Spans:
     def behind(self, start_s: float, seconds: float) -> float:
         """When so many seconds that no span covers have passed since `start_s`."""
         at_s = start_s
-        for begun_s, ended_s in self._spans[bisect_left(self._ends, start_s) :]:
+        for place in range(bisect_left(self._ends, start_s), len(self._spans)):
+            begun_s, ended_s = self._spans[place]
             if begun_s - at_s >= seconds:
                 break
             seconds -= max(0.0, begun_s - at_s)

@@ -16,9 +16,9 @@ from pipeline import trace
 from pipeline.analysis import Report, analyse
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.simulated import Simulation
-from pipeline.history import last_run
 from pipeline.plan import Plan
 from pipeline.rundir import RunDir
+from pipeline.runs import OpenedRun, open_run
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recorded import fitted
 from pipeline.simulation.whatif import Changes
@@ -42,39 +42,32 @@ def recorded(path: Path, *, cores: float | None = None) -> Recording:
 
     Raises GraphError where it is none, or holds too little.
     """
-    run_dir = RunDir(path)
-    for file in (run_dir.plan, run_dir.events):
-        if not file.is_file():
-            raise GraphError(
-                Problem(
-                    where=str(path),
-                    what=f"{file.name} is not there",
-                    why="a simulation reads the record of a run",
-                    fix="name a folder that a run made",
-                )
-            )
-    planned, events = _read(run_dir)
-    if sum(isinstance(event, trace.StepEnded) and event.step >= 0 for event in events) < 2:
+    return recording_of(open_run(path), cores=cores)
+
+
+def recording_of(run: OpenedRun, *, cores: float | None = None) -> Recording:
+    """The recording of a run that was read; see `recorded`."""
+    if sum(isinstance(event, trace.StepEnded) and event.step >= 0 for event in run.events) < 2:
         raise GraphError(
             Problem(
-                where=str(run_dir.events),
+                where=str(RunDir(run.path).events),
                 what="fewer than two steps have ended",
                 why="the first step is not like the others, and is left out",
                 fix="simulate a run of more steps",
             )
         )
-    cores = cores or _cores(run_dir)
-    durations, notes = fitted(planned, events, cores=cores)
+    cores = cores or _cores(run)
+    durations, notes = fitted(run.plan, run.events, cores=cores)
     if cores is None:
         notes.append("the cores of its machines are not known: nothing contends; --cores sets them")
     return Recording(
-        plan=planned,
+        plan=run.plan,
         durations=durations,
         notes=notes,
-        nodes={(e.group, e.worker): e.node for e in events if isinstance(e, trace.Placed)},
+        nodes={(e.group, e.worker): e.node for e in run.events if isinstance(e, trace.Placed)},
         cores=cores,
-        one_process=any(isinstance(event, trace.Started) and event.executor == "local" for event in events),
-        events=events,
+        one_process=any(isinstance(event, trace.Started) and event.executor == "local" for event in run.events),
+        events=run.events,
     )
 
 
@@ -92,23 +85,6 @@ def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple
     return planned, analyse(simulation.run(), planned)
 
 
-def _read(run_dir: RunDir) -> tuple[Plan, list[trace.TraceEvent]]:
-    file = run_dir.plan
-    try:
-        planned = msgspec.json.decode(file.read_bytes(), type=Plan)
-        file = run_dir.events
-        return planned, last_run(event for _, event in trace.read(file))
-    except msgspec.DecodeError as error:
-        raise GraphError(
-            Problem(
-                where=str(file),
-                what=f"it cannot be read: {error}",
-                why="a run of this version wrote it",
-                fix="simulate a run of this version",
-            )
-        ) from error
-
-
 def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], str]:
     """Where workers are: those that were not recorded beside those that were, in turn."""
     found = {}
@@ -118,13 +94,7 @@ def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[st
     return found
 
 
-def _cores(run_dir: RunDir) -> float | None:
+def _cores(run: OpenedRun) -> float | None:
     """The cores of the machine that run.json names."""
-    if not run_dir.run_json.is_file():
-        return None
-    try:
-        record = msgspec.json.decode(run_dir.run_json.read_bytes())
-    except msgspec.DecodeError:
-        return None
-    found = re.search(r"(\d+) cores", str(record.get("machine"))) if isinstance(record, dict) else None
+    found = re.search(r"(\d+) cores", str(run.described.get("machine")))
     return float(found[1]) if found else None

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pipeline import Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.errors import Problem, shown
 from stages.backends.interface import (
+    PULL,
     STREAM_ROLLOUT,
     Batch,
     Cancelled,
@@ -28,6 +29,7 @@ from stages.backends.interface import (
     Generation,
     Learner,
     Optimization,
+    Route,
     Sampling,
     Served,
     cut,
@@ -38,6 +40,7 @@ from stages.backends.interface import (
 
 __all__ = [
     "BACKENDS",
+    "PULL",
     "STREAM_ROLLOUT",
     "Backend",
     "Batch",
@@ -48,12 +51,14 @@ __all__ = [
     "Generation",
     "Learner",
     "Optimization",
+    "Route",
     "Sampling",
     "Served",
     "Work",
     "backend_problems",
     "cut",
     "engine",
+    "is_installed",
     "model_problems",
     "one_shard",
     "part",
@@ -158,7 +163,7 @@ def backend_problems(
     if backend.checks:
         yield from _named(backend.checks)(group, where)
     for package in backend.packages:
-        if not _installed(package):
+        if not is_installed(package):
             yield Problem(
                 where=where,
                 what=f"{has}, which needs the package {package!r}",
@@ -167,7 +172,8 @@ def backend_problems(
             )
 
 
-def _installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the package around it is missing

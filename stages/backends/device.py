@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 
@@ -44,13 +45,18 @@ def keep_freed_memory() -> bool:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """By all processes, after this one has returned what it does not need; 0 on a CPU."""
+    """By all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def bytes_free(device: torch.device) -> int:
+    """Of a GPU, after this process has returned what it does not need."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class Parking:
@@ -61,25 +67,51 @@ class Parking:
         self.device = device
         self._places: dict[int, torch.Tensor] = {}  # by the tensor's identity
         self._parked: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrived: torch.cuda.Event | None = None
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the contents to the host. Nothing else may share their memory."""
-        for tensor in tensors:
+    def park(self, tensors: Iterable[torch.Tensor], room: int | None = None) -> None:
+        """Move contents to the host: of as many as it takes for `room` bytes to be free on a GPU; of all, where it is
+        None or there is none. Nothing else may share their memory."""
+        self.arrive()
+        waiting = list(tensors)
+        while waiting and (missing := self._missing(room)) > 0:
+            lot: list[torch.Tensor] = []
+            while waiting and missing > 0:
+                lot.append(waiting.pop())
+                missing -= lot[-1].nbytes
+            self._move(lot)
+
+    def leave(self) -> None:
+        """Begin to move everything back; what reads or writes the tensors comes after `arrive`."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for tensor in self._parked:
+                tensor.data = tensor.data.to(self.device, non_blocking=True, copy=True)
+        self._parked.clear()
+        if self._stream is not None:
+            self._arrived = self._stream.record_event()
+
+    def arrive(self) -> None:
+        """Everything is back; on a GPU, for what is put on the current stream from now on."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+            self._arrived = None
+
+    def _missing(self, room: int | None) -> float:
+        if self.device.type != "cuda" or room is None:
+            return float("inf")
+        return room - bytes_free(self.device)
+
+    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
+        moved = list(tensors)
+        for tensor in moved:
             place = self._places.get(id(tensor))
             if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
                 pinned = self.device.type == "cuda"
                 place = self._places[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             place.copy_(tensor.detach(), non_blocking=True)
-            self._parked.append(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for tensor in self._parked:
+        for tensor in moved:
             tensor.data = self._places[id(tensor)]
-
-    def leave(self) -> None:
-        """Move everything back."""
-        for tensor in self._parked:
-            tensor.data = tensor.data.to(self.device, non_blocking=True, copy=True)
-        self._parked.clear()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._parked += moved

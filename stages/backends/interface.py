@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline import Model
 from pipeline.columns import Ragged, take
 from pipeline.sharding import Shard, Sharding, Update
+from pipeline.stage import Meeting
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ops.refit.share import Share
+    from ops.refit.share import Form, Share
 
 STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any other stream has another number
 
@@ -93,6 +94,17 @@ class Served:
 
     sha256: str
     record: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a version travels: the transport, and the meeting of one that both sides carry out together."""
+
+    transport: str = "pull"
+    meeting: Meeting | None = None
+
+
+PULL = Route()
 
 
 @dataclass(frozen=True)
@@ -219,13 +231,14 @@ class Sampler(Texts, Protocol):
         position, is soon given up.
         """
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
         """Bring weights of a policy version into the served copy, also while a stream of it is between two tokens.
         `shares` are those of all trainer ranks, as `Trainer.share` gave them or as they came from another process.
 
         Returns the hash of what is served then, with a record of how it came. Raises StageError where names, shapes or
         dtypes differ, and the copy and its version are then what they were; or where what is served is not what was
-        offered.
+        offered. Raises PeerLost where another worker did not get through: the copy is of no version then, and makes no
+        token until one has come.
         """
 
     def served_version(self, model: Model, default: int = 0) -> int:
@@ -251,9 +264,13 @@ class Trainer(Texts, Protocol):
         All ranks call it together; rank 0 gets the weights, the others nothing.
         """
 
-    def share(self, model: Model, *, near: bool) -> Share:
-        """This rank's part of the trained copy, in memory that the next call fills anew; with `near` for readers on
-        this machine, else to be sent. All ranks call it together."""
+    def share(self, model: Model, *, form: Form) -> Share:
+        """This rank's part of the trained copy, in memory that the next call fills anew; or what stands for it. All
+        ranks call it together."""
+
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
+        """This rank's end of a transport that both sides carry out together: what it offered goes to those who `serve`.
+        `shares` are those of all ranks. Raises PeerLost where another worker did not get through."""
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Floating point operations of a forward and a backward pass over these samples, without padding and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -203,14 +204,16 @@ def test_everything_listens_on_loopback_only(transfer_queue: TransferQueuePlane)
 
 
 LOST = """
-    import os, socket, time
+    import os, signal, socket, threading, time
     from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
     os.environ.update(environment(deadline_s=2), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
     import ray, torch
     from pipeline import Field
     from pipeline.errors import DataPlaneLost
+    from pipeline.executors.placement import PRIORITY
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-             object_store_memory=10**8, _node_ip_address="127.0.0.2", runtime_env={"env_vars": environment(2)})
+             object_store_memory=10**8, _node_ip_address="127.0.0.2",
+             runtime_env={"env_vars": environment(2) | PRIORITY})
     plane = TransferQueuePlane.create(deadline_s=2, cache_bytes=0)
     plane.register("p", [Field("reward", "float32")], ["train"])
     put = lambda group: plane.put([f"{group:08d}_g000"], {"reward": torch.ones(1)}, partition="p", stage="work")
@@ -221,7 +224,7 @@ LOST = """
         try:
             call()
         except DataPlaneLost as error:
-            assert time.monotonic() - start < 3.5, time.monotonic() - start
+            assert time.monotonic() - start < 1.5, time.monotonic() - start
             print(what, "LOST", error, flush=True)
 
     def kill(actor, endpoint, port):
@@ -233,12 +236,20 @@ LOST = """
                 return
             time.sleep(0.05)
 
-    kill(ray.get_actor("TransferQueueStorageUnit#0"), plane.settings.storage[0], "put_get_socket")
-    lost("unit", lambda: plane.get(meta, ["reward"], reader="train"))
+    unit = ray.get_actor("TransferQueueStorageUnit#0")
     controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    for group, (name, actor) in enumerate([("controller", controller), ("unit", unit)], 1):
+        pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        put(group)
+        print(name, "SLOW", flush=True)
+
+    kill(unit, plane.settings.storage[0], "put_get_socket")
+    lost("unit", lambda: plane.get(meta, ["reward"], reader="train"))
     kill(controller, plane.settings.controller, "request_handle_socket")
     lost("get", lambda: plane.get(meta, ["reward"], reader="train"))
-    lost("put", lambda: put(1))
+    lost("put", lambda: put(3))
     start = time.monotonic()
     plane.close()
     print("closed", time.monotonic() - start < 20, flush=True)
@@ -246,21 +257,23 @@ LOST = """
 """
 
 
-def test_a_lost_unit_or_controller_is_an_error_inside_the_deadline():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if "LOST" in line or "closed" in line]
-    why = (
-        "no answer within 2 s; TransferQueue's controller or a storage unit is gone, or far too slow. "
-        "Fix: resume the run from its last checkpoint"
-    )
-    get = f"reader 'train', get from 'p': get reward of 1 rows from 00000000.0 on: {why}"
-    assert lines == [
-        f"unit LOST {get}", f"get LOST {get}",
-        f"put LOST stage 'work', put into 'p': put 1 rows from 00000001.0 on: {why}", "closed True",
-    ], done.stdout[-2000:] + done.stderr[-3000:]  # fmt: skip
+def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path):
+    told = tmp_path / "told"  # not a pipe: Ray's own processes hold it open for a while
+    with told.open("w") as file:
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, stdout=file, stderr=file, timeout=120,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"},
+        )  # fmt: skip
+    said = told.read_text()
+    lines = [line for line in said.splitlines() if "LOST" in line or "SLOW" in line or "closed" in line]
+    why = "is gone; its process, or the machine that it ran on, has ended. Fix: resume the run from its last checkpoint"
+    get = "reader 'train', get from 'p': get reward of 1 rows from 00000000.0 on: TransferQueue's"
+    put = "stage 'work', put into 'p': put 1 rows from 00000003.0 on: TransferQueue's"
+    assert [re.sub(r"unit TQ_\S+", "unit NAME", line) for line in lines] == [
+        "controller SLOW", "unit SLOW",
+        f"unit LOST {get} storage unit NAME {why}", f"get LOST {get} controller {why}",
+        f"put LOST {put} controller {why}", "closed True",
+    ], said[-4000:]  # fmt: skip
 
 
 def test_settings_are_plain_values(transfer_queue: TransferQueuePlane):

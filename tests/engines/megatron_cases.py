@@ -30,8 +30,8 @@ from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import join
 from stages.backends.megatron.learner import MegatronLearner
-from stages.backends.torch.weights import weight_hash
 from stages.losses import ClippedLoss, TruncatedIS
+from tests.shares import weight_hash
 
 VOCAB = 131  # no multiple of 2: two tensor-parallel ranks pad it
 TEMPERATURE = 0.7

@@ -1,23 +1,26 @@
-"""A refit into vLLM on the CPU, in a process of its own: python -m tests.engines.refit_case FAMILY RANKS FOLDER
+"""Refits into vLLM on the CPU, in a process of its own: python -m tests.engines.refit_case FAMILY RANKS FOLDER WAYS...
 
-Two models of a family with the same config: an engine that serves the first is given the second, twice, and says
-how far the logprobs of what it samples then are from those that transformers computes for the second, and which
-tensors went through vLLM's own loader.
+Two models of a family with the same config: an engine that serves the first is given the second, by one transport after
+the other, and says how far the logprobs of what it samples then are from those that transformers computes for the
+second, and which tensors went through vLLM's own loader.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from ops.refit.share import Publisher, digest_of
+from ops.refit.share import Form, Publisher, digest_of
 from pipeline import Model
-from stages.backends import Sampling
+from pipeline.ranks import open_store
+from stages.backends import Route, Sampling
 from stages.backends.torch.models import build, character_tokenizer, save
 from tests.engines import vllm_models as tiny
+from tests.shares import carried, route_of, sender
 
 PLAIN = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,6 +36,7 @@ CONFIGS = {
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
 }  # fmt: skip
 TOKENS = Sampling(max_tokens=24)
+FORMS: dict[str, Form] = {"pull": "handle", "messages": "bytes", "golden": "bytes"}
 
 
 def made(root: Path, family: str, seed: int) -> Model:
@@ -61,21 +65,24 @@ def main() -> None:
     tensors, places, held = placed(reference)
     group = replace(tiny.GROUP, workers=tensor, tensor_parallel=tensor)
     backend = open_engine(tiny.context(root, group))
-    publisher, groups = Publisher(tensors, places, held), (0, 1)
+    publisher, groups, store = Publisher(tensors, places, held), (0, 1), open_store("127.0.0.1", 1, deadline_s=60.0)
     prompt_ids = backend.encode(first, tiny.texts(groups))
-    far = []
-    for version in (1, 2):
+    trainer, far, records = sender(), [], []
+    for version, transport in enumerate(sys.argv[4:], start=1):
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(1.0 if version == 1 else 0.9)
-        share = publisher.publish(held, near=version == 1)
-        served = backend.serve(first, [share], version)
+        share = publisher.publish(held, form=FORMS.get(transport, "mark"))
+        route = route_of(store, "refit", transport) if transport not in FORMS else Route(transport)
+        with carried(trainer, publisher, share, version, route) if route.meeting else nullcontext():
+            served = backend.serve(first, [share], version, route)
+        records.append(dict(served.record))
         assert served.sha256 == digest_of([share])
         sampled = backend.generate(first, prompt_ids, TOKENS, tiny.draws(groups))
         far.append(tiny.farthest(sampled, tiny.logprobs(reference, prompt_ids, sampled, 1.0)))
     loaded = backend.client(first).loaded
     backend.close()
-    print(json.dumps({"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "record": dict(served.record)}))
+    print(json.dumps({"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "records": records}))
 
 
 if __name__ == "__main__":

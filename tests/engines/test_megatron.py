@@ -20,8 +20,9 @@ from pipeline import Model, StageError
 from pipeline.errors import CheckpointError
 from pipeline.ranks import Layout, Ranks, open_store
 from pipeline.sharding import Packed, Plain
-from stages.backends.torch.weights import weight_hash
 from tests.optional import need
+from tests.parking import Late
+from tests.shares import weight_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_DEADLINE_S = 240.0
@@ -183,6 +184,34 @@ def test_one_rank_trains_as_the_torch_backend_does(
         assert relative(tensors[f"weight {name}"], parameter.detach()) < 1e-5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: Any, folder: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from stages.backends import PULL
+    from stages.backends.receive import Receiver, acknowledged
+    from stages.backends.torch.places import placed
+    from stages.backends.torch.score import score
+
+    model, batch = Model(str(folder / family)), cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    sampler = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    tensors, places, held = placed(sampler)
+    receiver = Receiver(tensors, [places], 0, held)
+
+    def served() -> torch.Tensor:
+        return score(sampler, batch.prompt_ids, batch.response_ids, shard, temperature=0.7, pad=0).values
+
+    before, learner = served(), engine.learner(model, cases.OPTIMIZATION)
+    for _ in range(2):
+        learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
+        share = engine.share(model, form="handle")
+        acknowledged([share], [receiver.receive([share], 1, PULL).summed])
+        trained = engine.score(model, batch.prompt_ids, batch.response_ids, shard, temperature=0.7).values
+        assert float((served() - trained).abs().max()) < 1e-4
+    assert float((served() - before).abs().max()) > 1e-3
+
+
 def test_packed_rows_give_the_gradients_of_padded_ones(
     cases: Any, groups: Any, alone: dict[str, Any], folder: Path
 ) -> None:
@@ -285,6 +314,7 @@ def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     learner = engine.learner(model, cases.OPTIMIZATION)
+    learner.parking = Late()
 
     def update() -> None:
         learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from ops.refit.share import digest_of
 from pipeline import Model, StageError
-from stages.backends import Decoded, Sampling
+from pipeline.errors import PeerLost, Unfit
+from pipeline.ranks import open_store
+from stages.backends import PULL, Decoded, Sampling
 from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
 from tests.optional import need
-from tests.shares import publisher_of, shares_of
+from tests.shares import carried, publisher_of, route_of, sender, shares_of
 
 need("vllm", "vllm")
 psutil = need("vllm", "psutil")
@@ -139,7 +142,7 @@ def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backen
     def load() -> None:
         wait_for(lambda: busy(backend, model))
         with pytest.raises(Exception, match="collective_rpc"):
-            backend.client(model).load(Weights(shares_of(wrong)), 5)
+            backend.client(model).load(Weights(shares_of(wrong), 5, PULL))
 
     events = streamed(backend, model, load)
     assert rows_of(events) == before
@@ -157,6 +160,30 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
 
     with pytest.raises(StageError, match="died 2 times under one task"):
         streamed(backend, model, lose_twice)
+
+
+def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path) -> None:
+    """What does not get through leaves an engine that waits for what does; one that dies gives its worker up."""
+    weights, store = tiny.weights_of(tiny.folder(root, 1)), open_store("127.0.0.1", 1, deadline_s=60.0)
+    backend.serve(model, shares_of(weights), 10)
+    pulled = rows_of(streamed(backend, model))
+    publisher, starts = publisher_of(weights), backend.client(model).starts
+    share = publisher.publish(weights, form="mark")
+    store.set("lost", "worker learner.0 died")
+    with pytest.raises(PeerLost, match=r"worker learner.0 died"):
+        backend.serve(model, [share], 11, route_of(store, "lost"))
+    waiting = asyncio.run(asyncio.wait_for(asyncio.to_thread(backend.client(model).longest), DEADLINE_S))
+    assert waiting > 0 and backend.served_version(model) == 10
+    route = route_of(store, "next")
+    with carried(sender(), publisher, share, 12, route):
+        served = backend.serve(model, [share], 12, route)
+    assert served.sha256 == digest_of([share]) and served.record["received_bytes"] == share.model_bytes
+    assert rows_of(streamed(backend, model)) == pulled and backend.client(model).starts == starts
+    kill(engines(os.getpid()))
+    wait_for(lambda: not engines(os.getpid()))
+    with pytest.raises(Unfit, match="the trainer would have to carry the weights here once more"):
+        streamed(backend, model)
+    backend.client(model)._weights = None  # as in a worker that takes its place
 
 
 def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(

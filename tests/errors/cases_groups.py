@@ -1,7 +1,10 @@
 """Worker groups, models and the division of a batch that are wrong, as a check finds them."""
 
+from collections.abc import Mapping
+
 from tests.errors.harness import Case
 
+NO_GROUPS: Mapping[str, str] = {}
 IMPORT = "from stages import ClippedLoss, Packed, Supervised, TruncatedIS\n\n\n"
 SHARDED = """from pipeline.sharding import Packed, Sharding
 
@@ -23,6 +26,12 @@ def learner(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **li
     return Case(name, made | lines, at=at, top=IMPORT)
 
 
+def refit(name: str, transport: str, groups: Mapping[str, str] = NO_GROUPS) -> Case:
+    """A case of how weights travel, between these groups."""
+    stage = f"Refit(policy, source=learner, target=sampler, transport={transport!r})"
+    return Case(name, {**groups, "refit": stage}, at=("refit",), top=IMPORT)
+
+
 def model(name: str, parameters: str) -> Case:
     """A case of the policy."""
     return Case(name, {"policy": f"Model({parameters})"}, top=IMPORT)
@@ -34,6 +43,7 @@ GROUPS = [
     learner("tensor_parallel_of_0", "tensor_parallel=0"),
     learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
     learner("unknown_fetch", "workers=2, fetch='all'"),
+    learner("memory_in_percent", "memory=50"),
     learner("fully_sharded_on_one_worker", "fully_sharded=True"),
     learner("fully_sharded_is_a_text", "workers=2, fully_sharded='fsdp'"),
     learner(
@@ -78,6 +88,14 @@ GROUPS = [
         top="class Second(Train):\n    name = 'second'\n    writes = ()\n\n\n",
     ),
 ]
+ON_GPUS = {name: f'WorkerGroup("{name}", backend="torch", gpus=1)' for name in ("sampler", "learner")}
+COLOCATED = {"learner": 'WorkerGroup("learner", backend="torch", gpus=1, colocated=sampler)'}
+TRANSPORTS = [
+    refit("unknown_transport", "nccl"),
+    refit("p2p_between_cpus", "p2p"),
+    refit("gloo_between_gpus", "gloo", ON_GPUS),
+    refit("broadcast_on_the_same_gpus", "broadcast", ON_GPUS | COLOCATED),
+]
 MODELS = [
     model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
     model("model_of_no_alphabet", '"tiny", config={"model_type": "qwen3"}'),
@@ -97,4 +115,4 @@ MODELS = [
     ),
     Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
 ]
-CASES = [*GROUPS, *MODELS]
+CASES = [*GROUPS, *TRANSPORTS, *MODELS]

@@ -6,14 +6,13 @@ A graph file is put together from named lines. A case replaces some, and expects
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from pipeline.run import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROBLEM = re.compile(r"(?P<where>\S.*?): (?P<warning>warning: )?(?P<what>\S.*); (?P<why>\S.*)\. Fix: (?P<fix>\S.*)")
@@ -124,6 +123,7 @@ class Case:
     args    of the command, after the graph file; `graph` names another file
     files   further files, by their path below the case's folder
     code    of the exit; 0 where only warnings come
+    program the command: `python -m pipeline.PROGRAM`
     """
 
     name: str
@@ -136,6 +136,7 @@ class Case:
     graph: str | None = "graph.py"
     files: dict[str, str | bytes] = field(default_factory=dict)
     code: int = 2
+    program: str = "run"
 
     def write(self, folder: Path) -> list[str]:
         """Make the files below `folder`. Returns the places that an error must name."""
@@ -165,8 +166,9 @@ def live_text(score: str = SCORE, **lines: str) -> str:
     return graph_text(LIVE_TOP + score, LIVE_DEF, LIVE | lines)
 
 
-def command(folder: Path, *argv: str) -> tuple[int, str, str]:
+def command(folder: Path, *argv: str, program: str = "run") -> tuple[int, str, str]:
     """Run the command line in this process, from `folder`. Returns exit code, stdout and stderr."""
+    main = importlib.import_module(f"pipeline.{program}").main
     out, err, before, path = io.StringIO(), io.StringIO(), Path.cwd(), list(sys.path)
     os.chdir(folder)
     try:

@@ -13,7 +13,7 @@ from tests.errors.harness import Case, live_text
 LAST = "run/checkpoints/step_000002"
 
 
-def _nothing(folder: Path) -> None:
+def nothing(folder: Path) -> None:
     return None
 
 
@@ -21,7 +21,7 @@ def _nothing(folder: Path) -> None:
 class ResumeCase(Case):
     """A case that starts from a copy of a finished run of two steps, in which `change` breaks something."""
 
-    change: Callable[[Path], None] = _nothing
+    change: Callable[[Path], None] = nothing
 
     def damage(self, finished: Path, folder: Path) -> None:
         """Copy the run to `folder`/run and break it."""
@@ -29,7 +29,7 @@ class ResumeCase(Case):
         self.change(folder)
 
 
-def resume(name: str, change: Callable[[Path], None] = _nothing, *flags: str, code: int = 6) -> ResumeCase:
+def resume(name: str, change: Callable[[Path], None] = nothing, *flags: str, code: int = 6) -> ResumeCase:
     """A case of --resume of `run`, with one more step to do."""
     args = ("--executor", "local", "--steps", "3", *(flags or ("--run-dir", "run", "--resume")))
     return ResumeCase(name, text=live_text(), args=args, code=code, change=change)
@@ -50,7 +50,7 @@ def _manifest(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-def _cut(name: str, size: int) -> Callable[[Path], None]:
+def cut(name: str, size: int) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
         path.write_bytes(path.read_bytes()[:size])
@@ -58,7 +58,7 @@ def _cut(name: str, size: int) -> Callable[[Path], None]:
     return change
 
 
-def _remove(name: str) -> Callable[[Path], None]:
+def remove(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -88,32 +88,32 @@ def _failure_of(stage: str) -> Callable[[Path], None]:
 
 def _both(folder: Path) -> None:
     _flip(folder)
-    _remove("run/checkpoints/step_000001/manifest.json")(folder)
+    remove("run/checkpoints/step_000001/manifest.json")(folder)
 
 
 OUTSIDE = {"../../run.json": {"size_bytes": 1, "sha256": "0" * 64}}
 CHOSEN = ("--run-dir", "run", "--resume", "2")
 CASES = [
-    resume("run_dir_holds_a_run", _nothing, "--run-dir", "run", code=2),
-    resume("run_dir_is_a_file", _nothing, "--run-dir", "graph.py", code=2),
-    resume("resume_without_a_run_dir", _nothing, "--resume", code=2),
-    resume("resume_of_no_run", _nothing, "--run-dir", "other", "--resume", code=2),
-    resume("resume_of_no_step", _nothing, "--run-dir", "run", "--resume", "latest", code=2),
-    resume("resume_of_a_missing_step", _nothing, "--run-dir", "run", "--resume", "7"),
-    resume("resume_with_another_seed", _nothing, "--run-dir", "run", "--seed", "1", "--resume", code=2),
-    resume("resume_with_nothing_left", _nothing, "--run-dir", "run", "--resume", "--steps", "2", code=2),
-    resume("record_is_damaged", _cut("run/run.json", 30), code=2),
+    resume("run_dir_holds_a_run", nothing, "--run-dir", "run", code=2),
+    resume("run_dir_is_a_file", nothing, "--run-dir", "graph.py", code=2),
+    resume("resume_without_a_run_dir", nothing, "--resume", code=2),
+    resume("resume_of_no_run", nothing, "--run-dir", "other", "--resume", code=2),
+    resume("resume_of_no_step", nothing, "--run-dir", "run", "--resume", "latest", code=2),
+    resume("resume_of_a_missing_step", nothing, "--run-dir", "run", "--resume", "7"),
+    resume("resume_with_another_seed", nothing, "--run-dir", "run", "--seed", "1", "--resume", code=2),
+    resume("resume_with_nothing_left", nothing, "--run-dir", "run", "--resume", "--steps", "2", code=2),
+    resume("record_is_damaged", cut("run/run.json", 30), code=2),
     resume("metrics_are_damaged", lambda folder: (folder / "run/metrics.jsonl").write_text("[]\n"), code=2),
-    resume("no_checkpoint", _remove("run/checkpoints")),
+    resume("no_checkpoint", remove("run/checkpoints")),
     resume("checkpoint_of_flipped_bits", _flip, *CHOSEN),
-    resume("checkpoint_is_truncated", _cut(f"{LAST}/count/count.json", 1), *CHOSEN),
-    resume("checkpoint_lacks_a_file", _remove(f"{LAST}/count"), *CHOSEN),
-    resume("checkpoint_lacks_its_manifest", _remove(f"{LAST}/manifest.json"), *CHOSEN),
-    resume("manifest_is_truncated", _cut(f"{LAST}/manifest.json", 20), *CHOSEN),
+    resume("checkpoint_is_truncated", cut(f"{LAST}/count/count.json", 1), *CHOSEN),
+    resume("checkpoint_lacks_a_file", remove(f"{LAST}/count"), *CHOSEN),
+    resume("checkpoint_lacks_its_manifest", remove(f"{LAST}/manifest.json"), *CHOSEN),
+    resume("manifest_is_truncated", cut(f"{LAST}/manifest.json", 20), *CHOSEN),
     resume("manifest_lies_outside", _manifest(files=OUTSIDE), *CHOSEN),
     resume("manifest_of_another_format", _manifest(format=2), *CHOSEN),
     resume("every_checkpoint_is_damaged", _both),
-    resume("replay_of_no_failure", _nothing, "--replay", "run", code=2),
+    resume("replay_of_no_failure", nothing, "--replay", "run", code=2),
     resume("replay_of_damaged_inputs", _failure, "--replay", "run/failures/broken", code=2),
     resume("replay_of_an_unknown_stage", _failure_of("rollout"), "--replay", "run/failures/broken", code=2),
 ]

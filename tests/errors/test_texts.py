@@ -17,6 +17,7 @@ from tests.errors import (
     cases_filter,
     cases_groups,
     cases_losses,
+    cases_records,
     cases_rewards,
     cases_running,
     cases_schedule,
@@ -26,7 +27,16 @@ from tests.errors.harness import PROBLEM, command, normal
 from tests.optional import need
 
 GOLDEN = Path(__file__).with_name("golden.txt")
-SUBJECTS = (cases_losses, cases_groups, cases_data, cases_rewards, cases_filter, cases_running, cases_schedule)
+SUBJECTS = (
+    cases_losses,
+    cases_groups,
+    cases_data,
+    cases_rewards,
+    cases_filter,
+    cases_running,
+    cases_schedule,
+    cases_records,
+)
 BY_SUBJECT = [case for subject in SUBJECTS for case in subject.CASES]
 ALL = [*cases.CHECKED, *cases.RUNNING, *BY_SUBJECT, *resumes.CASES]
 NEEDS = {"jsonl_named_parquet": ("data", "pyarrow"), "math_verify": ("math", "math_verify")}  # by start of the name
@@ -75,7 +85,7 @@ def test_text(case, golden, tmp_path, finished_run):
     if isinstance(case, resumes.ResumeCase):
         case.damage(finished_run, tmp_path)
     argv = ([case.graph] if case.graph else []) + list(case.args)
-    code, _, stderr = command(tmp_path, *argv)
+    code, _, stderr = command(tmp_path, *argv, program=case.program)
     assert "Traceback" not in stderr
     assert code == case.code, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith(WAY_ON)]
@@ -90,7 +100,11 @@ def test_text(case, golden, tmp_path, finished_run):
     if case in cases_running.CASES:
         assert_nothing_is_lost(tmp_path, [line for line in lines if "warning: " not in line], stderr)
     known, new = golden
-    text = f"$ {' '.join(['python -m pipeline.run', *argv])}\nexit {code}\n{normal(stderr, tmp_path)}".rstrip("\n")
+    text = (
+        f"$ {' '.join([f'python -m pipeline.{case.program}', *argv])}\nexit {code}\n{normal(stderr, tmp_path)}".rstrip(
+            "\n"
+        )
+    )
     new[case.name] = text
     if os.environ.get("UPDATE_GOLDEN") != "1":
         expected = known.get(case.name, "")

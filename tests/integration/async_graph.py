@@ -38,14 +38,11 @@ class Numbers(Stage):
 
 
 @dataclass(frozen=True)
-class Sample(Stage):
-    """A token every `token_s` seconds; one group in ten has `tail` times as many."""
+class Samples(Stage):
+    """Samples groups of two; which tokens, and when, is for others to say."""
 
-    token_s: float
-    tail: int
     name: str = "sample"
     per: str = "group"
-    shape: str = "stream"
     group_size: int = 2
     on: WorkerGroup | None = SAMPLER
     reads: Sequence[Field] = (PROMPT,)
@@ -56,6 +53,15 @@ class Sample(Stage):
     @property
     def uses(self) -> tuple[Model, ...]:
         return (POLICY,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Samples):
+    """A token every `token_s` seconds; one group in ten has `tail` times as many."""
+
+    token_s: float
+    tail: int
+    shape: str = "stream"
 
     def length(self, group: int) -> int:
         """Tokens of each sample of a group."""
@@ -188,7 +194,7 @@ def graph(
     return Graph(
         name="numbers",
         source=Numbers(batch),
-        stages=(Sample(token_s, tail), Score(), Learn(learn_s), Publish()),
+        stages=(Sample(token_s=token_s, tail=tail), Score(), Learn(learn_s), Publish()),
         schedule=Schedule(
             steps=steps,
             max_staleness=max_staleness,

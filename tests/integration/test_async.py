@@ -176,7 +176,8 @@ def test_a_stream_that_forgets_a_group_is_told_so(tmp_path):
 
             return first
 
-    stages = tuple(Forgetful(sample.token_s, sample.tail) if stage is sample else stage for stage in graph.stages)
+    forgetful = Forgetful(token_s=sample.token_s, tail=sample.tail)
+    stages = tuple(forgetful if stage is sample else stage for stage in graph.stages)
     graph = replace(graph, stages=stages)
     with pytest.raises(StageError, match="yielded nothing for 3 groups"):
         Engine(graph, plan(graph)[0], LocalExecutor()).execute()

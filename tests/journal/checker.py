@@ -110,23 +110,13 @@ def _resumes(
     if manifest is None:
         return
     pending = set(manifest.get("pending", ()))
-    behind = history.trained.keys() | history.dropped | pending | _too_old(before)
+    behind = history.trained.keys() | history.dropped | pending
     lost = [group for group in range(manifest["next_group"]) if group not in behind]
     if lost:
         yield Violation("I8", line.where, f"{named(lost)} were admitted before the checkpoint and do not come again")
     again = sorted(pending & history.trained.keys())
     if again:
         yield Violation("I8", line.where, f"{named(again)} were trained before the checkpoint and come again")
-
-
-def _too_old(ledger: Ledger) -> set[int]:
-    """Groups that could no longer be claimed when the record stopped: they may have been let go unrecorded."""
-    bound = ledger.next_claim - ledger.planned.max_staleness
-    return {
-        number
-        for number, group in ledger.groups.items()
-        if group.claimed is None and group.oldest is not None and group.oldest < bound
-    }
 
 
 class _Manifests:
@@ -159,7 +149,7 @@ class _Manifests:
             yield Violation("I8", where, f"it says {told} after step {step + 1}")
         following, pending = manifest["next_group"], set(manifest.get("pending", ()))
         trained = {group for group, of in ledger.history.trained.items() if of <= step}
-        behind = trained | ledger.history.dropped | pending | _too_old(ledger)
+        behind = trained | ledger.history.dropped | pending
         if trained & pending:
             yield Violation("I8", where, f"{named(sorted(trained & pending))} were trained and come again")
         beyond = sorted(group for group in trained | pending if group >= following)

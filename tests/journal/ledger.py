@@ -103,6 +103,7 @@ class Ledger:
         self.fetched: Counter[tuple[str, int]] = Counter()  # stage, step -> samples
         self.submitted: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # stage, step -> tasks
         self.clean = False
+        self.stopping = False  # it was asked to stop
 
     @property
     def next_claim(self) -> int:
@@ -139,6 +140,9 @@ class Ledger:
         handler = getattr(self, f"_{line.type}", None)
         if handler:
             handler(line)
+
+    def _stopping(self, line: Line) -> None:
+        self.stopping = True
 
     def _admitted(self, line: Line) -> None:
         for number in line["groups"]:

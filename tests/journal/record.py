@@ -70,6 +70,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "cleared": {"step": "i", "groups": "I", **_SPAN},
     "checkpointed": {"step": "i", "folder": "s", "size_bytes": "i", **_SPAN},
     "step_ended": {"step": "i", "metrics": "d", "at_s": "f"},
+    "stopping": {"at_s": "f"},
     "failed": {"stage": "n", "step": "n", "error": "s", "problems": "S", "at_s": "f"},
     "ended": {"steps": "i", "rows_left": "i", "at_s": "f"},
 }  # fmt: skip

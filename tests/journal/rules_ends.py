@@ -44,7 +44,7 @@ def runs_of_groups(ledger: Ledger, line: Line) -> Found:
 def weights_are_settled(ledger: Ledger, line: Line) -> Found:
     """A checkpoint has the weights after its step: trained, and served."""
     planned, step = ledger.planned, line["step"]
-    last = step == planned.steps - 1
+    last = step == planned.steps - 1 or ledger.stopping
     if step < ledger.start or not (last or step in planned.checkpoints_before(step + 1, ledger.start)):
         yield "I8", f"a checkpoint of step {step + 1} was not due"
     if step in ledger.history.saved:
@@ -54,6 +54,21 @@ def weights_are_settled(ledger: Ledger, line: Line) -> Found:
     for stage in (*planned.trainers, *planned.transfers):
         if step >= ledger.start and planned.runs_at(stage, step) and not ledger.finished(stage, step):
             yield "I8", f"the checkpoint of step {step + 1} was written before {stage} was behind"
+
+
+@rule("admitted", "claimed")
+def nothing_enters_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
+    """A run that was asked to stop takes in nothing."""
+    if ledger.stopping:
+        yield "I5", f"{named(line['groups'])} were {line.type} after the run was asked to stop"
+
+
+@rule("submitted")
+def no_training_begins_in_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
+    """A run that was asked to stop finishes what it was training, and begins no other step."""
+    stage, step = line["stage"], line["step"]
+    if ledger.stopping and stage in ledger.planned.trainers and not ledger.submitted[stage, step]:
+        yield "I5", f"{stage} of step {step + 1} began after the run was asked to stop"
 
 
 @rule("ended")

@@ -24,7 +24,7 @@ def texts(group: WorkerGroup, work: registry.Work | None = None, stage: object =
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_installed", lambda package: True)
+    monkeypatch.setattr(registry, "is_installed", lambda package: True)
 
 
 @pytest.mark.usefixtures("installed")
@@ -60,7 +60,7 @@ def test_what_a_group_is_told(group: WorkerGroup, work: registry.Work, said: lis
 def test_a_missing_package_is_named_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, backend: str, package: str, extra: str
 ) -> None:
-    monkeypatch.setattr(registry, "_installed", lambda name: False)
+    monkeypatch.setattr(registry, "is_installed", lambda name: False)
     (text,) = texts(WorkerGroup("g", backend=backend))
     assert f"needs the package '{package}'; it is not installed. Fix: pip install -e '.[{extra}]'" in text
 

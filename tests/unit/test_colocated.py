@@ -91,7 +91,8 @@ def test_groups_on_the_same_gpus_never_run_at_once(seed, replicas, refit, runs, 
 def test_turns_wake_and_put_to_sleep_once():
     made: list[tuple[str, bool]] = []
 
-    def call(name: str, awake: bool) -> list[trace.Turned]:
+    def call(name: str, awake: bool, room: int | None) -> list[trace.Turned]:
+        assert room is None, "nothing is known of what any of them takes"
         made.append((name, awake))
         return [trace.Turned(group=name, worker=0, awake=awake, memory_bytes=0, start_s=0.0, end_s=1.0)]
 
@@ -105,6 +106,31 @@ def test_turns_wake_and_put_to_sleep_once():
         ("learner", False), ("sampler", True),
     ], "rewards are no models here"  # fmt: skip
     assert [(event.group, event.awake) for event in turns.taken()] == made and turns.taken() == []
+
+
+def test_a_partner_keeps_what_an_engine_of_fixed_memory_does_not_take():
+    wanted: list[tuple[str, int | None]] = []
+    awake_bytes = {"sampler": {True: 90, False: 10}, "learner": {True: 40, False: 90}}
+
+    def call(name: str, awake: bool, room: int | None) -> list[trace.Turned]:
+        if not awake:
+            wanted.append((name, room))
+        used = awake_bytes[name][awake]
+        return [trace.Turned(group=name, worker=0, awake=awake, memory_bytes=used, start_s=0.0, end_s=1.0)]
+
+    sampler = WorkerGroup("sampler", backend="vllm")
+    learner = WorkerGroup("learner", backend="torch", colocated=sampler)
+    graph = toy.graph(
+        schedule=Schedule(steps=1), refit=dict(on=learner, to=sampler),
+        **{name: dict(on=learner) for name in ("logprobs", "ref", "train")},
+        **{name: dict(on=sampler) for name in ("rollout", "evaluate")},
+    )  # fmt: skip
+    planned = plan(graph)[0]
+    turns = Turns(planned, call)
+    for _ in range(2):
+        for name in ("refit", "rollout", "train"):
+            turns.before(planned.stage(name))
+    assert wanted == [("learner", None), ("sampler", None), ("learner", 80), ("sampler", None)]
 
 
 def run(graph: Graph, folder: Path, executor: Any) -> list[trace.TraceEvent]:

@@ -17,6 +17,7 @@ from pipeline.simulation.least_squares import non_negative
 from pipeline.simulation.recorded import fitted
 from pipeline.stage import Task
 from tests.unit import toy
+from tests.unit.test_analysis import Record, planned
 
 
 def drawn(text, count, **sizes):
@@ -208,3 +209,20 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
         1: Came(1.0, 3.0, 20),
     }  # which was waiting while the other reward ran
     assert times.costs.dispatch_s["reward"] == pytest.approx((0.0 + 3.0 - 1.25 - 0.25) / 2)
+
+
+@pytest.mark.parametrize("executor", ["ray", "local"])
+def test_the_drivers_seconds_are_without_those_of_tasks_in_its_process(executor):
+    """In each of four steps two tasks use half a second of a core each, and the driver 0.2 s beside them."""
+    record = Record()
+    record.add(trace.Started(graph="toy", start=0, steps=4, executor=executor, monotonic_s=0.0, wall_s=0.0))
+    for n in range(4):
+        groups = (2 * n, 2 * n + 1)
+        record.task("rollout", n, n, n + 0.5, groups=groups, group="sampler", cpu_s=0.5)
+        record.task("train", n, n + 0.5, n + 0.9, groups=groups, group="learner", cpu_s=0.5)
+        own_s = n * (1.2 if executor == "local" else 0.2)
+        record.add(
+            trace.StepEnded(step=n, metrics={}, at_s=n + 0.95, driver_cpu_s=1 + own_s, processes_cpu_s=5 + 1.2 * n)
+        )
+    costs = fitted(planned(), record.events)[0].costs
+    assert costs.driver_s == pytest.approx(0.1) and costs.beside_cpu_s == pytest.approx(0.1)

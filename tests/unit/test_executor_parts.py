@@ -153,3 +153,30 @@ def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ra
     column = plane.get(found, ["token"], reader="reader")["token"]
     assert column.lengths == responses
     assert column.values.tolist() == [i for i in range(12) for _ in range(responses[i])]
+
+
+def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -> None:
+    token = Field("token", dtype="int32")
+    plane, table = MemoryPlane(), HandleTable(2)
+    plane.register("g", [token], ["reader"])
+
+    def put(group: int, attempt: int) -> KVBatchMeta:
+        columns = {"token": torch.zeros(2, dtype=torch.int32)}
+        return plane.put(keys_of((group,), 2), columns, partition="g", stage="s", attempt=attempt, unit="group")
+
+    assert table.late("g") is None
+    put(0, 0)  # and dies before it can say so
+    table.lose((0, 1), 0)
+    for group in (0, 1):
+        table.add(put(group, 1))
+    first = table.rows((0,))
+    assert first is not None
+    plane.clear(first)
+    table.forget((0,))
+    assert plane.row_count("g") == 1
+    put(0, 0)  # it had not died
+    put(1, 0)
+    late = table.late("g")
+    assert late is not None
+    plane.clear(late)
+    assert plane.row_count("g") == 1

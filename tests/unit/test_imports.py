@@ -46,6 +46,13 @@ CORE = (
     "meter",
     "analysis",
     "critical_path",
+    "waits",
+    "slack",
+    "gaps",
+    "idle",
+    "findings",
+    "comparison",
+    "runs",
     "history",
     "rundir",
     "columns",
@@ -57,8 +64,8 @@ CORE = (
 )
 PUBLIC_TO_STAGES = {"columns", "errors", "fields", "parameters", "ranks", "sharding", "stage"}  # beside `pipeline`
 ONLY_IN = {
-    "ray": {f"pipeline/executors/{name}.py" for name in ("ray", "actors", "answers", "placement")},
-    "transfer_queue": {"pipeline/data_plane/transfer_queue.py"},
+    "ray": {f"pipeline/executors/{name}.py" for name in ("ray", "actors", "answers", "heartbeat", "placement")},
+    "transfer_queue": {f"pipeline/data_plane/{name}.py" for name in ("transfer_queue", "wire")},
     "aiohttp": {"pipeline/web/server.py"},
 }
 

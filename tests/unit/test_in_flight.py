@@ -13,10 +13,11 @@ from transformers import DynamicCache
 
 from pipeline import Model, Output, StageContext, StageError, Task, WorkerGroup
 from pipeline.columns import Columns, Ragged
+from pipeline.errors import PeerLost
+from pipeline.ranks import open_store
 from stages import Refit, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Sampling, engine, samples_of
-from stages.backends.torch.weights import weight_hash
-from tests.shares import shares_of
+from tests.shares import carried, publisher_of, route_of, sender, shares_of, weight_hash
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -141,7 +142,7 @@ def test_the_seam_is_where_the_weights_changed_and_the_cache_before_it_stays(sea
 class Meeting:
     """The target's side of a transfer."""
 
-    side = "target"
+    side, is_near = "target", True
 
     def __init__(self, payloads: list[Any]) -> None:
         self.payloads = payloads
@@ -165,6 +166,29 @@ def test_a_refit_between_two_tokens_is_in_the_token_versions() -> None:
     versions = [row.tolist() for row in whole(outputs)["token_versions"].rows()]
     assert versions == [([2, 2, 2] + [3] * 9)[: len(row)] for row in versions]
     assert max(map(len, versions)) > 3
+
+
+def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None:
+    here, groups, store = context(), (3, 0, 8), open_store("127.0.0.1", 1, deadline_s=60.0)
+    backend: Any = engine(here)
+    weights = backend.served_weights(POLICY)
+    publisher = publisher_of(weights)
+    store.set("lost", "worker learner.0 died")
+
+    def lose() -> None:
+        with pytest.raises(PeerLost, match=r"did not get through to all workers: lost: worker learner.0 died"):
+            backend.serve(POLICY, [publisher.publish(weights, form="mark")], 3, route_of(store, "lost"))
+
+    async def mend() -> None:
+        await after(2, lose)
+        await asyncio.sleep(0.3)  # in which all of it would be sampled
+        share, route = publisher.publish(weights, form="mark"), route_of(store, "next")
+        with carried(sender(), publisher, share, 4, route):
+            assert backend.serve(POLICY, [share], 4, route).record["received_bytes"] == share.model_bytes
+
+    versions = whole(together(ROLLOUT.setup(here)(columns_of(groups), task_of(groups, version=2)), mend()))
+    rows = [row.tolist() for row in versions["token_versions"].rows()]
+    assert rows == [([2, 2, 2] + [4] * 9)[: len(row)] for row in rows] and max(map(len, rows)) > 3
 
 
 @pytest.mark.parametrize("model", [POLICY, POLICY.frozen()], ids=["trainable", "frozen"])

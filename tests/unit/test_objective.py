@@ -203,7 +203,7 @@ def test_every_parameter_counts(loss, other):
         (SequenceMask(low=0.8, high=1.1), lambda *a: sequence_mask(*a, 0.8, 1.1)),
         (Decoupled(), decoupled),
     ],
-    ids=str,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 @pytest.mark.parametrize(
     ("loss", "policy"),

@@ -74,7 +74,7 @@ def test_numbers_that_are_none_keep_their_bits() -> None:
 
 def test_far_readers_get_the_bytes() -> None:
     held = parameters(3.0)
-    share = Publisher(TENSORS, PLACES, held).publish(held, near=False)
+    share = Publisher(TENSORS, PLACES, held).publish(held, form="bytes")
     held["own a"].zero_()
     assert isinstance(share.memory, np.ndarray)
     assert read(share, torch.from_numpy(share.memory))["a"].eq(3.0).all()

@@ -1,5 +1,7 @@
 """Checksums that do not depend on a layout, and show every byte that differs."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,27 @@ def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) ->
         assert told(layout, memory) != before
     except ValueError as error:  # another rank holds the same box
         assert "have different bytes there" in str(error)
+
+
+@given(st.binary(min_size=1, max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_they_are_the_sums_by_hand(raw: bytes) -> None:
+    tensors = {"t": Tensor((len(raw),), "uint8")}
+    memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    found = Sums(tensors, [dense("t", whole((len(raw),)), 1, "t")], lambda _: memory).now()
+    salt, mask = int.from_bytes(hashlib.sha256(b"t").digest()[:8], "little"), (1 << 64) - 1
+
+    def mixed(word: int) -> int:
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
+        word = (word ^ word >> 27) * 0x94D049BB133111EB & mask
+        return word ^ word >> 31
+
+    padded, wanted = raw + bytes(-len(raw) % 8), [0, 0]
+    for position in range(len(padded) // 8):
+        word = int.from_bytes(padded[8 * position : 8 * position + 8], "little")
+        for i, seed in enumerate(sums.SEEDS):
+            wanted[i] += word * (mixed(position + salt + seed & mask) | 1)
+    assert np.frombuffer(found.sums, np.uint64).tolist() == [value & mask for value in wanted]
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 5), (4, 8), (2, 3, 4)])

@@ -86,6 +86,14 @@ def test_a_group_that_does_not_carry_what_it_is_given_is_refused(rank: int) -> N
         group.check()
 
 
+def test_the_random_numbers_of_the_process_are_left_alone() -> None:
+    store, seed = Store(), torch.initial_seed()
+    store.get = store.__getitem__  # type: ignore[method-assign]
+    with pytest.raises(GroupError):
+        StatelessGroup(Wire(), store, 0, 2, torch.device("cpu")).check()  # type: ignore[arg-type]
+    assert torch.initial_seed() == seed
+
+
 def test_it_is_refused_also_where_assertions_are_off() -> None:
     test = test_a_group_that_does_not_carry_what_it_is_given_is_refused.__name__
     code = f"import tests.unit.test_refit_transports as tests; tests.{test}(1)"

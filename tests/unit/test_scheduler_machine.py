@@ -325,6 +325,41 @@ def test_any_case_in_any_order_comes_to_its_end(case, drops, rng):
     disorderly(case, drops, rng, slow=rng.choice([0, 0.2]), faults=rng.choice([0, 0.05])).check_end()
 
 
+def stopped(world: World, rng: random.Random, after: int) -> World:
+    """Ask a run to stop after so many reports, and let what runs end."""
+    for _ in range(after):
+        world.step(rng.randrange)
+    if world.gave_up is not None or world.scheduler.done:
+        return world
+    admitted, last = set(world.admitted), world.stop()
+    while not world.scheduler.stopped:
+        assert world.step(rng.randrange), world.scheduler.waiting()
+    world.check_stopped(last)
+    while world.step(rng.randrange):  # whatever is left comes too late to change anything
+        assert world.scheduler.stopped
+    assert set(world.admitted) == admitted
+    return world
+
+
+@given(st.one_of(cases(), cases(**AGEING)), dropped_groups, st.randoms(use_true_random=False), st.integers(0, 120))
+@settings(max_examples=100, deadline=None)
+def test_a_run_that_is_asked_to_stop_saves_what_it_has_trained_and_goes_on_from_there(case, drops, rng, after):
+    case = case._replace(extras=case.extras - {"outside"})
+    if not any(stage.updates for stage in planned(case).stages):
+        return
+    world = stopped(World(planned(case), drops=drops.__contains__), rng, after)
+    if not world.saved or world.gave_up is not None or (len(world.saved) and world.saved[-1] + 1 == case.steps):
+        return
+    save = world.saves[world.saved[-1]]
+    again = World(
+        planned(case), start=save.step + 1, next_group=save.next_group, pending=save.pending, drops=drops.__contains__
+    ).run(rng.randrange)
+    if again.gave_up is None:
+        again.check_end()
+        first = {group for step, groups in world.batches.items() if step <= save.step for group in groups}
+        assert first.isdisjoint(group for groups in again.batches.values() for group in groups)
+
+
 @given(cases(**AGEING), st.frozensets(st.integers(0, 20), max_size=2), st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
 def test_samples_that_become_too_old_are_replaced(case, drops, seed):

@@ -113,7 +113,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             yield msgspec.structs.replace(self, spared=self.spared | {number})
 
 
-def simulate(case: Case, folder: Path) -> tuple[list[Violation], Counter[str], set[int]]:
+def simulate(case: Case, folder: Path, stop_s: float | None = None) -> tuple[list[Violation], Counter[str], set[int]]:
     """What the checker finds, what the run has met, and the tasks that a fault befell."""
     met: Counter[str] = Counter()
     befallen: set[int] = set()
@@ -135,14 +135,14 @@ def simulate(case: Case, folder: Path) -> tuple[list[Violation], Counter[str], s
     )
     times = Durations({s.name: Drawn(parse(SECONDS.get(s.name, "0.05"))) for s in described.stages}, costs)
     folder.mkdir(parents=True)
-    run_dir = write_run(folder, described, times, seed=case.seed, cores=case.cores, faults=faults)
+    run_dir = write_run(folder, described, times, seed=case.seed, cores=case.cores, faults=faults, stop_s=stop_s)
     for line in (run_dir / "events.jsonl").read_text().splitlines():
         event = msgspec.json.decode(line)
         met[event["type"]] += 1
         if event["type"] == "dropped":
             met[event["reason"]] += 1
     report = audit(run_dir)
-    assert report.clean or report.violations
+    assert report.clean or report.violations or stop_s is not None
     return report.violations, met, befallen
 
 
@@ -175,6 +175,40 @@ def test_two_hundred_seeds_keep_every_invariant(tmp_path):
     expected = {*KINDS, "stale", "cancelled", "retried", "fenced", "checkpointed", "sync"}
     expected |= {f"{on_stale}, {refit}" for on_stale in ("wait", "drop") for refit in ("drain", "in_flight")}
     assert not {name for name in expected if not met[name]}, met
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+
+
+def test_runs_that_are_asked_to_stop_keep_every_invariant(tmp_path):
+    met: Counter[str] = Counter()
+    for seed in range(24):
+        case = Case.of(seed)
+        simulate(case, tmp_path / f"whole {seed}")
+        stop_s = random.Random(seed).random() * events(tmp_path / f"whole {seed}")[-1]["at_s"]
+        violations, seen, _ = simulate(case, tmp_path / f"stopped {seed}", stop_s)
+        assert not violations, (seed, stop_s, violations[:5])
+        met.update(seen)
+        trained = [event["step"] for event in events(tmp_path / f"stopped {seed}") if event["type"] == "trained"]
+        saved = [int(path.name[5:]) for path in (tmp_path / f"stopped {seed}" / "checkpoints").glob("*")]
+        assert max(saved, default=0) == max(trained, default=-1) + 1
+    assert met["stopping"] == 24 and met["failed"] > 16
+
+
+@pytest.mark.journal_expected
+@pytest.mark.parametrize("kind", ["admitted", "submitted"])
+def test_what_begins_in_a_run_that_stops_is_noticed(tmp_path, kind):
+    simulate(Case.of(4), tmp_path / "run")
+    lines = events(tmp_path / "run")
+    at = next(
+        i for i, event in enumerate(lines)
+        if event["type"] == kind and event["step"] == 3 and event.get("stage", "train") == "train"
+    )  # fmt: skip
+    lines.insert(at, {"type": "stopping", "at_s": lines[at]["at_s"]})
+    (tmp_path / "run" / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    found = [violation.text for violation in audit(tmp_path / "run").violations if violation.invariant == "I5"]
+    assert any("after the run was asked to stop" in text for text in found)
 
 
 @pytest.mark.journal_expected

@@ -18,7 +18,9 @@ from stages.backends import Batch, Optimization, one_shard
 from stages.backends.torch.models import load_network, load_tokenizer
 from stages.backends.torch.optimize import TorchLearner, learning_rate
 from stages.backends.torch.score import score as score_shard
-from stages.backends.torch.weights import weight_hash, weights
+from stages.backends.torch.weights import weights
+from tests.parking import Late
+from tests.shares import weight_hash
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -267,6 +269,7 @@ def test_a_parked_learner_can_be_saved_and_goes_on_to_the_bit(pristine: Any, tmp
     parked, other = (TorchLearner(copy.deepcopy(pristine).to(dtype), Optimization(lr=1e-2), pad=0) for _ in range(2))
     for one in (parked, other):
         updated(one, given, loss)
+    parked.parking = Late()
     parked.park()
     for one, name in ((parked, "parked"), (other, "other")):
         (tmp_path / name).mkdir()
@@ -277,3 +280,9 @@ def test_a_parked_learner_can_be_saved_and_goes_on_to_the_bit(pristine: Any, tmp
     for one in (parked, other):
         updated(one, given, loss)
     assert weight_hash(weights(parked.network)) == weight_hash(weights(other.network))
+    parked.park()
+    parked.leave()
+    for one, name in ((parked, "parked"), (other, "other")):
+        one.save(tmp_path / name)
+    for file in (tmp_path / "other").iterdir():
+        assert (tmp_path / "parked" / file.name).read_bytes() == file.read_bytes()

@@ -13,7 +13,8 @@ from stages import Generated, Supervised
 from stages.backends import Optimization, Sampling, backend_problems, engine, model_problems, one_shard
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.models import load_network, load_tokenizer, save
-from stages.backends.torch.weights import load_weights, weight_hash, weights
+from stages.backends.torch.weights import load_weights, weights
+from tests.shares import weight_hash
 
 torch.set_num_threads(1)
 CONFIG = {

@@ -29,7 +29,7 @@ from stages import (
     Train,
 )
 from stages.backends import engine
-from stages.backends.torch.weights import weight_hash
+from tests.shares import weight_hash
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -226,7 +226,7 @@ def test_refit_serves_the_trained_weights() -> None:
     train = Train(POLICY, on=LEARNER, lr=1e-2).setup(learner)
     train(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
     sent = weight_hash(engine(learner).trained_weights(POLICY))
-    offered = digest_of([engine(learner).share(POLICY, near=True)])
+    offered = digest_of([engine(learner).share(POLICY, form="handle")])
     assert weight_hash(engine(sampler).served_weights(POLICY)) != sent
     meeting, task = Meeting(), Task(stage="refit", step=4, version=4)
     assert sides[0](meeting, task).weights is None
@@ -258,7 +258,7 @@ def test_training_after_a_refit_does_not_change_what_is_served_on_the_same_group
     before = weight_hash(engine(both).served_weights(POLICY))
     train(batch_columns(), Task(stage="train", step=1, groups=(0, 1, 2, 3)))
     assert weight_hash(engine(both).served_weights(POLICY)) == before
-    assert digest_of([engine(both).share(POLICY, near=True)]) != served
+    assert digest_of([engine(both).share(POLICY, form="handle")]) != served
 
 
 def test_a_transfer_that_changes_anything_is_an_error() -> None:

@@ -91,6 +91,7 @@ class World:
         self.done: list[int] = []
         self.gave_up: GiveUp | None = None
         self.number = 0
+        self.stopping = False
         self.scheduler = Scheduler(planned, start=start, next_group=next_group, pending=pending)
         self.take(self.scheduler.begin())
 
@@ -340,14 +341,15 @@ class World:
         assert not any(self.is_clearable(group) for group in live), "cleared in the same transaction"
         finished = len(self.batches) == self.plan.steps - self.start and not live
         assert self.scheduler.done == (finished and not self.jobs and not self.saving and self.all_done)
-        if not self.scheduler.done:
+        if not self.scheduler.done and not self.stopping:
             waits = self.scheduler.waiting()
             assert self.jobs or self.saving or self.absent(), f"nothing will ever happen: {waits}"
         if self.plan.pool:
             too_old = self.next_batch - self.plan.max_staleness
             for group, age in self.age.items():
                 assert group in self.dropped or group in self.step_of or age >= too_old, "not let go"
-            assert len(self.ready) < self.plan.batch or self.next_batch == self.plan.steps, "not claimed"
+            claims = self.next_batch < self.plan.steps and not self.stopping
+            assert len(self.ready) < self.plan.batch or not claims, "not claimed"
 
     @property
     def all_done(self):
@@ -511,6 +513,23 @@ class World:
             if not self.step(choose):
                 return self
         raise AssertionError("it does not end")
+
+    def stop(self):
+        """Ask it to stop; what runs may go on, and nothing but what is being trained is begun."""
+        self.stopping = True
+        last = max((task.step for task in self.ran if self.stages[task.stage].updates), default=self.start - 1)
+        decisions = self.scheduler.stop()
+        self.take(decisions)
+        assert self.scheduler.stop() == []
+        return last
+
+    def check_stopped(self, last: int):
+        """What was being trained when it was asked is finished and saved, and no more was admitted or begun."""
+        assert self.scheduler.stopped, self.scheduler.waiting()
+        trained = [task.step for task in self.ran if self.stages[task.stage].updates]
+        assert max(trained, default=self.start - 1) == last
+        if last >= self.start:
+            assert self.saved[-1] == last and {*range(self.start, last + 1)} <= {*self.done}
 
     def check_end(self):
         """Everything was trained once, and nothing is left."""

@@ -18,22 +18,20 @@ from ops.refit.plan import Copy, Plan
 SLOT_BYTES, SLOTS = 96 << 20, 3
 
 
-class Packed:
-    """One rank, as the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
+class Exchange:
+    """One rank's part of copies between it and its peers, by their ranks in the group; both ends have the same copies.
 
-    `buffers` are its own, flat bytes. A message is at most `slot_bytes`, or one copy; `slots` of them a peer are in
+    `buffers` are its own, flat bytes. A message is at most `message_bytes`, or one copy; `slots` of them a peer are in
     memory.
     """
 
     def __init__(
-        self, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
-        buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+        self, copies: Mapping[int, Sequence[Copy]], group: StatelessGroup, *, receives: bool,
+        buffers: Mapping[str, torch.Tensor], message_bytes: int, slots: int = SLOTS,
     ) -> None:  # fmt: skip
         self._group, self._receives = group, receives
         device = next(iter(buffers.values())).device
-        pairs = _pairs(plan, number, receives, receivers)
-        share = slot_bytes // max(senders, receivers)
-        rounds = {peer: _messages(copies, share) for peer, copies in pairs.items()}
+        rounds = {peer: _messages(own, message_bytes) for peer, own in copies.items()}
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
         self._slots: list[dict[int, torch.Tensor]] = [
             {
@@ -48,12 +46,12 @@ class Packed:
             self._rounds.append([])
             for peer, messages in sorted(rounds.items()):
                 if index < len(messages):
-                    message, in_group = messages[index], peer if receives else senders + peer
+                    message = messages[index]
                     if receives:
                         moves = message.unpack(memory[peer], lambda copy: buffers[copy.destination_buffer])
                     else:
                         moves = message.pack(lambda copy: buffers[copy.source_buffer], memory[peer])
-                    self._rounds[-1].append((in_group, memory[peer][: message.size], moves))
+                    self._rounds[-1].append((peer, memory[peer][: message.size], moves))
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def run(self) -> None:
@@ -86,6 +84,23 @@ class Packed:
         with self._group.together():
             for peer, memory, _ in messages:
                 (self._group.recv if self._receives else self._group.send)(memory, peer)
+
+
+class Packed(Exchange):
+    """One rank, as the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
+
+    `buffers` are its own, flat bytes. Messages of a round are `slot_bytes` together at most, or one copy each; `slots`
+    of them a peer are in memory.
+    """
+
+    def __init__(
+        self, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
+        buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+    ) -> None:  # fmt: skip
+        pairs = _pairs(plan, number, receives, receivers)
+        in_group = {peer if receives else senders + peer: copies for peer, copies in pairs.items()}
+        share = slot_bytes // max(senders, receivers)
+        super().__init__(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots)
 
 
 def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ops.refit.layout import Layout
-from ops.refit.memory import Handle, SharedMemory, opened
+from ops.refit.memory import Handle, Kept
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
-from ops.refit.share import Share, layout_of
+from ops.refit.share import Share, bytes_of, layout_of
 
 KEPT = 2  # versions whose memory stays open
 
@@ -47,7 +47,7 @@ class Pull:
         near = [rank for rank in range(len(shares)) if rank not in far]
         self._near(shares, near).run()
         for rank in far:  # one after the other, so that at most one is on the device besides the model
-            self._over({rank: _bytes(shares[rank], self._device).to(self._device)}, [rank]).run()
+            self._over({rank: bytes_of(shares[rank], self._device).to(self._device)}, [rank]).run()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return sum(copy.size for copy in self._copies)
@@ -62,7 +62,7 @@ class Pull:
         if memories not in self._moves:
             if len(self._moves) == KEPT:
                 del self._moves[next(iter(self._moves))]
-            opened_now = {rank: _bytes(shares[rank], self._device) for rank in ranks}
+            opened_now = {rank: bytes_of(shares[rank], self._device) for rank in ranks}
             self._moves[memories] = self._over(opened_now, ranks)
             self.lookups += 1
         return self._moves[memories]
@@ -79,12 +79,6 @@ class Pull:
         """Whether the kernel of this device cannot read it."""
         if isinstance(share.memory, np.ndarray):
             return True
+        assert not isinstance(share.memory, Kept), "its owner sends it"
         kind = share.memory.device if isinstance(share.memory, Handle) else share.memory.bytes.device.type
         return kind != self._device.type
-
-
-def _bytes(share: Share, device: torch.device) -> torch.Tensor:
-    if isinstance(share.memory, np.ndarray):
-        return torch.from_numpy(share.memory)
-    assert isinstance(share.memory, Handle | SharedMemory)
-    return opened(share.memory, device)

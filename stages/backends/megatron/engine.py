@@ -17,12 +17,12 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ops.flops import Transformer, model_flops, peak_tflops
-from ops.refit.share import Publisher, Share
+from ops.refit.share import Form, Publisher, Share
 from pipeline import Model, StageContext, StageError
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.sharding import Shard
-from stages.backends import Optimization
+from stages.backends import Optimization, Route
 from stages.backends.decoder import Decoder
 from stages.backends.device import bytes_in_use, claim
 from stages.backends.folder import model_folder
@@ -35,6 +35,7 @@ from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
 from stages.backends.megatron.places import places, tensors
 from stages.backends.text import Texts, identity
+from stages.backends.together import Sender
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
@@ -65,6 +66,7 @@ class MegatronEngine:
         self._held: dict[Model, _Held] = {}
         self._learners: dict[Model, MegatronLearner] = {}
         self._publishers: dict[Model, Publisher] = {}
+        self._senders: dict[Model, Sender] = {}
 
     def network(self, model: Model) -> Network:
         """This rank's part of the trained copy; the same object at every call."""
@@ -108,7 +110,7 @@ class MegatronEngine:
         """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
         return dict(self._gathered(model))
 
-    def share(self, model: Model, *, near: bool) -> Share:
+    def share(self, model: Model, *, form: Form) -> Share:
         """This rank's part of the trained copy, where readers find it."""
         key, network = identity(model), self.network(model)
         held = dict(network.named_parameters())
@@ -116,18 +118,25 @@ class MegatronEngine:
             own = places(network.shape, network.part, self.dtype.itemsize)
             kind = str(self.dtype).removeprefix("torch.")
             self._publishers[key] = Publisher(tensors(network.shape, kind), own, held)
-        return self._publishers[key].publish(held, near=near)
+        return self._publishers[key].publish(held, form=form)
+
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
+        """Send what `share` gave to those who serve."""
+        key = identity(model)
+        if key not in self._senders:
+            self._senders[key] = Sender(self.groups.device, self.groups.ranks.rank)
+        self._senders[key].carry(self._publishers[key], shares, version, route)
 
     def export(self, model: Model, folder: Path) -> None:
         """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
 
-    def sleep(self) -> int:
-        """Give the memory of optimizers and gradients away until `wake`; weights stay, for a refit. Returns the bytes
-        then in use."""
+    def sleep(self, room: int | None = None) -> int:
+        """Give the memory of optimizers and gradients away until `wake`, no more than it takes for `room` bytes of the
+        GPU to be free; weights stay, for a refit. Returns the bytes then in use."""
         for learner in self._learners.values():
-            learner.park()
+            learner.park(room)
         return bytes_in_use(self.groups.device)
 
     def wake(self) -> int:

@@ -81,6 +81,7 @@ class MegatronLearner:
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
     ) -> dict[str, float]:
         """One optimizer update from the microbatches of `update`, on all ranks together."""
+        self.parking.arrive()
         with self.groups.computing():
             sums = self._backward(batch, loss, temperature, update, packed)
             finalize_model_grads([self.buffered], None, pg_collection=self.groups.process)
@@ -150,23 +151,25 @@ class MegatronLearner:
         self.skipped += not finite
         return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
 
-    def park(self) -> None:
-        """Moments and master weights to the host, where they can be saved; gradients are forgotten."""
+    def park(self, room: int | None = None) -> None:
+        """Moments and master weights to the host, where they can be saved; gradients are forgotten. On a GPU no more
+        than it takes for `room` bytes to be free."""
+        self.buffered.offload_grad_buffers(synchronize=self.groups.device.type == "cuda", empty_cache=False)
         shares = checkpoint.shares(self.network, self.optimizer)
-        self.parking.park(tensor for _, _, kinds in shares for tensor in kinds.values())
-        on_gpu = self.groups.device.type == "cuda"
-        self.buffered.offload_grad_buffers(synchronize=on_gpu, empty_cache=on_gpu)
+        self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)
 
     def leave(self) -> None:
-        """And back."""
+        """And back, behind what does not need them."""
+        self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # waits for all streams
         self.parking.leave()
-        self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")
 
     def save(self, folder: Path) -> None:
         """Weights and optimizer, exact to the bit; each rank writes its share."""
+        self.parking.arrive()
         checkpoint.write(folder, self.network, self.optimizer, {"updates": self.updates, "skipped": self.skipped})
 
     def restore(self, folder: Path) -> None:
         """What `save` wrote into `folder`. Raises CheckpointError where a file is missing or is not whole."""
+        self.parking.arrive()
         counters = checkpoint.read(folder, self.network, self.optimizer)
         self.updates, self.skipped = counters["updates"], counters["skipped"]

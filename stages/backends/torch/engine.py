@@ -15,17 +15,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ops.comm.stateless_group import GroupError
 from ops.flops import Transformer, model_flops, peak_tflops
-from ops.refit.share import Publisher, Share
+from ops.refit.share import Form, Publisher, Share
 from pipeline import Model, StageContext, StageError
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
 from pipeline.ranks import Ranks
 from pipeline.sharding import Shard
-from stages.backends import Cancelled, Decoded, Draws, Generation, Optimization, Sampling, Served
+from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, Served
 from stages.backends.device import bytes_in_use, claim
 from stages.backends.receive import Receiver, acknowledged
 from stages.backends.text import Texts, identity
+from stages.backends.together import Sender, peer_lost
 from stages.backends.torch import weights as weight_tools
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.models import closing_tokens, load_network
@@ -36,6 +38,7 @@ from stages.backends.torch.score import score
 from stages.backends.torch.sharded import divide
 
 Role = Literal["trained", "served", "frozen"]
+LOOK_S = 0.02  # of a stream whose weights are of no version
 
 
 def open_engine(context: StageContext) -> TorchEngine:
@@ -62,6 +65,8 @@ class TorchEngine(Texts):
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
         self._publishers: dict[Model, Publisher] = {}
+        self._senders: dict[Model, Sender] = {}
+        self._between: set[Model] = set()  # those whose served copy is of no version
         self._receivers: dict[Model, Receiver] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
@@ -112,7 +117,13 @@ class TorchEngine(Texts):
             version=lambda: self.served_version(model, version),
             unwanted=unwanted,
         )
-        for event in events:
+        while True:
+            while identity(model) in self._between:
+                await asyncio.sleep(LOOK_S)
+            try:
+                event = next(events)
+            except StopIteration:
+                return
             if event is not None:
                 yield event
             await asyncio.sleep(0)
@@ -170,27 +181,40 @@ class TorchEngine(Texts):
         made = weight_tools.weights(self.network(model, "trained"), self.dtype)
         return made if self.ranks.rank == 0 else {}
 
-    def share(self, model: Model, *, near: bool) -> Share:
+    def share(self, model: Model, *, form: Form) -> Share:
         """This rank's part of the trained copy, where readers find it."""
         tensors, places, held = placed(self.network(model, "trained"), self.dtype)
         key = identity(model)
         if key not in self._publishers:
             self._publishers[key] = Publisher(tensors, places, held)
-        return self._publishers[key].publish(held, near=near)
+        return self._publishers[key].publish(held, form=form)
+
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
+        """Send what `share` gave to those who serve."""
+        key = identity(model)
+        if key not in self._senders:
+            self._senders[key] = Sender(self.device, self.worker[0])
+        self._senders[key].carry(self._publishers[key], shares, version, route)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
         """Bring weights of a version into the served copy, in place; the hash of what is there then."""
         key = identity(model)
         if key not in self._receivers:
             tensors, places, held = placed(self.network(model, "served"))
             rank, workers = self.worker
-            self._receivers[key] = Receiver(tensors, [places] * workers, rank, held)
-        received = self._receivers[key].receive(shares)
+            self._receivers[key] = Receiver(tensors, [places], 0, held, replica=rank, replicas=workers)
+        if route.meeting is not None:
+            self._between.add(key)
+        try:
+            received = self._receivers[key].receive(shares, version, route)
+        except GroupError as error:
+            raise peer_lost(error) from error
         sha256 = acknowledged(shares, [received.summed])
+        self._between.discard(key)
         self._versions[key] = version
         return Served(sha256, received.record)
 
@@ -198,10 +222,11 @@ class TorchEngine(Texts):
         """The version of the last `serve`; a frozen model is never a key."""
         return self._versions.get(model, default)
 
-    def sleep(self) -> int:
-        """Give the memory of optimizers away until `wake`; weights stay, for a refit. Returns the bytes then in use."""
+    def sleep(self, room: int | None = None) -> int:
+        """Give the memory of optimizers away until `wake`, no more than it takes for `room` bytes of the GPU to be
+        free; weights stay, for a refit. Returns the bytes then in use."""
         for learner in self._learners.values():
-            learner.park()
+            learner.park(room)
         return bytes_in_use(self.device)
 
     def wake(self) -> int:

@@ -82,6 +82,7 @@ class TorchLearner:
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
     ) -> dict[str, float]:
         """One optimizer update from the microbatches of `update`, on all ranks together."""
+        self.parking.arrive()
         sums: dict[str, float] = {}
         for microbatch in update.microbatches:
             found = self._backward(batch.at(microbatch.samples), loss, temperature, update, microbatch, packed)
@@ -159,18 +160,21 @@ class TorchLearner:
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
 
-    def park(self) -> None:
-        """Moments and master weights to the host; they can be saved there."""
+    def park(self, room: int | None = None) -> None:
+        """Moments and master weights to the host; they can be saved there. On a GPU no more than it takes for `room`
+        bytes to be free."""
         masters = [master for name, master in self.masters.items() if master is not self.parameters[name]]
-        self.parking.park([*masters, *(value for state in self.optimizer.state.values() for value in state.values())])
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        self.parking.park([*masters, *states], room)
 
     def leave(self) -> None:
-        """And back."""
+        """And back, behind what does not need them."""
         self.parking.leave()
 
     def save(self, folder: Path) -> None:
         """safetensors and JSON; nothing that executes code when it is read. All ranks gather, rank 0 writes: what is
         written does not depend on how many there are."""
+        self.parking.arrive()
         state = {}
         for name, master in self.masters.items():
             for moment, value in self.optimizer.state.get(master, {}).items():
@@ -186,6 +190,7 @@ class TorchLearner:
 
     def restore(self, folder: Path) -> None:
         """What `save` wrote into `folder`. Raises CheckpointError where a file is missing or is not whole."""
+        self.parking.arrive()
         try:
             named = load_file(folder / _WEIGHTS)
             state = load_file(folder / _OPTIMIZER)

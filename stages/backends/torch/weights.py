@@ -1,15 +1,13 @@
-"""Weights by name, and their hash. Knows modules and bytes; it does not know who needs them."""
+"""Weights by name. Knows modules and bytes; it does not know who needs them."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ops.checksum import checksum
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.backends.torch.sharded import like, whole
@@ -50,37 +48,6 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
             )
     for name, tensor in new.items():
         held[name].copy_(like(tensor, held[name]))
-
-
-def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over name, dtype, shape and bytes of each tensor, in order of the names.
-
-    Of tensors on a GPU, it is over checksums of their bytes, which stay there: another hash than the CPU's.
-    """
-    hashes = Hashes()
-    for name, tensor in named.items():
-        hashes.add(name, tensor)
-    return hashes.together()
-
-
-class Hashes:
-    """`weight_hash` of tensors as they pass, in any order."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, bytes] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Note one tensor."""
-        tensor = tensor.detach().contiguous()
-        if tensor.is_cuda:
-            contents = checksum(tensor)
-        else:
-            contents = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
-        self._of[name] = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + contents
-
-    def together(self) -> str:
-        """The hash of all of them."""
-        return hashlib.sha256(b"".join(self._of[name] for name in sorted(self._of))).hexdigest()
 
 
 def state(network: nn.Module) -> dict[str, torch.Tensor]:

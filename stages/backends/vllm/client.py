@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import StageError
-from pipeline.errors import Problem, told
+from pipeline.errors import PeerLost, Problem, Unfit, told
 from stages.backends.interface import Served
 from stages.backends.receive import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import versions
@@ -45,6 +45,7 @@ class Setup:
     folder: Path
     gpus: bool
     tensor_parallel: int
+    memory: float  # share of a GPU
     where: str
     replica: int = 0
     replicas: int = 1
@@ -96,9 +97,13 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, weights: Weights, version: int) -> Served:
-        """Load weights between two tokens, and keep them as those that are served."""
-        return self.call(self._load(weights, version))
+    def load(self, weights: Weights) -> Served:
+        """Load weights between two tokens, and keep them as those that are served.
+
+        Raises PeerLost where they did not get through; nothing is sampled then until others have. Raises Unfit where
+        the engine died and the trainer would have to carry them once more.
+        """
+        return self.call(self._load(weights))
 
     def sleep(self) -> int:
         """Give the GPU's memory away: weights go to the host, the cache is dropped. Nothing may run. Returns the bytes
@@ -206,12 +211,17 @@ class Client:
             return self._llm
 
     async def _open(self) -> None:
-        """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile."""
+        """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile. Raises
+        Unfit where those would have to be carried here once more."""
         if self._llm is not None:
             self._lose(self._llm)
+        if self._weights is not None and self._weights.route.meeting is not None:
+            raise Unfit(self._not_again())
         setup = self.setup
         try:
-            self._llm = llm = versions.open_llm(setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel)
+            self._llm = llm = versions.open_llm(
+                setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel, memory=setup.memory
+            )
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
@@ -249,19 +259,21 @@ class Client:
             if request.llm is llm and request.following is not None:
                 request.following.cancel()
 
-    async def _load(self, weights: Weights, version: int) -> Served:
+    async def _load(self, weights: Weights) -> Served:
+        carried = weights.route.meeting is not None
         async with self._loading:
-            for _ in range(ATTEMPTS):
+            for _ in range(1 if carried else ATTEMPTS):
                 llm = await self._alive()
                 with suppress(versions.EngineDeadError):
-                    return await self._swap(llm, weights, version)
-        raise StageError(self._died())
+                    return await self._swap(llm, weights)
+        raise Unfit(self._not_again()) if carried else StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, weights: Weights, version: int) -> Served:
+    async def _swap(self, llm: versions.AsyncLLM, weights: Weights) -> Served:
         """Pause between two steps, load, note where each request is, go on.
 
         The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
-        finds keys and values of the old ones. An engine that does not get through this is given up.
+        finds keys and values of the old ones. An engine that does not get through this is given up; one that was not
+        sent all of it stays paused.
         """
         goes_on, times_s = False, [time.perf_counter()]
         try:
@@ -270,10 +282,13 @@ class Client:
             served, counts = await self._received(llm, weights)
             times_s.append(time.perf_counter())
             for name, request in self._live.items():
-                request.spans.append((counts.get(name, 0), version))
-            self._weights, self._version = weights, version
+                request.spans.append((counts.get(name, 0), weights.version))
+            self._weights, self._version = weights, weights.version
             await self._answer(llm, llm.resume_generation())
             goes_on = True
+        except PeerLost:
+            goes_on = True
+            raise
         finally:
             if not goes_on:
                 self._lose(llm)
@@ -332,6 +347,14 @@ class Client:
             what=f"the vLLM engine died {ATTEMPTS} times under one task",
             why="a lost engine is started again once a task",
             fix="look into logs/ of the run; often the memory is short: a smaller model, or fewer samples at a time",
+        )
+
+    def _not_again(self) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what="the vLLM engine died, and the trainer would have to carry the weights here once more",
+            why="it does so for a worker in the place of this one, not for an engine",
+            fix="resume from the last checkpoint",
         )
 
     def _overtaken(self) -> Problem:

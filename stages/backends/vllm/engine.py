@@ -23,7 +23,7 @@ from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, Served, samples_of
+from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, Served, samples_of
 from stages.backends.folder import model_folder
 from stages.backends.receive import check_same
 from stages.backends.text import Texts
@@ -80,7 +80,8 @@ class VllmEngine(Texts):
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
             setup = Setup(
-                folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, where=str(group.location),
+                folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, memory=group.memory,
+                where=str(group.location),
                 replica=self._worker[0], replicas=self._worker[1],
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
@@ -131,11 +132,11 @@ class VllmEngine(Texts):
         finally:
             running.close()
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
         """Bring weights of a version into the engine between two tokens; the hash of what is there then."""
         client = self.client(model)
         check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
-        served = client.load(Weights(shares), version)
+        served = client.load(Weights(shares, version, route))
         self._version = version
         return served
 
@@ -144,9 +145,9 @@ class VllmEngine(Texts):
         served = self._started is not None and self._started.model == model
         return self._version if served and self._version is not None else default
 
-    def sleep(self) -> int:
-        """Give the GPU's memory away until `wake`: weights wait on the host, the cache is dropped. Returns the bytes
-        then in use on the first GPU; an engine that has not started has none to give."""
+    def sleep(self, room: int | None = None) -> int:
+        """Give the GPU's memory away until `wake`, all of it whatever `room` is wanted: weights wait on the host, the
+        cache is dropped. Returns the bytes then in use on the first GPU; an engine that has not started has none."""
         return self._started.client.sleep() if self._started is not None else 0
 
     def wake(self) -> int:

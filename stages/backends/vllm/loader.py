@@ -31,7 +31,9 @@ class Loader:
         """`Transfer.differing`."""
         return self.weight_transfer_engine.differing()
 
-    def sluice_acknowledged(self, names: list[str]) -> tuple[list[bytes], dict[str, float], list[str], dict[str, int]]:
+    def sluice_acknowledged(
+        self, names: list[str]
+    ) -> tuple[list[bytes], dict[str, float], list[str], str, dict[str, int]]:
         """`Transfer.acknowledged`, and how many tokens each of these requests has: none of them runs meanwhile, so
         these are the tokens that the old weights computed."""
         return *self.weight_transfer_engine.acknowledged(), tokens_of(names)

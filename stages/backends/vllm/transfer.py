@@ -16,10 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ops.refit.memory import Handle
+from ops.comm.stateless_group import GroupError
+from ops.refit.memory import Handle, Kept
 from ops.refit.share import Share, layout_of
 from ops.refit.sums import Summed
 from stages.backends.decoder import Decoder
+from stages.backends.interface import Route
 from stages.backends.receive import Received, Receiver
 from stages.backends.vllm.storage import Storage, differing
 from stages.backends.vllm.versions import (
@@ -43,9 +45,11 @@ class Joined(WeightTransferInitInfo):
 
 @dataclass
 class Offered(WeightTransferUpdateInfo):
-    """Shares of all trainer ranks, as plain values: layout, and the handle of the memory."""
+    """Shares of all trainer ranks, as plain values: layout, and what stands for the memory; and the `Route`."""
 
     shares: list[Any]
+    version: int
+    route: dict[str, Any]
 
 
 class Transfer(WeightTransferEngine[Joined, Offered]):
@@ -56,6 +60,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
     _storage: Storage | None = None
     _receiver: Receiver | None = None
     _received: Received | None = None
+    _lost = ""
 
     def init_transfer_engine(self, init_info: Joined) -> None:
         """Note the place; memory is taken when the first version comes."""
@@ -63,7 +68,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def start_weight_update(self) -> None:
         """Nothing is known of the coming version."""
-        self._received = None
+        self._received, self._lost = None, ""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Bring a version; done when it returns, on every device."""
@@ -71,25 +76,34 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def receive_weights(self, update_info: Offered) -> None:
         """Bring a version."""
-        nothing = Summed(b"", b"")
-        shares = [Share(layout, nothing, msgspec.convert(memory, Handle)) for layout, memory in update_info.shares]
+        nothing, route = Summed(b"", b""), msgspec.convert(update_info.route, Route)
+        stands: Any = Kept if route.meeting else Handle
+        shares = [Share(layout, nothing, msgspec.convert(memory, stands)) for layout, memory in update_info.shares]
         if self._receiver is None:
-            self._prepare(shares)
+            self._prepare(shares, golden=route.transport == "golden")
         assert self._receiver is not None
-        self._received = self._receiver.receive(shares)
+        try:
+            self._received = self._receiver.receive(shares, update_info.version, route)
+        except GroupError as error:  # vLLM would end for it
+            self._lost = str(error)
 
     def finish_weight_update(self) -> None:
         """Have vLLM make of it what it computes with."""
+        if self._lost:
+            return
         assert self._storage is not None and self._received is not None
         begun_s = time.perf_counter()
         self._storage.finish(self._load)
         self._received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
         self._received.record["through_loader"] = float(len(self._storage.loaded))
 
-    def acknowledged(self) -> tuple[list[bytes], dict[str, float], list[str]]:
-        """Of the last version: checksums of all boxes, the record, and the tensors that went through vLLM's loader."""
+    def acknowledged(self) -> tuple[list[bytes], dict[str, float], list[str], str]:
+        """Of the last version: checksums of all boxes, the record, and the tensors that went through vLLM's loader; or,
+        at the end, why it did not get through."""
+        if self._lost:
+            return [b"", b""], {}, [], self._lost
         assert self._storage is not None and self._received is not None
-        return [*msgspec.structs.astuple(self._received.summed)], self._received.record, self._storage.loaded
+        return [*msgspec.structs.astuple(self._received.summed)], self._received.record, self._storage.loaded, ""
 
     def differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; of a model without a table, none."""
@@ -97,24 +111,37 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
             return []
         return differing(
             self.model, decoder, self.parallel_config.rank, self.parallel_config.tensor_parallel_size,
-            dtype=self.model_config.dtype, device=self.device, folder=Path(self.model_config.model),
+            dtype=self._dtype(), device=self.device, folder=Path(self.model_config.model),
         )  # fmt: skip
+
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """A trainer publishes its part (ops/refit/share.py) and sends nothing; vLLM 0.26 wants the name to be here."""
 
     def shutdown(self) -> None:
         """Give the trainer's memory back."""
         if self._receiver is not None:
             self._receiver.close()
 
-    def _prepare(self, shares: list[Share]) -> None:
+    def _prepare(self, shares: list[Share], *, golden: bool) -> None:
+        """Find the parameters; all of them behind vLLM's own loader, where it is to be the `golden` way."""
         ranks, joined = self.parallel_config.tensor_parallel_size, self._joined
         storage = Storage(
-            self.model, self._decoder(), ranks, by_loader=joined.by_loader, offered=layout_of(shares).tensors,
-            dtype=self.model_config.dtype, device=self.device,
+            self.model, None if golden else self._decoder(), ranks, by_loader=joined.by_loader,
+            offered=layout_of(shares).tensors, dtype=self._dtype(), device=self.device,
         )  # fmt: skip
         own = [storage.places(rank) for rank in range(ranks)]
-        number = joined.replica * ranks + self.parallel_config.rank
-        self._receiver = Receiver(storage.tensors, own * joined.replicas, number, storage.held)
+        self._receiver = Receiver(
+            storage.tensors, own, self.parallel_config.rank, storage.held,
+            replica=joined.replica, replicas=joined.replicas,
+        )  # fmt: skip
         self._storage = storage
+
+    def _dtype(self) -> torch.dtype:
+        """Of the parameters, as vLLM has settled it."""
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def _decoder(self) -> Decoder | None:
         """The model, where there is a table for it."""

@@ -33,6 +33,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from ops.refit.sums import Summed
 from stages.backends.receive import Received
+from stages.backends.together import peer_lost
 
 __all__ = [
     "AsyncLLM",
@@ -59,8 +60,7 @@ __all__ = [
 ]
 
 INTERVAL = 16  # tokens of a request between two of its outputs
-GPU_MEMORY = 0.85  # the share of a GPU that weights and cache may take,
-FREE_MEMORY = 0.92  # and of what others have left of it
+FREE_MEMORY = 0.92  # of what others have left of a GPU
 
 
 def computes_on_cpu() -> bool:
@@ -68,12 +68,15 @@ def computes_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
-    """Start an engine and wait until it is ready. Inside the event loop that it shall live on.
+def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -> AsyncLLM:
+    """Start an engine and wait until it is ready. Inside the event loop that it shall live on. On GPUs it takes the
+    share `memory` of each, or nearly all that others have left, where that is less.
 
     Raises ValueError or RuntimeError where it cannot start.
     """
-    settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": _memory()} if gpus else {}
+    settings: dict[str, Any] = (
+        {"enable_sleep_mode": True, "gpu_memory_utilization": min(memory, _left())} if gpus else {}
+    )
     config = AsyncEngineArgs(
         model=str(folder),
         dtype="bfloat16" if gpus else "float32",
@@ -95,8 +98,8 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int) -> AsyncLLM:
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
-def _memory() -> float:
-    """The share of the first GPU that this engine may take, asked without making a context on it."""
+def _left() -> float:
+    """The share of the first GPU that an engine can take, asked without making a context on it."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     pynvml.nvmlInit()
     try:
@@ -105,7 +108,7 @@ def _memory() -> float:
         memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
     finally:
         pynvml.nvmlShutdown()
-    return min(GPU_MEMORY, FREE_MEMORY * memory.free / memory.total)
+    return float(FREE_MEMORY * memory.free / memory.total)
 
 
 def _check_head(size: int) -> None:
@@ -191,10 +194,14 @@ async def receive(
     llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
 ) -> tuple[list[Received], list[str], dict[str, int]]:
     """Have all ranks bring a version (`transfer.Offered`): what they say of it, and what all have alike, of the first:
-    tensors that went through vLLM's loader, and how many tokens each of these requests has."""
+    tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost where it
+    did not get through to a rank."""
     await llm.start_weight_update()
     await llm.update_weights(WeightTransferUpdateRequest(update_info=offered))
     await llm.finish_weight_update()
     answers = await llm.collective_rpc("sluice_acknowledged", args=(list(names),))
-    _, _, loaded, counts = answers[0]
-    return [Received(Summed(*summed), record) for summed, record, _, _ in answers], loaded, counts
+    for _, _, _, lost, _ in answers:
+        if lost:
+            raise peer_lost(lost)
+    _, _, loaded, _, counts = answers[0]
+    return [Received(Summed(*summed), record) for summed, record, *_ in answers], loaded, counts

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ops.refit.layout import Tensor
-from ops.refit.memory import Handle, SharedMemory
+from ops.refit.memory import Handle, Kept, SharedMemory
 from ops.refit.share import Share
+from stages.backends.interface import Route
 from stages.backends.torch.places import placed
 
 
@@ -28,20 +29,25 @@ def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class Weights:
-    """The shares of a version, in memory that processes of this machine open, as long as this object lives.
+    """The shares of a version, in memory that processes of this machine open, as long as this object lives; or, of
+    those that the trainer carries, where to meet it.
 
     What came as bytes is put into memory for it.
     """
 
-    def __init__(self, shares: Sequence[Share]) -> None:
-        self.shares = list(shares)
+    def __init__(self, shares: Sequence[Share], version: int, route: Route) -> None:
+        self.shares, self.version, self.route = list(shares), version, route
         self._own = {i: _landed(s.memory) for i, s in enumerate(shares) if isinstance(s.memory, np.ndarray)}
 
     def told(self) -> dict[str, Any]:
         """What `transfer.Offered` takes."""
         handles = [_handle(self._own.get(i, share.memory)) for i, share in enumerate(self.shares)]
         plain = [msgspec.to_builtins(handle, builtin_types=(bytes,)) for handle in handles]
-        return {"shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)]}
+        return {
+            "shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)],
+            "version": self.version,
+            "route": msgspec.to_builtins(self.route),
+        }
 
 
 def _landed(content: np.ndarray) -> SharedMemory:
@@ -50,6 +56,6 @@ def _landed(content: np.ndarray) -> SharedMemory:
     return memory
 
 
-def _handle(memory: SharedMemory | Handle | np.ndarray) -> Handle:
+def _handle(memory: SharedMemory | Handle | np.ndarray | Kept) -> Handle | Kept:
     assert not isinstance(memory, np.ndarray)
     return memory.handle() if isinstance(memory, SharedMemory) else memory

@@ -1,0 +1,152 @@
+"""What the web view costs beside a run: CPU seconds a minute with no page, 1 and 20, and memory over a long replay.
+
+python -m benchmarks.view [--seconds 60] [--events-per-s 200] [--spans 300000] [--out FILE]
+
+A run is recorded while it is looked at: a simulated record, written line by line at a steady pace. A page is what a
+browser asks for: the stream of rows, and findings as steps end, ten seconds apart at least. Then a record of many spans
+is followed from its first byte to its end, and the memory of the server is looked at after each tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import report
+from pipeline import trace
+from pipeline.rundir import RunDir
+from tests.unit.records import simulated
+from tests.web.folders import written
+from tests.web.serving import Served, serving
+
+PAGES = (0, 1, 20)
+FINDINGS_S = 10.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Page(threading.Thread):
+    """The requests of one open page."""
+
+    def __init__(self, served: Served, run: str) -> None:
+        super().__init__(daemon=True)
+        self._served, self._run = served, run
+        self.received_bytes, self.stop = 0, False
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=30)
+        connection.request("GET", f"/api/runs/{self._run}/events", headers={"Cookie": self._served.cookie})
+        answer = connection.getresponse()
+        found_s = 0.0
+        while not self.stop and (line := answer.readline()):
+            self.received_bytes += len(line)
+            if line.startswith(b"event: rows") and time.monotonic() - found_s > FINDINGS_S:
+                found_s = time.monotonic()
+                self.received_bytes += len(self._served.ask(f"/api/runs/{self._run}/findings")[2])
+        connection.close()
+
+
+def live(pages: int, seconds: float, events_per_s: float) -> dict[str, Any]:
+    """The cost while a run writes so many events a second and so many pages are open."""
+    plan, events = simulated(steps=int(seconds * events_per_s / 30) + 50, max_staleness=1)
+    tick_s = 0.1
+    batch = max(1, round(events_per_s * tick_s))
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = written(Path(folder) / "run", plan, events[:200])
+        with serving(Path(folder)) as served:
+            readers = [Page(served, "run") for _ in range(pages)]
+            for reader in readers:
+                reader.start()
+            time.sleep(2.0)
+            begun_s, before_s = time.monotonic(), cpu_s(served.process.pid)
+            writer, at = trace.TraceWriter(run_dir.events), 200
+            while time.monotonic() - begun_s < seconds and at < len(events):
+                for event in events[at : at + batch]:
+                    writer.write(event)
+                writer.flush()
+                at += batch
+                time.sleep(tick_s)
+            took_s = time.monotonic() - begun_s
+            used_s = cpu_s(served.process.pid) - before_s
+            memory = memory_bytes(served.process.pid)
+            for reader in readers:
+                reader.stop = True
+            writer.close()
+    return {
+        "pages": pages,
+        "events_per_s": round((at - 200) / took_s),
+        "cpu_s_per_minute": round(60 * used_s / took_s, 2),
+        "memory_mib": round(memory / 2**20, 1),
+        "mib_per_page": round(sum(r.received_bytes for r in readers) / max(1, pages) / 2**20, 2),
+    }
+
+
+def replay(spans: int) -> dict[str, Any]:
+    """Memory of the server while a record grows to so many spans and one page is open."""
+    plan, events = simulated(steps=300, max_staleness=1)
+    tail = events[len(events) // 2 : -1]
+    per_round = sum(isinstance(event, trace.Ran) for event in tail)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir: RunDir = written(Path(folder) / "run", plan, events[:-1])
+        with serving(Path(folder)) as served:
+            reader = Page(served, "run")
+            reader.start()
+            writer, memory = trace.TraceWriter(run_dir.events), []
+            rounds = spans // per_round
+            for number in range(rounds):
+                for event in tail:
+                    writer.write(event)
+                writer.flush()
+                if number % max(1, rounds // 10) == 0:
+                    seen = -1
+                    while seen != reader.received_bytes:  # until the page has it all
+                        seen = reader.received_bytes
+                        time.sleep(1.0)
+                    memory.append(memory_bytes(served.process.pid))
+            reader.stop = True
+            writer.close()
+    half = len(memory) // 2
+    return {
+        "spans": rounds * per_round,
+        "memory_mib": [round(size / 2**20, 1) for size in memory],
+        "second_half_growth": round(memory[-1] / memory[half] - 1, 3),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--events-per-s", type=float, default=200.0)
+    parser.add_argument("--spans", type=int, default=300_000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = [live(pages, options.seconds, options.events_per_s) for pages in PAGES]
+    found = replay(options.spans)
+    notes = (
+        f"A simulated run that writes {options.events_per_s:g} events a second for {options.seconds:g} s; "
+        f"mib_per_page is what a page received. Replay with one page: {found['spans']} spans, memory of the server in "
+        f"MiB after each tenth {found['memory_mib']}, growth over the second half "
+        f"{100 * found['second_half_growth']:.1f} %."
+    )
+    report("view", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

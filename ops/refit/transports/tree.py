@@ -1,0 +1,259 @@
+"""Fan-out in waves: a receiver that has a version gives it on to receivers of equal boxes, as ops.refit.waves says.
+
+    tree = Tree(trainer, sampler, store, number=0, receives=True, buffers=parameters)
+    record = tree.run(version=7)                   # on every rank of both sides, for every version
+
+For many receivers behind few senders: a sender gives to one receiver of a kind in a wave, and each receiver that has
+all of exactly this version is one more source. Ranks agree at `store`, a TCPStore that somebody serves who outlives
+them (ops.refit.agreement). Planned, connected and allocated is once: a warm refit looks nothing up.
+
+A rank that dies in a wave is noticed at the other end of its transfer: the connection breaks, or is silent for
+`deadline_s` (with NCCL it is always silent). All then know who is gone and who has the version, and plan what is left
+anew, so receivers that lost their source get it from another one. A rank that died elsewhere is missed by the next
+version. Who is gone stays so: a process that is started again takes part in a new Tree, of another `name`.
+
+Each pair that exchanges anything has a group of its own, so that a broken end breaks no other transfer. With gloo that
+costs 5 ms at first use and, as long as the tree is there, 0.3 MB, 3 threads and 5 open files; with NCCL a communicator.
+Slots of a rank are `slots * slot_bytes` together at most, or one copy a message. To meet and each wave are 4 round
+trips to the store. The store is this process's own client, for the tree alone while a version travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ops.comm.stateless_group import DEADLINE_S, StatelessGroup
+from ops.comm.store import Asking
+from ops.refit.agreement import Agreement
+from ops.refit.layout import Layout
+from ops.refit.plan import SEGMENT_BYTES, Copy, build
+from ops.refit.transports.packed import SLOT_BYTES, SLOTS, Exchange
+from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
+
+PATIENCE = 3  # deadlines that a wave may take
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Record:
+    """What a refit was on one rank. `path` is how the version came: "direct" from the trainer, "tree" from a receiver,
+    "held" where it was there before; "trainer" on a sender. `wave` is the one in which it came, from 0, or -1; `waves`
+    is how many there were, and `replans` how often ranks were lost in one. `lookups` counts plans, connections and
+    messages that were not there from the version before. `meet_ms` is until all ranks were there, `move_ms` in this
+    rank's own transfers, `agree_ms` behind them until all had ended theirs."""
+
+    path: str
+    wave: int = -1
+    waves: int = 0
+    replans: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    lookups: int = 0
+    meet_ms: float = 0.0
+    move_ms: float = 0.0
+    agree_ms: float = 0.0
+
+
+@dataclass(eq=False)
+class _Edge:
+    """What this rank sends to a peer in a wave, or receives from it."""
+
+    sender: int
+    receiver: int
+    copies: Sequence[Copy]
+    message_bytes: int
+    exchange: Exchange | None = None
+
+
+class Tree:
+    """One rank, as the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
+    senders come first. `buffers` are its own, flat bytes; `interface` is the network interface that it uses
+    (ops.comm.interface). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
+    wave may take PATIENCE of them.
+
+    `held` is the version that a receiver has. Whoever overwrites its buffers sets it to None. Raises ValueError, naming
+    the tensor, where the source does not have what the destination wants.
+    """
+
+    def __init__(
+        self, source: Layout, destination: Layout, store: dist.Store, *, number: int, receives: bool,
+        buffers: Mapping[str, torch.Tensor], name: str = "", interface: str = "", deadline_s: float = DEADLINE_S,
+        slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+    ) -> None:  # fmt: skip
+        self.held: int | None = None
+        self._source, self._destination, self._senders = source, destination, len(source.ranks)
+        self._rank, self._receives = (self._senders + number if receives else number), receives
+        self._kind = {self._senders + rank: self._senders + first for rank, first in enumerate(kinds(destination))}
+        self._store, self._name, self._interface, self._deadline_s = store, name, interface, deadline_s
+        self._buffers, self._slot_bytes, self._slots = buffers, slot_bytes, slots
+        self._device = next(iter(buffers.values())).device
+        build(source, Layout(destination.tensors, [destination.ranks[first] for first in set(kinds(destination))]))
+        told = msgspec.msgpack.encode((source, destination, slot_bytes))
+        self._digest, self._turn = hashlib.sha256(told).hexdigest(), 0
+        self._agreement = Agreement(store, name, self._rank, self._senders)
+        self._gone: tuple[int, ...] = ()
+        self._plans: dict[State, list[tuple[Wave, list[_Edge]]]] = {}
+        self._groups: dict[Pair, StatelessGroup] = {}
+
+    def run(self, version: int) -> Record:
+        """Move this rank's part of a version; it is there when it returns, on all receivers that are not gone.
+
+        Raises NoSourceError where a receiver lacks it and nobody is left to give it, on all ranks; GroupError on a rank
+        that the others went on without, or that lost the store; ValueError where ranks do not plan from the same. It
+        is over for this rank then.
+        """
+        with ExitStack() as on_error:
+            on_error.callback(self.abandon)  # so that nobody waits for a rank that does not go on
+            record = self._run(version)
+            on_error.pop_all()
+        return record
+
+    def close(self) -> None:
+        """Leave all groups. On GPUs every rank has to."""
+        for group in self._groups.values():
+            group.close()
+        self._groups, self._plans = {}, {}
+
+    def _run(self, version: int) -> Record:
+        begun_s = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        record = Record("held" if self._receives else "trainer")
+        state = self._met(version)
+        record.meet_ms = 1e3 * (time.perf_counter() - begun_s)
+        while True:
+            if state not in self._plans:
+                self._plans[state] = self._planned(state)
+                record.lookups += 1
+            for wave, edges in self._plans[state]:
+                holders = sorted({*state.holders, *(rank for rank, _ in wave)})
+                hoped = msgspec.structs.replace(state, holders=tuple(holders))
+                state = self._carried(version, wave, edges, state, record)
+                record.waves += 1
+                if state != hoped:
+                    record.replans += 1
+                    self._drop(state)
+                    break
+            else:
+                return record
+
+    def _met(self, version: int) -> State:
+        """Meet all ranks that are left; who has the version already."""
+        self._turn += 1
+        state = State(gone=self._gone)
+        expected = [rank for rank in range(self._senders + len(self._kind)) if rank not in self._gone]
+        holds = self._receives and self.held == version
+        report = Report(self._rank, holds=holds, plan=f"{self._digest} {version}")
+        state = self._agreement.settle(f"{self._turn}/", state, expected, report, wait_s=self._deadline_s)
+        self._agreement.forget()
+        if state.gone != self._gone:
+            self._drop(state)
+        return state
+
+    def _carried(self, version: int, wave: Wave, edges: Sequence[_Edge], state: State, record: Record) -> State:
+        """The state behind a wave."""
+        stage = f"{self._turn}/{record.waves}"
+        giver = next((source for receiver, source in wave if receiver == self._rank), None)
+        expected = {rank for pair in wave for rank in pair if rank != TRAINER}
+        if any(source == TRAINER for _, source in wave):
+            expected |= set(range(self._senders)) - set(state.gone)
+        record.lookups += sum(edge.exchange is None for edge in edges)
+        record.lookups += len({(edge.sender, edge.receiver) for edge in edges} - self._groups.keys())
+        if giver is not None:
+            self.held = None
+        begun_s = time.perf_counter()
+        lost = self._moved(stage, edges)
+        moved_s = time.perf_counter()
+        if giver is not None and not lost:
+            self.held = version
+            record.path, record.wave = ("direct" if giver == TRAINER else "tree"), record.waves
+        for edge in set(edges) - set(lost):
+            size = sum(copy.size for copy in edge.copies)
+            record.received_bytes += size if edge.receiver == self._rank else 0
+            record.sent_bytes += size if edge.sender == self._rank else 0
+        lacking = tuple(edge.sender for edge in lost if edge.receiver == self._rank)
+        report = Report(self._rank, holds=self._receives and self.held == version, lost=lacking)
+        state = self._agreement.settle(
+            stage, state, expected, report if self._rank in expected else None,
+            unheard=[edge.sender + edge.receiver - self._rank for edge in lost], wait_s=PATIENCE * self._deadline_s,
+        )  # fmt: skip
+        record.move_ms += 1e3 * (moved_s - begun_s)
+        record.agree_ms += 1e3 * (time.perf_counter() - moved_s)
+        return state
+
+    def _moved(self, stage: str, edges: Sequence[_Edge]) -> list[_Edge]:
+        """Carry edges out beside each other; which did not get through."""
+        if not edges:
+            return []
+        with ThreadPoolExecutor(len(edges)) as pool:
+            went = list(pool.map(lambda edge: self._went(stage, edge), edges))
+        return [edge for edge, through in zip(edges, went) if not through]
+
+    def _went(self, stage: str, edge: _Edge) -> bool:
+        pair, receives = (edge.sender, edge.receiver), edge.receiver == self._rank
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            try:
+                if pair not in self._groups:
+                    self._groups[pair] = self._joined(stage, pair)
+            except RuntimeError as error:
+                return self._lost(stage, pair, error)
+            if edge.exchange is None:
+                edge.exchange = Exchange(
+                    {0 if receives else 1: edge.copies}, self._groups[pair], receives=receives, buffers=self._buffers,
+                    message_bytes=edge.message_bytes, slots=self._slots,
+                )  # fmt: skip
+            try:
+                edge.exchange.run()
+                self._groups[pair].finish(self._deadline_s)
+            except RuntimeError as error:
+                return self._lost(stage, pair, error)
+        return True
+
+    def _joined(self, stage: str, pair: Pair) -> StatelessGroup:
+        store = Asking(self._store, self._deadline_s)
+        name = f"{self._name} {stage} {pair}"
+        return StatelessGroup.over(
+            store, rank=pair.index(self._rank), ranks=2, device=self._device, name=name, interface=self._interface,
+            deadline_s=self._deadline_s,
+        )  # fmt: skip
+
+    def _lost(self, stage: str, pair: Pair, error: RuntimeError) -> bool:
+        _log.warning("refit, version and wave %s: rank %d to %d did not get through: %s", stage, *pair, error)
+        self._agreement.here(stage)
+        return False
+
+    def _drop(self, state: State) -> None:
+        """Forget what was planned and connected with ranks that are gone or were not reached."""
+        self._gone, self._plans = state.gone, {}
+        for sender, receiver in list(self._groups):
+            source = TRAINER if sender < self._senders else sender
+            if {sender, receiver} & set(state.gone) or (receiver, source) in state.failed:
+                self._groups.pop((sender, receiver)).abandon()
+
+    def abandon(self) -> None:
+        """Leave all groups, without the others."""
+        for group in self._groups.values():
+            group.abandon()
+        self._groups, self._plans = {}, {}
+
+    def _planned(self, state: State) -> list[tuple[Wave, list[_Edge]]]:
+        """The waves that are left, with this rank's part in each."""
+        places = [[] if rank in state.gone else own for rank, own in enumerate(self._source.ranks)]
+        source, to, of_kinds = Layout(self._source.tensors, places), self._destination, set(self._kind.values())
+        made = waves(self._kind, state, of_kinds if source == self._source else gives(source, to, self._kind))
+        message_bytes = self._slot_bytes // max(1, len(made) * max(len(of_kinds), self._senders))
+        segment_bytes = max(1, min(SEGMENT_BYTES, message_bytes))
+        own = [sorted(parts(wave, source, to, self._rank, segment_bytes).items()) for wave in made]
+        edges = [[_Edge(*pair, copies, message_bytes) for pair, copies in of_wave] for of_wave in own]
+        return list(zip(made, edges))

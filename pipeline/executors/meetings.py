@@ -1,0 +1,73 @@
+"""Where the two sides of a transfer meet. What they exchange among themselves they agree on at a store of the driver's.
+
+    meetings = Meetings(lambda: "127.0.0.1", deadline_s=600.0)
+    meeting = meetings.of("refit", ["learner.0"], "sampler", [0, 1])
+    meetings.lose("sampler.1", "it died")          # nobody waits in a meeting that it was in
+
+Knows names of workers and how often each was born; no Ray.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pipeline.ranks import open_store
+from pipeline.stage import Meeting
+
+
+class Meetings:
+    """Of one run. The store is opened at the first one, on the address that `host` gives."""
+
+    def __init__(self, host: Callable[[], str], *, deadline_s: float) -> None:
+        self._host, self._deadline_s = host, deadline_s
+        self._address, self._store = "", None  # type: str, Any
+        self._births: Counter[str] = Counter()
+        self._members: dict[str, frozenset[str]] = {}  # by the name of a meeting that is not over
+
+    def of(self, stage: str, sources: Sequence[str], target: str, ranks: Sequence[int]) -> Meeting:
+        """The meeting of all sources, and of these ranks of the target, as they are now."""
+        if self._store is None:
+            self._address = self._host()
+            self._store = open_store(self._address, 1, deadline_s=self._deadline_s)
+        targets = [f"{target}.{rank}" for rank in ranks]
+        born = [" ".join(f"{name}#{self._births[name]}" for name in side) for side in (sources, targets)]
+        name = f"{stage} {' > '.join(born)}"
+        self._members[name] = frozenset([*sources, *targets])
+        return Meeting(
+            host=self._address, port=self._store.port, name=name, targets=tuple(ranks), deadline_s=self._deadline_s
+        )
+
+    def lose(self, worker: str, reason: str) -> None:
+        """A worker is gone; if another one takes its place, that is another process."""
+        self._births[worker] += 1
+        for name, members in list(self._members.items()):
+            if worker in members:
+                self.end(name, reason)
+
+    def end(self, name: str, reason: str) -> None:
+        """Nobody who waits in this meeting is to wait any longer."""
+        if self._members.pop(name, None) is not None:
+            self._store.set(name, reason)
+
+    def close(self) -> None:
+        """Serve the store no more. Idempotent."""
+        self._store = None
+        self._members.clear()
+
+
+class End:
+    """One end of a transfer: what the source offered is among `payloads`."""
+
+    def __init__(
+        self, side: Literal["source", "carrier", "target"], is_near: bool, meeting: Meeting | None,
+        payloads: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        self.side, self.is_near, self.meeting, self.payloads = side, is_near, meeting, list(payloads)
+
+    def offer(self, payload: Any) -> None:
+        self.payloads = [payload]
+
+    def take(self) -> list[Any]:
+        return self.payloads

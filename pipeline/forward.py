@@ -1,0 +1,209 @@
+"""`python -m pipeline.forward RUN --tensorboard FOLDER | --wandb PROJECT | --mlflow URI [--follow]`: the metrics of a
+run for other services.
+
+Reads metrics.jsonl, so it can follow a run, or come afterwards; `pipeline.run` with the same flags starts it beside the
+run. Each step is forwarded once: one that a resumed run makes again keeps the numbers that it had first. Needs the
+service's package (pip install 'sluice[tensorboard]', 'sluice[wandb]', 'sluice[mlflow]') and takes keys from the
+environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
+
+    python -m pipeline.forward runs/quickstart-... --tensorboard tb --follow
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeline.command import Parser, exit_code
+from pipeline.errors import GraphError, Problem
+from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
+from pipeline.rundir import RunDir
+from pipeline.runs import UNFINISHED, Metrics, run_json, state_on_disk, tail_metrics
+
+EVERY_S = 1.0
+HELP = {
+    "tensorboard": ("FOLDER", "write event files to FOLDER/RUN"),
+    "wandb": ("PROJECT", "log to a run of [ENTITY/]PROJECT of Weights & Biases"),
+    "mlflow": ("URI", "log to the MLflow tracking server or store there"),
+}
+
+
+class Tail:
+    """The lines of metrics.jsonl as they come; from the start again where a resume has cut the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def lines(self) -> Iterator[Metrics]:
+        """Those that have come since the last call."""
+        size = self._path.stat().st_size if self._path.is_file() else 0
+        if size < self._offset:
+            self._offset = 0
+        try:
+            yield from self._read()
+        except msgspec.DecodeError:  # it was cut and has grown again: this is the middle of a line
+            self._offset = 0
+            yield from self._read()
+
+    def _read(self) -> Iterator[Metrics]:
+        for offset, line in tail_metrics(self._path, self._offset):
+            self._offset = offset
+            yield line
+
+
+def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool] = lambda state: False) -> None:
+    """Forward the metrics of a run to services, each with where there; see `SERVICES`.
+
+    Whenever all is forwarded, `wait` is asked with the state of the run whether to look again, once it has waited. A
+    service that fails is left out from then on; at the end GraphError says which, and why.
+    """
+    sinks = {service: opened(service, where, describe(run)) for service, where in wanted.items()}
+    forwarder = _Forwarder(sinks, wanted)
+    tail, events = Tail(RunDir(run).metrics), RunDir(run).events
+    more = True
+    while more:
+        more = wait(state_on_disk(events)) and bool(forwarder.sinks)
+        for line in tail.lines():  # also what came while it waited for the last time
+            forwarder.put(line)
+    forwarder.close(state_on_disk(events))
+
+
+class _Forwarder:
+    """Sinks that have not failed."""
+
+    def __init__(self, sinks: dict[str, Sink], wanted: Mapping[str, str]) -> None:
+        self.sinks, self._wanted = sinks, wanted
+        self._done = {service: sink.done for service, sink in sinks.items()}
+        self._failed: list[Problem] = []
+
+    def put(self, line: Metrics) -> None:
+        step = int(line["step"])
+        values = {
+            name: float(value) for name, value in line.items() if name != "step" and isinstance(value, int | float)
+        }
+        for service, sink in list(self.sinks.items()):
+            if step > self._done[service]:
+                self._done[service] = step
+                try:
+                    sink.put(step, values)
+                except errors(service) as error:
+                    self._fail(service, error)
+
+    def close(self, state: str) -> None:
+        """Raises GraphError where a service has failed."""
+        for service, sink in list(self.sinks.items()):
+            try:
+                sink.close(state)
+            except errors(service) as error:
+                self._fail(service, error)
+        if self._failed:
+            raise GraphError(*self._failed)
+
+    def _fail(self, service: str, error: Exception) -> None:
+        del self.sinks[service]
+        self._failed += failure(service, self._wanted[service], error).problems
+
+
+def describe(run: Path) -> Described:
+    """A run as services know it. Raises GraphError where it is no run directory."""
+    told = run_json(run)
+    if not told:
+        raise GraphError(
+            Problem(
+                where=str(run),
+                what="run.json is not there, or cannot be read",
+                why="it says what the run is",
+                fix="name a folder that a run made",
+            )
+        )
+    name, started = run.resolve().name, str(told.get("started", ""))
+    known = hashlib.sha256(f"{name} {started}".encode()).hexdigest()[:8]
+    flags = told.get("args")
+    return Described(
+        name=name,
+        key=re.sub(r"[^\w-]", "-", name)[:48] + f"-{known}",
+        graph=str(told.get("graph", "")) or name,
+        flags=flags if isinstance(flags, dict) else {},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return exit_code(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    wanted = wanted_of(options)
+    if options.run is None or not wanted:
+        raise GraphError(
+            Problem(
+                where="command line",
+                what="no run is named" if options.run is None else "no service is named",
+                why="the metrics of a run are forwarded to a service",
+                fix="python -m pipeline.forward runs/quickstart-... --tensorboard tb",
+            )
+        )
+    if options.until_eof:
+        forward(Path(options.run), wanted, wait=_until_eof())
+    else:
+        forward(Path(options.run), wanted, wait=_until_ended if options.follow else lambda state: False)
+    return 0
+
+
+def _until_ended(state: str) -> bool:
+    if state != UNFINISHED:
+        return False
+    time.sleep(EVERY_S)
+    return True
+
+
+def _until_eof() -> Callable[[str], bool]:
+    """Waits until the standard input ends, as it does when the process at its other end ends in whatever way."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while sys.stdin.buffer.read(1 << 10):
+            pass
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    return lambda state: not ended.wait(EVERY_S)
+
+
+def add_services(parser: argparse.ArgumentParser) -> None:
+    """A flag for every service."""
+    for service in SERVICES:
+        metavar, says = HELP[service]
+        parser.add_argument(f"--{service}", metavar=metavar, help=says)
+
+
+def wanted_of(options: argparse.Namespace) -> dict[str, str]:
+    """The services that flags name, each with where there. Raises GraphError where a package is not installed."""
+    wanted = {service: where for service in SERVICES if (where := getattr(options, service))}
+    for service, where in wanted.items():
+        check(service, where)
+    return wanted
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m pipeline.forward", allow_abbrev=False)
+    parser.graph_file = "RUN"
+    parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a service is wrong"
+    parser.add_argument("run", nargs="?", help="a run directory")
+    add_services(parser)
+    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--until-eof", action="store_true", help="go on until the standard input ends")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

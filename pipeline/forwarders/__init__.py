@@ -1,0 +1,90 @@
+"""Where the metrics of a run can be forwarded to: one interface, one file a service. None is a dependency.
+
+A forwarder reads what a run has written, in a process of its own: whatever goes wrong there, training goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from pipeline.errors import GraphError, Problem, told
+
+SERVICES = ("tensorboard", "wandb", "mlflow")  # each a module here, a package, a flag and an extra
+PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as services know it. `key` is its own among all runs; `flags` are those of its graph()."""
+
+    name: str
+    key: str
+    graph: str
+    flags: dict[str, Any]
+
+
+class Sink(Protocol):
+    """One run in one service. `done` is the last step that the service had before, -1 for none."""
+
+    done: int
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over the metrics of a step; steps only rise. May raise what `errors` of its module names."""
+
+    def close(self, state: str) -> None:
+        """Nothing more comes; the run is "finished", "failed", "interrupted" or "unfinished"."""
+
+
+def check(service: str, where: str) -> None:
+    """Raise GraphError where the service's package is not installed, or `where` holds a password."""
+    if PASSWORD.search(where):
+        raise GraphError(
+            Problem(
+                where=f"--{service}",
+                what="the address holds a password",
+                why="flags are written into the run directory",
+                fix="the address without it, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            )
+        )
+    found = importlib.util.find_spec(service)
+    if found is None or found.origin is None:  # a folder of its name is no package
+        raise GraphError(
+            Problem(
+                where=f"--{service}",
+                what=f"the package {service} is not installed",
+                why="no service is a dependency",
+                fix=f"pip install 'sluice[{service}]'",
+            )
+        )
+
+
+def opened(service: str, where: str, run: Described) -> Sink:
+    """The run in a service: a folder, a project or an address. Raises GraphError where that does not take it."""
+    check(service, where)
+    module = importlib.import_module(f"pipeline.forwarders.{service}")
+    try:
+        return module.open_sink(where, run)
+    except module.errors() as error:
+        raise failure(service, where, error) from error
+
+
+def errors(service: str) -> tuple[type[Exception], ...]:
+    """What a sink of this service may raise."""
+    return importlib.import_module(f"pipeline.forwarders.{service}").errors()
+
+
+def failure(service: str, where: str, error: Exception) -> GraphError:
+    """What a service raised, as an error of the flag that names it."""
+    return GraphError(
+        Problem(
+            where=f"--{service} {where}",
+            what=told(error),
+            why="the service did not take it; the run has all of it in metrics.jsonl",
+            fix=f"python -m pipeline.forward RUN --{service} {where}, which goes on behind the last step",
+        )
+    )

@@ -1,0 +1,48 @@
+"""Forwards the metrics of a run while it runs, from a process of its own, which ends with the run however that ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.rundir import RunDir
+
+LAST_S = 60.0  # that it has to hand over what is left
+
+
+@contextmanager
+def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
+    """Start `pipeline.forward` for these services, where there are any, and wait for it at the end. What it says is in
+    RUN/logs/forward.log; where it fails, that is said and changes nothing."""
+    if not wanted:
+        yield
+        return
+    flags = [part for service, where in wanted.items() for part in (f"--{service}", where)]
+    log = run_dir.logs / "forward.log"
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.forward", str(run_dir.path), *flags, "--until-eof"],
+            stdin=subprocess.PIPE, stdout=file, stderr=file,
+            start_new_session=True,  # Ctrl-C is for the run
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            failed = process.wait(LAST_S) != 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            failed = True
+        if failed:
+            print(f"forwarding has failed, the run has not: {_last_line(log)}", file=sys.stderr, flush=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"

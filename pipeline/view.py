@@ -1,0 +1,129 @@
+"""`python -m pipeline.view [RUN_OR_FOLDER]`: the web view of a run, or of a folder of runs.
+
+It prints its address, with the token that opens it, and serves until it is stopped. Live, finished and crashed runs
+look alike; nothing is written and no request leaves the machine. Exit codes: 0 stopped; 2 the folder or a flag is
+wrong.
+
+    python -m pipeline.view                     # runs/
+    python -m pipeline.view runs/quickstart-20260101-120000 --port 8123 --no-open
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.command import Parser, exit_code
+from pipeline.errors import GraphError, Problem
+from pipeline.rundir import RunDir
+from pipeline.web.guard import is_run_name
+
+END_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return exit_code(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = Parser(prog="python -m pipeline.view", allow_abbrev=False)
+    parser.graph_file = "RUN_OR_FOLDER"
+    parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them; default: runs")
+    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
+    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+    parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
+    options = parser.parse_args(argv)
+    folder, name = _folder(Path(options.runs))
+    if not 0 <= options.port < 1 << 16:
+        raise GraphError(
+            Problem(
+                where=f"--port {options.port}",
+                what="that is no port",
+                why="ports are numbers from 0 to 65535",
+                fix="--port 0, which takes one that is free",
+            )
+        )
+    token = secrets.token_urlsafe(24)
+
+    def ready(port: int) -> None:
+        address = f"http://127.0.0.1:{port}/?token={token}" + (f"#/{name}/graph" if name else "")
+        print(address, flush=True)
+        if not options.no_open:
+            webbrowser.open(address)
+
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_serve(folder, token, options.port, ready, while_stdin=options.while_stdin))
+    return 0
+
+
+@contextmanager
+def beside(run: Path) -> Iterator[None]:
+    """The view of a run in a process of its own, which prints its address, and ends with the block or with us."""
+    command = [sys.executable, "-m", "pipeline.view", str(run), "--while-stdin"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(END_S)
+
+
+def _folder(path: Path) -> tuple[Path, str]:
+    """The folder of runs, and the run that is shown first. Raises GraphError where there is none."""
+    if RunDir(path).run_json.is_file() or RunDir(path).plan.is_file():
+        path = path.resolve()
+        if not is_run_name(path.name):
+            raise GraphError(
+                Problem(
+                    where=str(path),
+                    what="its name has other characters than letters, digits, '-' and '_', or more than 64",
+                    why="a run is addressed by the name of its folder",
+                    fix="rename the folder",
+                )
+            )
+        return path.parent, path.name
+    if not path.is_dir():
+        raise GraphError(
+            Problem(
+                where=str(path),
+                what="there is no such folder",
+                why="the view shows a run directory, or a folder of them",
+                fix="python -m pipeline.view RUN_OR_FOLDER",
+            )
+        )
+    return path, ""
+
+
+async def _serve(folder: Path, token: str, port: int, ready: Callable[[int], None], *, while_stdin: bool) -> None:
+    from pipeline.web.server import serve
+
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    if while_stdin:
+        loop.add_reader(sys.stdin, task.cancel)
+    try:
+        await serve(folder, token, port, ready)
+    except OSError as error:
+        raise GraphError(
+            Problem(
+                where=f"--port {port}",
+                what=f"it cannot be listened on: {error.strerror}",
+                why="the view is served on this machine's loopback address",
+                fix="--port 0, which takes one that is free",
+            )
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

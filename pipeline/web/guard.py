@@ -1,0 +1,47 @@
+"""Who may look: pure decisions about a request, before anything is read. Loopback, one token, GET, this address only.
+
+The address that is printed holds the token; it is exchanged for a cookie that other sites cannot send along.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Mapping
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)  # of a run, as folders of runs are named
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def refusal(method: str, headers: Mapping[str, str], port: int) -> tuple[int, str] | None:
+    """Status and reason, where a request is refused whoever sends it."""
+    if method not in ("GET", "HEAD"):
+        return 405, "this server only reads: GET"
+    hosts = {f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"}
+    if headers.get("Host") not in hosts:
+        return 421, "this server answers to its own address only"
+    origin = headers.get("Origin")
+    if origin is not None and origin not in {f"http://{host}" for host in hosts}:
+        return 403, "a page of another site asks"
+    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return 403, "a page of another site asks"
+    return None
+
+
+def knows(token: str, given: str | None) -> bool:
+    """Whether what was given is the token."""
+    return given is not None and hmac.compare_digest(token.encode(), given.encode())
+
+
+def is_run_name(name: str) -> bool:
+    """Whether it can be the name of a folder of a run, and nothing else."""
+    return NAME.fullmatch(name) is not None

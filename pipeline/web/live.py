@@ -1,0 +1,221 @@
+"""What a run is doing now: which tasks run, what each stage waits for, how much lies between stages. Pure.
+
+    now = Live(plan)
+    for event in events: now.apply(event)
+    now.picture(seconds)
+
+It holds what is in flight and nothing else, so its size does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pipeline import trace
+from pipeline.plan import Plan, PlannedStage
+
+RUNNING, WAITING, READY, IDLE, DONE, FAILED = "running", "waiting", "ready", "idle", "done", "failed"
+
+
+class StageNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage. `state` is one of the words above; `why` says it to the end; `step` is the last that it finished of some
+    group, or -2; `seconds` what its tasks took in the last step."""
+
+    state: str
+    why: str
+    running: int
+    step: int
+    seconds: float
+
+
+class TaskNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that is running, handed out at `start` (seconds of the run)."""
+
+    task: int
+    stage: str
+    group: str
+    replica: int | None
+    step: int
+    start: float
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it. `depth` counts the groups on each line, "writer>reader", that wait for its reader."""
+
+    step: int
+    steps: int
+    version: int
+    last: float
+    ended: bool
+    failed: str
+    problems: tuple[str, ...]
+    in_flight: int
+    stages: dict[str, StageNow]
+    depth: dict[str, int]
+    tasks: tuple[TaskNow, ...]
+
+
+class _Running:
+    """A task, the groups that it has not reported yet, and where it is."""
+
+    def __init__(self, event: trace.Submitted) -> None:
+        self.event = event
+        self.left = set(event.groups)
+
+
+class Live:
+    """What is in flight, event by event."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._writer = {field: stage.name for stage in plan.stages for field in stage.writes}
+        self._weights = set(plan.weights_fields)
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is in flight: a run begins, or is resumed."""
+        self._done: dict[int, set[str]] = {}  # by group in flight: the stages behind it
+        self._given: dict[int, set[str]] = {}  # and those that it was handed to
+        self._running: dict[int, _Running] = {}
+        self._step: dict[str, int] = defaultdict(lambda: -2)
+        self._seconds: dict[str, float] = {}
+        self._ended_step, self._version, self._last_s = -1, -1, 0.0
+        self._ended = False
+        self._failed: trace.Failed | None = None
+
+    def apply(self, event: trace.TraceEvent) -> None:
+        """One event of the record, in its order."""
+        match event:
+            case trace.Started():
+                self.begin()
+                self._ended_step, self._last_s = event.start - 1, event.monotonic_s
+            case trace.Admitted():
+                for group in event.groups:
+                    self._done[group], self._given[group] = set(), set()
+            case trace.Submitted():
+                self._running[event.task] = _Running(event)
+                for group in event.groups:
+                    self._given.get(group, set()).add(event.stage)
+            case trace.Acknowledged():
+                self._acknowledge(event)
+            case trace.Put():
+                if self._plan.stage(event.stage).shape == "external":
+                    self._behind(event.stage, event.groups)
+            case trace.Retried():
+                self._running.pop(event.task, None)
+                for group in event.groups:
+                    self._given.get(group, set()).discard(event.stage)
+            case trace.Cleared() | trace.Dropped():
+                for group in event.groups:
+                    self._done.pop(group, None)
+                    self._given.pop(group, None)
+            case trace.Published():
+                self._version = event.version
+            case trace.StepEnded():
+                self._ended_step = max(self._ended_step, event.step)
+                times = {name: value for name, value in event.metrics.items() if name.startswith("time/")}
+                self._seconds |= {name[5:-2]: value for name, value in times.items()}
+            case trace.Failed():
+                self._failed = event
+            case trace.Ended():
+                self._ended = True
+        self._last_s = max(self._last_s, getattr(event, "at_s", 0.0), getattr(event, "end_s", 0.0))
+
+    def _acknowledge(self, event: trace.Acknowledged) -> None:
+        self._step[event.stage] = max(self._step[event.stage], event.step)
+        self._behind(event.stage, event.groups)
+        running = self._running.get(event.task)
+        if running:
+            running.left -= set(event.groups)
+            if not running.left:
+                del self._running[event.task]
+
+    def _behind(self, stage: str, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._done.get(group, set()).add(stage)
+
+    def picture(self, seconds: Callable[[float], float]) -> Picture:
+        """How it is now; `seconds` turns monotonic times into those of the run."""
+        over = self._ended or self._failed is not None
+        running = Counter(task.event.stage for task in self._running.values())
+        return Picture(
+            step=self._ended_step,
+            steps=self._plan.steps,
+            version=self._version,
+            last=seconds(self._last_s),
+            ended=self._ended,
+            failed=self._failed.error if self._failed else "",
+            problems=self._failed.problems if self._failed else (),
+            in_flight=len(self._done),
+            stages={stage.name: self._stage(stage, running[stage.name], over) for stage in self._plan.stages},
+            depth={} if over else self._depth(),
+            tasks=() if over else tuple(self._tasks(seconds)),
+        )
+
+    def _tasks(self, seconds: Callable[[float], float]) -> Iterable[TaskNow]:
+        for task in self._running.values():
+            of = task.event
+            yield TaskNow(
+                task=of.task,
+                stage=of.stage,
+                group=of.group,
+                replica=of.replica,
+                step=of.step,
+                start=seconds(of.at_s),
+            )
+
+    def _stage(self, stage: PlannedStage, running: int, over: bool) -> StageNow:
+        state, why = self._state(stage, running, over)
+        return StageNow(
+            state=state,
+            why=why,
+            running=running,
+            step=self._step[stage.name],
+            seconds=self._seconds.get(stage.name, 0.0),
+        )
+
+    def _state(self, stage: PlannedStage, running: int, over: bool) -> tuple[str, str]:
+        if self._failed is not None and self._failed.stage == stage.name:
+            return FAILED, f"failed in step {(self._failed.step or 0) + 1}"
+        if over:
+            return (DONE, "done") if self._ended else (IDLE, "stopped with the run")
+        if running:
+            return RUNNING, f"{running} tasks" if running > 1 else f"step {self._now_in(stage.name) + 1}"
+        missing, ready = self._missing(stage)
+        if missing:
+            return WAITING, "waits for " + " and ".join(name for name, _ in missing.most_common(2))
+        if ready:
+            return READY, f"{ready} groups ready, waits for its turn"
+        return IDLE, "nothing to do yet"
+
+    def _now_in(self, name: str) -> int:
+        return max((task.event.step for task in self._running.values() if task.event.stage == name), default=-1)
+
+    def _missing(self, stage: PlannedStage) -> tuple[Counter[str], int]:
+        """The fields that groups in flight lack for a stage, by how many lack them, and the groups that lack none."""
+        missing: Counter[str] = Counter()
+        ready = 0
+        needs = [field for field in (*stage.reads, *stage.awaits)]
+        of_step = [field for field in needs if field in self._weights]
+        if of_step:
+            return Counter(of_step), 0
+        for group, done in self._done.items():
+            if stage.name in done or stage.name in self._given[group]:
+                continue
+            lacks = [field for field in needs if self._writer[field] not in done]
+            missing.update(lacks)
+            ready += not lacks
+        return missing, ready
+
+    def _depth(self) -> dict[str, int]:
+        """Groups behind a writer that were not handed to its reader, by line."""
+        counts: Counter[str] = Counter()
+        for pair in {(edge.writer, edge.reader) for edge in self._plan.edges if edge.field not in self._weights}:
+            writer, reader = pair
+            count = sum(writer in done and reader not in self._given[group] for group, done in self._done.items())
+            if count:
+                counts[f"{writer}>{reader}"] = count
+        return dict(counts)

@@ -1,0 +1,79 @@
+"""A run as one HTML file, with the pages and all that they would ask the server for. Opens without network."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.web import STATIC, pages, texts
+from pipeline.web.tail import Record
+
+STEPS = 100  # of samples that are taken along, the last ones
+POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
+
+
+def offline(path: Path) -> Iterator[str]:
+    """The file, piece by piece. Raises GraphError where `path` is no run directory."""
+    answers = _answers(path)
+    index = (STATIC / "index.html").read_text()
+    head, _, _ = index.partition("<link rel=")
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n    '
+    icon = f'<link rel="icon" href="{_url(STATIC / "icon.svg", "image/svg+xml")}">\n'
+    yield head.replace("<meta charset", f"{policy}<meta charset")
+    yield icon
+    for name in ("vendor/uplot.css", "style.css"):
+        yield f"<style>{(STATIC / name).read_text()}</style>\n"
+    yield f"<script>{(STATIC / 'vendor/uplot.js').read_text()}</script>\n"
+    yield f'<script type="importmap">{_json({"imports": _modules()})}</script>\n'
+    yield '</head><body><div id="app"></div>\n<script type="application/json" id="embedded">'
+    yield f'{{"run":{_json(path.name)},"answers":{_json(answers)},"events":['
+    yield from _events(path)
+    yield ']}</script>\n<script type="module">import "sluice/app.js";</script></body></html>\n'
+
+
+def _answers(path: Path) -> dict[str, Any]:
+    """What a page asks for, by what it asks with."""
+    of = f"runs/{path.name}"
+    kept = texts.steps(path)[-STEPS:]
+    answers = {f"{of}/{what}": pages.PAGES[what](path, {}) for what in ("about", "findings", "advice", "prompts")}
+    for step in kept:
+        answers[f"{of}/samples?step={step}"] = pages.samples(path, {"step": str(step)}) | {"steps": kept}
+    answers[f"{of}/samples"] = answers[f"{of}/samples?step={kept[-1]}"] if kept else pages.samples(path, {})
+    return answers
+
+
+def _events(path: Path) -> Iterator[str]:
+    record = Record.read(path)
+    offset = 0
+    while block := record.block(offset):
+        offset = block.offset
+        yield _json(["rows", block.rows]) + ","
+    yield _json(["now", record.now()])
+
+
+def _modules() -> dict[str, str]:
+    """Every module by the name that it has in the file, as an address that holds all of it."""
+    found = {}
+    for file in [*STATIC.glob("*.js"), STATIC / "vendor/preact-htm.js"]:
+        text = IMPORT.sub(r'\1 "sluice/\2"', file.read_text())
+        found[f"sluice/{file.relative_to(STATIC)}"] = _encoded(text.encode(), "text/javascript")
+    return found
+
+
+def _url(file: Path, content_type: str) -> str:
+    return _encoded(file.read_bytes(), content_type)
+
+
+def _encoded(data: bytes, content_type: str) -> str:
+    return f"data:{content_type};base64,{base64.b64encode(data).decode()}"
+
+
+def _json(value: Any) -> str:
+    """JSON that ends no element of the page, whatever texts are in it."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")

@@ -1,0 +1,213 @@
+"""What each page asks for, made from a run directory: plain values, ready for JSON."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline import trace
+from pipeline.comparison import compare
+from pipeline.errors import GraphError
+from pipeline.export import metrics_csv, spans_csv
+from pipeline.findings import Findings, find
+from pipeline.perfetto import Starts, perfetto
+from pipeline.plan import Plan
+from pipeline.rundir import RunDir
+from pipeline.runs import list_runs, open_run, read_metrics, run_json
+from pipeline.simulate import summary
+from pipeline.simulation.hints import hints
+from pipeline.simulation.recording import recording_of
+from pipeline.web import texts
+from pipeline.web.guard import is_run_name
+from pipeline.web.layout import layout
+from pipeline.web.words import SECTIONS, in_order, words
+
+Query = Mapping[str, str]
+PATHS = 200  # of the last steps
+FRESH_S = 10.0  # for so long the findings of a live run are not made again,
+IDLE = 20  # nor for so many times the seconds that they took
+RECENT_BYTES = 16 << 20  # of a record that findings are made of: some 50,000 events, the last ones
+SECRET = ("token", "key", "secret", "password")
+RUNS = 500
+
+
+def runs(folder: Path) -> list[dict[str, Any]]:
+    """The runs that can be looked at, the last one first."""
+    return [
+        {
+            "name": run.path.name,
+            "graph": run.graph,
+            "started": run.started,
+            "state": run.state,
+            "step": run.step,
+            "steps": run.steps,
+        }
+        for run in list_runs(folder)[:RUNS]
+        if is_run_name(run.path.name) and not run.path.is_symlink()
+    ]
+
+
+def about(path: Path, query: Query) -> dict[str, Any]:
+    """What is known before anything has happened: the plan and its drawing, how the run was called, what its numbers
+    mean."""
+    plan = open_plan(path)
+    return {
+        "name": path.name,
+        "plan": plan,
+        "layout": layout(plan),
+        "described": _hidden(run_json(path)),
+        "sections": SECTIONS,
+        "words": {name: words(name) for name in _metric_names(path)},
+        "wall": _wall(path),
+    }
+
+
+def _wall(path: Path) -> float:
+    """When the run was first started, as seconds of the wall clock."""
+    first = next((event for _, event in islice(trace.read(RunDir(path).events), 1)), None)
+    return first.wall_s if isinstance(first, trace.Started) else 0.0
+
+
+def open_plan(path: Path) -> Plan:
+    """The plan of a run."""
+
+    return msgspec.json.decode(RunDir(path).plan.read_bytes(), type=Plan)
+
+
+def _metric_names(path: Path) -> list[str]:
+
+    lines = islice(read_metrics(RunDir(path).metrics), 200)
+    return in_order(name for line in lines for name in line if name not in ("step", "version"))
+
+
+def _hidden(value: Any, name: str = "") -> Any:
+    """Values whose name says that they are secret are not shown."""
+    if isinstance(value, dict):
+        return {key: _hidden(item, key) for key, item in value.items()}
+    if any(part in name.lower().split("_") for part in SECRET) and isinstance(value, str) and value:
+        return "(hidden)"
+    return value
+
+
+def findings(path: Path, query: Query) -> dict[str, Any]:
+    """Critical path, idle time and what bounds a step, in seconds of the run."""
+    return _KEPT.get(path, _findings)
+
+
+def _findings(path: Path) -> dict[str, Any]:
+    run = open_run(path, recent_bytes=RECENT_BYTES)
+    found = find(run)
+    seconds = Starts.of(path).seconds
+    return {
+        "state": run.state,
+        "report": summary(found.report),
+        "groups": found.groups,
+        "workers": found.workers,
+        "slack": found.slack.stages(),
+        "window": [seconds(found.window[0]), seconds(found.window[1]), found.window[2]],
+        "paths": _paths(found, seconds),
+    }
+
+
+def _paths(found: Findings, seconds: Callable[[float], float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": path.step,
+            "spans": [
+                [span.stage, span.cause, span.group, span.worker, seconds(span.start_s), seconds(span.end_s)]
+                for span in path.spans
+            ],
+        }
+        for path in found.paths[-PATHS:]
+    ]
+
+
+def advice(path: Path, query: Query) -> dict[str, Any]:
+    """What would make a step faster, each with the command that says the same."""
+    return _KEPT.get(path, _advice)
+
+
+def _advice(path: Path) -> dict[str, Any]:
+    run = open_run(path, recent_bytes=RECENT_BYTES)
+    try:
+        made = hints(recording_of(run), Path("runs") / path.name)
+    except GraphError as error:
+        return {"hints": [], "notes": [problem.what for problem in error.problems]}
+    return msgspec.to_builtins(made)
+
+
+def samples(path: Path, query: Query) -> dict[str, Any]:
+    """The samples of a step: that of the query, or the last that has any."""
+    there = texts.steps(path)
+    wanted = query.get("step", "")
+    step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
+    return {"steps": there, "step": step, "rows": texts.samples(path, step) if step in there else []}
+
+
+def prompts(path: Path, query: Query) -> list[dict[str, Any]]:
+    """The prompts that were kept, the ones without reward first."""
+    return texts.prompts(path)
+
+
+def comparison(path: Path, query: Query) -> dict[str, Any]:
+    """This run and another one."""
+    if "other" not in query:
+        return {}
+    return msgspec.to_builtins(compare(open_run(path), open_run(path.parent / query["other"])), str_keys=True)
+
+
+class _Kept:
+    """What takes long to make, kept while a record is as it was, or for a while. One is made at a time of each kind."""
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._made: dict[tuple[Path, str], tuple[int, float, Any]] = {}  # (size of the record, good until, what)
+        self._making: dict[str, threading.Lock] = {}
+
+    def get(self, path: Path, make: Callable[[Path], Any]) -> Any:
+        """What `make` says of a run."""
+        key = (path, make.__name__)
+        with self._making.setdefault(make.__name__, threading.Lock()):
+            size = RunDir(path).events.stat().st_size
+            if key in self._made:
+                before, until_s, made = self._made[key]
+                if before == size or time.monotonic() < until_s:
+                    return made
+            begun_s = time.monotonic()
+            made = make(path)
+            ended_s = time.monotonic()
+            self._made[key] = (size, ended_s + max(FRESH_S, IDLE * (ended_s - begun_s)), made)
+            while len(self._made) > self._most:
+                self._made.pop(next(iter(self._made)), None)
+            return made
+
+
+_KEPT = _Kept()
+PAGES: dict[str, Callable[[Path, Query], Any]] = {
+    "about": about,
+    "findings": findings,
+    "advice": advice,
+    "samples": samples,
+    "prompts": prompts,
+    "comparison": comparison,
+}
+
+
+def _offline(path: Path) -> Iterator[str]:
+    from pipeline.web.offline import offline
+
+    return offline(path)
+
+
+EXPORTS: dict[str, tuple[str, str, Callable[[Path], Iterator[str]]]] = {
+    "html": (".html", "text/html", _offline),
+    "perfetto": (".perfetto.json", "application/json", perfetto),
+    "spans": (".spans.csv", "text/csv", spans_csv),
+    "metrics": (".metrics.csv", "text/csv", metrics_csv),
+}

@@ -1,0 +1,87 @@
+"""What a page draws of a record, row by row: of any run of events, whatever came before. Pure.
+
+A page that knows the bytes up to an offset asks for what lies behind it, and gets the same rows as one that was there
+all the time. Times are seconds since the run was first started; steps count from 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pipeline import trace
+
+Seconds = Callable[[float], float]
+
+
+class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Lists of rows, in the order of the record.
+
+    spans      stage, worker group, worker, step, attempt, start, end, groups
+    turns      worker group, worker, awake, bytes in use then, start, end
+    steps      step, when it ended, its metrics
+    published  step, version, sha256, when
+    trained    step, version, {age in versions: samples}
+    dropped    stage (empty: too old), step, reason, groups, tokens of the longest response of each where known
+    notes      kind, when, what
+    """
+
+    spans: list[tuple[str, str, int, int, int, float, float, int]] = []
+    turns: list[tuple[str, int, bool, int, float, float]] = []
+    steps: list[tuple[int, float, dict[str, float]]] = []
+    published: list[tuple[int, int, str, float]] = []
+    trained: list[tuple[int, int, dict[int, int]]] = []
+    dropped: list[tuple[str, int, str, int, tuple[int, ...]]] = []
+    notes: list[tuple[str, float, str]] = []
+
+
+def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> Rows:
+    """The rows of events, each with what turns its monotonic times into seconds of the run. Without `spans`, all
+    others."""
+    made = Rows()
+    for event, seconds in events:
+        match event:
+            case trace.Ran() if spans:
+                start_s, end_s = round(seconds(event.start_s), 6), round(seconds(event.end_s), 6)
+                span = (event.stage, event.group, event.worker, event.step, event.attempt, start_s, end_s)
+                made.spans.append((*span, len(event.groups)))
+            case trace.Turned():
+                start_s, end_s = seconds(event.start_s), seconds(event.end_s)
+                made.turns.append((event.group, event.worker, event.awake, event.memory_bytes, start_s, end_s))
+            case trace.StepEnded():
+                made.steps.append((event.step, seconds(event.at_s), event.metrics))
+            case trace.Published():
+                made.published.append((event.step, event.version, event.sha256, seconds(event.at_s)))
+            case trace.Trained():
+                ages: Counter[int] = Counter()
+                for oldest, count in zip(event.oldest, event.samples):
+                    ages[event.version - oldest] += count
+                made.trained.append((event.step, event.version, dict(ages)))
+            case trace.Dropped():
+                made.dropped.append((event.stage, event.step, event.reason, len(event.groups), event.tokens))
+            case _:
+                if found := _note(event):
+                    made.notes.append((found[0], seconds(found[1]), found[2]))
+    return made
+
+
+def _note(event: trace.TraceEvent) -> tuple[str, float, str] | None:
+    """What is worth a line in the story of a run."""
+    match event:
+        case trace.Started():
+            text = f"resumed after step {event.start}" if event.start else "started"
+            return "started", event.monotonic_s, text
+        case trace.Retried():
+            text = f"{event.stage} of step {event.step + 1} is done again: {event.reason}"
+            return "retried", event.at_s, text
+        case trace.Checkpointed():
+            return "checkpointed", event.end_s, f"checkpoint of step {event.step + 1}"
+        case trace.Stopping():
+            return "stopping", event.at_s, "asked to stop: what is being trained is finished and saved"
+        case trace.Failed():
+            return "failed", event.at_s, event.error
+        case trace.Ended():
+            return "ended", event.at_s, f"ended after step {event.steps}"
+    return None

@@ -1,0 +1,30 @@
+// Where the data of a page comes from: the server, or, in a file that was exported, the file itself.
+
+const EMBEDDED = JSON.parse(document.getElementById("embedded")?.textContent || "null");
+export const offline = EMBEDDED !== null;
+export const only = offline ? EMBEDDED.run : "";
+
+export async function get(path) {
+  if (offline) {
+    if (path in EMBEDDED.answers) return EMBEDDED.answers[path];
+    throw new Error("this is not in the file; look at the run with python -m pipeline.view");
+  }
+  const answer = await fetch(`api/${path}`);
+  if (!answer.ok) throw new Error((await answer.text()) || `${answer.status}`);
+  return answer.json();
+}
+
+// Calls take(name, data) for every event of a run from its first byte on, and lost(true or false) as the stream breaks
+// and comes back. Returns what ends it.
+export function follow(run, take, lost) {
+  if (offline) {
+    for (const [name, data] of EMBEDDED.events) take(name, data);
+    return () => {};
+  }
+  const source = new EventSource(`api/runs/${run}/events`);
+  for (const name of ["rows", "now", "again"]) {
+    source.addEventListener(name, (event) => { lost(false); take(name, JSON.parse(event.data)); });
+  }
+  source.addEventListener("error", () => lost(true));
+  return () => source.close();
+}

@@ -1,0 +1,163 @@
+// Which page is shown, and what all pages have above them.
+
+import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
+import { offline, only } from "./api.js";
+import { Run } from "./store.js";
+import { Runs } from "./runs.js";
+import { Graph } from "./graph.js";
+import { Timeline } from "./timeline.js";
+import { Staleness } from "./staleness.js";
+import { Metrics } from "./metrics.js";
+import { Samples } from "./samples.js";
+import { Compare } from "./compare.js";
+
+const PAGES = { graph: Graph, timeline: Timeline, staleness: Staleness, metrics: Metrics, samples: Samples, compare: Compare };
+const TITLES = {
+  graph: "Graph", timeline: "Timeline", staleness: "Staleness", metrics: "Metrics", samples: "Samples", compare: "Compare",
+};
+const STATES = {
+  loading: "Loading", running: "Live", finished: "Finished", failed: "Failed", interrupted: "Interrupted", killed: "Killed",
+};
+const LOOKS = { failed: "failed", killed: "failed", interrupted: "silent", running: "running", finished: "finished" };
+
+function address() {
+  const [run, page] = location.hash.replace(/^#\/?/, "").split("/");
+  return { run: decodeURIComponent(run || only), page: page in PAGES ? page : "graph" };
+}
+
+// A browser may refuse to remember anything.
+function remembered(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
+
+function remember(name, value) {
+  try { localStorage.setItem(name, value); } catch { /* then it is asked again */ }
+}
+
+function useTheme() {
+  const asked = window.matchMedia("(prefers-color-scheme: dark)");
+  const [theme, setTheme] = useState(remembered("theme") || (asked.matches ? "dark" : "light"));
+  useEffect(() => { document.documentElement.dataset.theme = theme; }, [theme]);
+  const turn = () => {
+    const next = theme === "dark" ? "light" : "dark";
+    remember("theme", next);
+    setTheme(next);
+  };
+  return [theme, turn];
+}
+
+function Export({ run }) {
+  const [open, setOpen] = useState(false);
+  const of = `api/runs/${run}/export`;
+  const kinds = [
+    ["html", "One HTML file that opens offline"],
+    ["perfetto", "Perfetto / Chrome trace"],
+    ["spans", "Spans, CSV"],
+    ["metrics", "Metrics, CSV"],
+  ];
+  const close = (event) => event.key === "Escape" && setOpen(false);
+  return html`<div class="menu" onKeyDown=${close}>
+    <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Export</button>
+    ${open && html`<ul>${kinds.map(([kind, text]) => html`<li key=${kind}>
+      <a href=${`${of}/${kind}`} download onClick=${() => setOpen(false)}>${text}</a></li>`)}</ul>`}
+  </div>`;
+}
+
+function Status({ run }) {
+  const now = run.now;
+  const last = run.steps.length ? run.steps[run.steps.length - 1][2] : {};
+  const report = run.findings && run.findings.report;
+  return html`<div class="status" aria-label="State of the run" role="region">
+    <span class=${`pill ${LOOKS[run.state] || ""}`} role="status"><i></i>${STATES[run.state]}</span>
+    ${now && html`
+      <span class="stat"><progress value=${now.step + 1} max=${now.steps} aria-label="Steps done"></progress>
+        <b>${number(now.step + 1)}</b><span class="dim">of ${plural(now.steps, "step")}</span></span>
+      ${report && report.step_s > 0 && html`<span class="stat"><b>${seconds(report.step_s)}</b><span class="dim">a step</span></span>`}
+      <span class="stat"><b>${now.version < 0 ? "–" : now.version}</b><span class="dim">policy version served</span></span>
+      ${"reward/mean" in last && html`<span class="stat"><b>${number(last["reward/mean"])}</b><span class="dim">reward</span></span>`}
+      <span class="stat"><b>${seconds(run.clock)}</b><span class="dim">since the start</span></span>`}
+    ${run.lost && html`<span class="pill silent"><i></i>No connection; trying again</span>`}
+  </div>`;
+}
+
+const SILENT_S = 60; // without an event, in which a live run is said to be silent
+
+function resume(run) {
+  const { file = "GRAPH", executor = "ray" } = run.about.described;
+  return `python -m pipeline.run ${file} --executor ${executor} --run-dir runs/${run.name} --resume`;
+}
+
+function Trouble({ run }) {
+  if (run.state === "failed" || run.state === "interrupted") {
+    return html`<div class="alert" role="alert"><h2>${run.state === "failed" ? "The run failed" : "The run was interrupted"}</h2>
+      <p>${run.now.failed}</p>${run.now.problems.map((problem) => html`<p class="mono small" key=${problem}>${problem}</p>`)}
+      <p class="small dim">Go on from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+  }
+  if (run.state === "killed") {
+    return html`<div class="alert" role="alert"><h2>The processes of this run are gone</h2>
+      <p>The record ends without a last word, after ${seconds(run.now.last)}. What lies before it is whole.</p>
+      <p class="small dim">Go on from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+  }
+  const silent = run.clock - run.now.last;
+  if (run.live && silent > SILENT_S) {
+    return html`<div class="alert soft" role="status">No event for ${seconds(silent)}. A long task says nothing before its end; one that hangs ends the run at its deadline.</div>`;
+  }
+  return null;
+}
+
+function Tabs({ run, page }) {
+  return html`<nav class="tabs" aria-label="Pages">${Object.keys(PAGES).map((name) => (offline && name === "compare" ? null
+    : html`<a key=${name} href=${`#/${encodeURIComponent(run)}/${name}`} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
+}
+
+function App() {
+  const [at, setAt] = useState(address());
+  const [run, setRun] = useState(null);
+  const [error, setError] = useState("");
+  const [, setDrawn] = useState(0);
+  const [theme, turn] = useTheme();
+  useEffect(() => {
+    const go = () => setAt(address());
+    addEventListener("hashchange", go);
+    return () => removeEventListener("hashchange", go);
+  }, []);
+  useEffect(() => {
+    setError("");
+    if (!at.run) { setRun(null); return undefined; }
+    const opened = new Run(at.run);
+    const drawn = () => setDrawn((count) => count + 1);
+    opened.listeners.add(drawn);
+    let again = 0;
+    const open = () => opened.open().then(() => setError(""), (problem) => {
+      setError(String(problem.message || problem));
+      again = setTimeout(open, 2000); // a run that is started just now has no record yet
+    });
+    open();
+    setRun(opened);
+    const tick = setInterval(() => opened.live && drawn(), 1000);
+    return () => { clearInterval(tick); clearTimeout(again); opened.listeners.clear(); opened.close(); };
+  }, [at.run]);
+  useEffect(() => { document.title = at.run ? `${at.run} · ${TITLES[at.page]} · Sluice` : "Sluice"; }, [at.run, at.page]);
+  const Page = PAGES[at.page];
+  const ready = run && run.name === at.run && run.about && run.now;
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>To the page</a>
+    <header class="top">
+      <div class="bar">
+        <a class="brand" href="#/"><img src=${document.querySelector("link[rel=icon]").href} alt="" />Sluice</a>
+        ${at.run ? html`<span class="slash" aria-hidden="true">/</span><h1>${at.run}</h1>` : html`<h1 class="sr">Runs</h1>`}
+        <span class="grow"></span>
+        ${at.run && !offline && html`<${Export} run=${at.run} />`}
+        <button class="button quiet icon" onClick=${turn} aria-label=${`Use the ${theme === "dark" ? "light" : "dark"} theme`}>${theme === "dark" ? "☀" : "☾"}</button>
+      </div>
+      ${at.run && html`<${Tabs} run=${at.run} page=${at.page} />`}
+    </header>
+    ${ready && html`<${Status} run=${run} />`}
+    <main id="main" tabindex="-1">
+      ${error ? html`<div class="alert" role="alert">${error}</div>`
+        : !at.run ? html`<${Runs} />`
+          : ready ? html`<${Trouble} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
+    </main>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

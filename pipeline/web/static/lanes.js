@@ -1,0 +1,196 @@
+// Spans laid into rows, and drawn: a lane a worker, more rows where its tasks overlap. No state of the page in here.
+
+const HEAD = 26, ROWS = 8;
+const LARGE = { bar: 18, gap: 2, space: 10, label: true };
+const TALL = 2400; // pixels; lanes of more workers than fit are drawn as lines, each group under one name
+export const GUTTER = 128;
+
+// Lanes in the order of the plan, each with rows of spans sorted by start.
+export function arrange(plan, spans) {
+  const lanes = [];
+  const byWorker = new Map();
+  for (const group of plan.groups) {
+    for (let worker = 0; worker < group.workers; worker += 1) {
+      const lane = { group: group.name, worker, workers: group.workers, name: group.workers > 1 ? `${group.name} ${worker}` : group.name, rows: [] };
+      byWorker.set(`${group.name} ${worker}`, lane);
+      lanes.push(lane);
+    }
+  }
+  const order = spans.slice().sort((a, b) => a[5] - b[5]);
+  for (const span of order) {
+    const lane = byWorker.get(`${span[1]} ${span[2]}`);
+    if (!lane) continue;
+    let row = lane.rows.find((one) => one.end <= span[5] + 1e-9);
+    if (!row) {
+      if (lane.rows.length < ROWS) lane.rows.push((row = { end: 0, spans: [] }));
+      else row = lane.rows[ROWS - 1];
+    }
+    row.spans.push(span);
+    row.end = Math.max(row.end, span[6]);
+  }
+  const size = sized(lanes);
+  let y = HEAD;
+  lanes.forEach((lane, place) => {
+    lane.y = y;
+    lane.height = Math.max(1, lane.rows.length) * (size.bar + size.gap);
+    const next = lanes[place + 1];
+    y += lane.height + (next && next.group === lane.group ? size.space : LARGE.space);
+    if (!size.label && lane.workers > 1) lane.name = `${lane.group}, ${lane.workers}`;
+  });
+  return { lanes, height: y, order, size };
+}
+
+function sized(lanes) {
+  const rows = lanes.reduce((sum, lane) => sum + Math.max(1, lane.rows.length), 0);
+  if (rows * (LARGE.bar + LARGE.gap) + lanes.length * LARGE.space <= TALL) return LARGE;
+  const bar = Math.max(2, Math.min(LARGE.bar, Math.floor(TALL / rows) - 2));
+  return { bar, gap: 1, space: 1, label: bar > 11 };
+}
+
+// The first span of a row that ends behind a time.
+function first(spans, at) {
+  let [low, high] = [0, spans.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (spans[middle][6] < at) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+export function spanAt(made, view, width, x, y) {
+  const lane = made.lanes.find((one) => y >= one.y && y < one.y + one.height);
+  if (!lane || x < GUTTER) return null;
+  const row = lane.rows[Math.floor((y - lane.y) / (made.size.bar + made.size.gap))];
+  const at = view[0] + ((x - GUTTER) / (width - GUTTER)) * (view[1] - view[0]);
+  const near = (3 / (width - GUTTER)) * (view[1] - view[0]);
+  if (!row) return null;
+  for (let n = first(row.spans, at - near); n < row.spans.length && row.spans[n][5] <= at + near; n += 1) {
+    if (row.spans[n][6] >= at - near) return row.spans[n];
+  }
+  return null;
+}
+
+export function ticks(view, width) {
+  const wanted = ((view[1] - view[0]) / Math.max(1, width - GUTTER)) * 110;
+  const base = 10 ** Math.floor(Math.log10(wanted));
+  const step = [1, 2, 5, 10].map((n) => n * base).find((n) => n >= wanted);
+  const found = [];
+  for (let at = Math.ceil(view[0] / step) * step; at <= view[1]; at += step) found.push([at, step]);
+  return found;
+}
+
+const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
+const clock = (at, step) => (step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(Math.min(6, Math.ceil(-Math.log10(step))))} s`);
+
+// Draws everything; `look` has the colours of the theme.
+export function draw(canvas, made, scene, look) {
+  const { view, steps, tasks, clock: now, paths, chosen } = scene;
+  const ratio = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(made.height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(made.height * ratio);
+    canvas.style.height = `${made.height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, made.height);
+  context.font = `11px ${look.font}`;
+  context.textBaseline = "middle";
+  const scale = (width - GUTTER) / (view[1] - view[0]);
+  const x = (at) => GUTTER + (at - view[0]) * scale;
+
+  for (const lane of made.lanes) {
+    context.fillStyle = look.sunk;
+    context.fillRect(GUTTER, lane.y, width - GUTTER, lane.height);
+    context.fillStyle = look.text;
+    if (made.size.label || !lane.worker) context.fillText(short(lane.name), 8, lane.y + Math.min(lane.height, LARGE.bar + LARGE.gap) / 2);
+  }
+  context.save();
+  context.beginPath();
+  context.rect(GUTTER, 0, width - GUTTER, made.height);
+  context.clip();
+  context.fillStyle = look.dim;
+  let free = -Infinity;
+  for (const [at, step] of ticks(view, width)) {
+    context.fillText(clock(at, step), x(at) + 2, 8);
+    context.fillStyle = look.line;
+    context.fillRect(x(at), 0, 1, 14);
+    context.fillStyle = look.dim;
+  }
+  for (const [number, at] of steps) {
+    if (at < view[0] || at > view[1]) continue;
+    context.fillStyle = look.strong;
+    context.fillRect(Math.round(x(at)), 16, 1, made.height);
+    const text = `step ${number + 1}`;
+    const wide = context.measureText(text).width;
+    if (x(at) - wide - 4 > free) {
+      context.fillStyle = look.dim;
+      context.fillText(text, x(at) - wide - 4, 20);
+      free = x(at);
+    }
+  }
+  for (const lane of made.lanes) {
+    lane.rows.forEach((row, place) => bars(context, row.spans, lane.y + place * (made.size.bar + made.size.gap) + 1, { view, x, look, chosen, bar: made.size.bar }));
+  }
+  for (const task of tasks) running(context, made, task, Math.max(now, task.start), { x, look });
+  route(context, made, paths, { view, x, look });
+  context.restore();
+}
+
+function bars(context, spans, y, { view, x, look, chosen, bar }) {
+  let last = -1, lastColour = "";
+  for (let n = first(spans, view[0]); n < spans.length && spans[n][5] <= view[1]; n += 1) {
+    const span = spans[n];
+    const left = x(span[5]);
+    const wide = Math.max(1, x(span[6]) - left);
+    const colour = look.stage(span[0]);
+    if (wide <= 1.5 && Math.floor(left) === last && colour === lastColour) continue; // on the same pixel
+    last = Math.floor(left);
+    lastColour = colour;
+    context.fillStyle = colour;
+    context.fillRect(left, y, Math.max(1, wide - (wide > 4 ? 1 : 0)), bar);
+    if (wide > 34 && bar >= 12) {
+      context.fillStyle = look.onColour;
+      const room = Math.floor((wide - 8) / 6);
+      context.fillText(span[0].length > room ? `${span[0].slice(0, Math.max(1, room - 1))}…` : span[0], Math.max(left, GUTTER) + 4, y + bar / 2 + 0.5);
+    }
+    if (span === chosen) {
+      context.strokeStyle = look.text;
+      context.lineWidth = 2;
+      context.strokeRect(left, y, wide, bar);
+    }
+  }
+}
+
+// A task that is not done: its bar grows to the right edge of what is known.
+function running(context, made, task, now, { x, look }) {
+  for (const lane of made.lanes) {
+    if (lane.group !== task.group || (task.replica !== null && lane.worker !== task.replica)) continue;
+    const y = lane.y + lane.height - made.size.bar - made.size.gap / 2;
+    context.globalAlpha = 0.55;
+    context.fillStyle = look.stage(task.stage);
+    context.fillRect(x(task.start), y, Math.max(2, x(now) - x(task.start)), made.size.bar);
+    context.globalAlpha = 1;
+  }
+}
+
+// The critical path: a line through the bars that it leads through.
+function route(context, made, paths, { view, x, look }) {
+  context.strokeStyle = look.path;
+  context.lineWidth = 2;
+  for (const path of paths) {
+    let before = null;
+    context.beginPath();
+    for (const [, , group, worker, start, end] of path.spans) {
+      if (end < view[0] || start > view[1]) { before = null; continue; }
+      const lane = made.lanes.find((one) => one.group === group && one.worker === worker);
+      const y = lane ? lane.y + lane.height + 3 : before;
+      if (y === null) continue;
+      if (before === null) context.moveTo(x(start), y); else context.lineTo(x(start), y);
+      context.lineTo(x(end), y);
+      before = y;
+    }
+    context.stroke();
+  }
+}

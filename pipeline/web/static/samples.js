@@ -1,0 +1,73 @@
+// What was asked and what was answered: the groups of a step side by side, and the prompts that never get reward.
+
+import { Card, Empty, html, number, plural, useLoaded, useState } from "./ui.js";
+import { get } from "./api.js";
+
+const ORDERS = {
+  admitted: ["as admitted", () => 0],
+  worst: ["worst reward first", (a, b) => a.mean - b.mean],
+  best: ["best reward first", (a, b) => b.mean - a.mean],
+  spread: ["largest spread first", (a, b) => b.spread - a.spread],
+};
+
+function grouped(rows) {
+  const groups = new Map();
+  for (const row of rows) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+  return [...groups].map(([name, members]) => {
+    const rewards = members.map((row) => row.reward).filter((value) => typeof value === "number");
+    const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
+    return { name, members, mean, spread: rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0 };
+  });
+}
+
+export function Samples({ run }) {
+  const [step, setStep] = useState(null);
+  const [order, setOrder] = useState("admitted");
+  const [filter, setFilter] = useState("");
+  const when = step === null ? run.now.step : "chosen";
+  const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
+  if (error) return html`<div class="alert" role="alert">${error}</div>`;
+  if (!value) return html`<${Empty}>Reading samples …<//>`;
+  if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps the first groups of its batch: Schedule(keep_groups=...).<//>`;
+  const wanted = grouped(value.rows).filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(filter.toLowerCase())));
+  const ordered = wanted.sort(ORDERS[order][1]);
+  const at = value.steps.indexOf(value.step);
+  return html`<div class="toolbar">
+      <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Step before">‹</button>
+      <label class="sr" for="step">Step</label>
+      <select id="step" class="button" value=${value.step} onChange=${(event) => setStep(+event.target.value)}>${value.steps.map((one) => html`<option key=${one} value=${one}>step ${one + 1}</option>`)}</select>
+      <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
+      <label class="sr" for="order">Order</label>
+      <select id="order" class="button" value=${order} onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([name, [text]]) => html`<option key=${name} value=${name}>${text}</option>`)}</select>
+      <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
+    </div>
+    ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
+    <${Prompts} run=${run} />`;
+}
+
+const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated"]);
+
+function Group({ group }) {
+  const [first] = group.members;
+  return html`<section class="card" aria-label=${`Group ${+group.name}`}>
+    <div class="toolbar"><h2>Group ${+group.name}</h2><span class="dim">mean reward ${number(group.mean)}, ${plural(group.members.length, "sample")}</span></div>
+    ${first.prompt !== undefined && html`<p class="text">${String(first.prompt)}</p>`}
+    ${first.answer !== undefined && html`<p class="small dim wrap">Answer: <code>${String(first.answer)}</code></p>`}
+    <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>
+      <p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>
+      <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}</footer>
+      <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
+    </article>`)}</div></section>`;
+}
+
+function Prompts({ run }) {
+  const [open, setOpen] = useState(false);
+  const { value, error } = useLoaded(async () => (open ? get(`runs/${run.name}/prompts`) : null), [run.name, open, open && run.now.step]);
+  const never = (value || []).filter((one) => one.best <= 0);
+  return html`<${Card} title="Which prompts never get reward?">
+    <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Hide" : "Look through all kept samples"}</button>
+    ${open && error && html`<p class="dim">${error}</p>`}
+    ${open && value && html`<p class="lead" style=${{ margin: "12px 0" }}>${never.length ? `${plural(never.length, "prompt")} of ${number(value.length)} listed never got any.` : `None: each of the ${plural(value.length, "prompt")} that were kept got some.`}</p>
+      <div class="scroll"><table><thead><tr><th>Prompt</th><th class="num">Best</th><th class="num">Mean</th><th class="num">Samples</th><th class="num">Steps</th></tr></thead>
+      <tbody>${value.slice(0, 50).map((one) => html`<tr key=${one.prompt}><td class="wrap mono">${one.prompt}</td><td class="num">${number(one.best)}</td><td class="num">${number(one.mean)}</td><td class="num">${one.samples}</td><td class="num">${one.first + 1}–${one.last + 1}</td></tr>`)}</tbody></table></div>`}<//>`;
+}

@@ -1,0 +1,98 @@
+// A run as this page knows it: rows are appended as they come, listeners are told at most once a frame.
+
+import { follow, get } from "./api.js";
+
+const SPANS = 200000; // that a page keeps; older ones are let go
+
+export class Run {
+  constructor(name) {
+    this.name = name;
+    this.listeners = new Set();
+    this.about = null;
+    this.findings = null;
+    this.lost = false;
+    this.clear();
+  }
+
+  clear() {
+    this.now = null;
+    this.spans = [];
+    this.turns = [];
+    this.steps = [];
+    this.published = [];
+    this.trained = [];
+    this.dropped = [];
+    this.notes = [];
+    this.changes = 0;
+  }
+
+  async open() {
+    this.about = await get(`runs/${this.name}/about`);
+    this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost));
+    this.told();
+    await this.find();
+  }
+
+  close() {}
+
+  mark(lost) {
+    if (lost !== this.lost) { this.lost = lost; this.told(); }
+  }
+
+  take(name, data) {
+    if (name === "again") this.clear();
+    if (name === "now") {
+      this.now = data;
+      this.seen = performance.now();
+    }
+    if (name === "rows") {
+      const before = this.steps.length;
+      for (const kind of ["spans", "turns", "steps", "published", "trained", "dropped", "notes"]) {
+        for (const row of data[kind] || []) this[kind].push(row);
+      }
+      if (this.spans.length > SPANS) this.spans.splice(0, this.spans.length - SPANS);
+      this.changes += 1;
+      if (this.steps.length > before) this.find();
+    }
+    this.told();
+  }
+
+  // Findings take the server a while: at most every ten seconds, and once more at the end.
+  async find() {
+    clearTimeout(this.later);
+    const due = (this.found || -Infinity) + 10000 - performance.now();
+    if (due > 0) { this.later = setTimeout(() => this.find(), due); return; }
+    this.found = performance.now();
+    try {
+      this.findings = await get(`runs/${this.name}/findings`);
+    } catch (error) {
+      this.findings = this.findings || { error: String(error.message || error) };
+    }
+    this.told();
+  }
+
+  told() {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      for (const listener of this.listeners) listener();
+    });
+  }
+
+  get state() {
+    if (!this.now) return "loading";
+    if (this.now.failed) return this.now.problems.length ? "failed" : "interrupted";
+    if (this.now.ended) return "finished";
+    if (this.now.gone) return "killed";
+    return "running";
+  }
+
+  get live() { return this.state === "running"; }
+
+  // Seconds of the run, now: the end of the record, or where a live run is by this machine's clock.
+  get clock() {
+    if (!this.now) return 0;
+    if (!this.live || !this.about.wall) return this.now.last;
+    return Math.max(this.now.last, Date.now() / 1000 - this.about.wall);
+  }
+}

@@ -1,0 +1,151 @@
+// When every worker did what, with the critical path through it. Drag or arrows to move, wheel or + and - to zoom.
+
+import { Card, colourOf, html, number, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { arrange, draw, GUTTER, spanAt } from "./lanes.js";
+import { Idle, Verdict } from "./graph.js";
+
+const LATEST = 5; // steps that are shown at first
+
+function looks(plan) {
+  const style = getComputedStyle(document.documentElement);
+  const value = (name) => style.getPropertyValue(name).trim();
+  const colours = new Map(plan.stages.map((stage, place) => [stage.name, value(`--c${place % 10}`)]));
+  return {
+    sunk: value("--sunk"), line: value("--line"), strong: value("--line-strong"), text: value("--text"), dim: value("--dim"),
+    path: value("--path"), onColour: value("--on-c"), font: getComputedStyle(document.body).fontFamily,
+    stage: (name) => colours.get(name) || value("--line-strong"),
+  };
+}
+
+function latest(run) {
+  const ends = run.steps.map((row) => row[1]);
+  const end = run.clock || 1;
+  return [ends.length > LATEST ? ends[ends.length - 1 - LATEST] : 0, end];
+}
+
+export function Timeline({ run }) {
+  const canvas = useRef(null);
+  const [view, setView] = useState(() => latest(run));
+  const [follow, setFollow] = useState(run.live);
+  const [chosen, choose] = useState(null);
+  const [tip, setTip] = useState(null);
+  const made = useMemo(() => arrange(run.about.plan, run.spans), [run, run.changes]);
+  const paths = (run.findings && run.findings.paths) || [];
+  const shown = follow && run.live ? [run.clock - (view[1] - view[0]), run.clock] : view;
+  const scene = {
+    view: shown, steps: run.steps.filter((row) => row[0] >= 0), tasks: run.now.tasks, clock: run.clock, paths, chosen,
+  };
+  const again = useRef(null);
+  again.current = () => canvas.current && draw(canvas.current, made, scene, looks(run.about.plan));
+  useLayoutEffect(() => again.current());
+  useEffect(() => {
+    const redraw = () => again.current();
+    const observer = new ResizeObserver(redraw);
+    observer.observe(canvas.current);
+    const theme = new MutationObserver(redraw);
+    theme.observe(document.documentElement, { attributes: true });
+    return () => { observer.disconnect(); theme.disconnect(); };
+  }, []);
+
+  const move = (start, end) => { setFollow(false); setView([start, Math.max(end, start + 1e-5)]); };
+  const zoom = (factor, at = (shown[0] + shown[1]) / 2) => move(at - (at - shown[0]) * factor, at + (shown[1] - at) * factor);
+  const pan = (share) => move(shown[0] + share * (shown[1] - shown[0]), shown[1] + share * (shown[1] - shown[0]));
+  const all = () => move(0, Math.max(run.clock, 1));
+  const show = (span) => {
+    choose(span);
+    if (span && (span[6] < shown[0] || span[5] > shown[1])) {
+      const half = (shown[1] - shown[0]) / 2;
+      move(span[5] - half, span[5] + half);
+    }
+  };
+  const step = (by) => {
+    const place = chosen ? made.order.indexOf(chosen) + by : made.order.findIndex((span) => span[5] >= shown[0]);
+    if (made.order[place]) show(made.order[place]);
+  };
+  const keys = {
+    ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4),
+    Home: all, End: () => { setView(latest(run)); setFollow(run.live); }, "[": () => step(-1), "]": () => step(1),
+  };
+  const press = (event) => {
+    if (!(event.key in keys) || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    keys[event.key]();
+  };
+  const place = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top, box.width];
+  };
+  const atX = (x, width) => shown[0] + ((x - GUTTER) / (width - GUTTER)) * (shown[1] - shown[0]);
+  const wheel = (event) => {
+    if (!event.ctrlKey && Math.abs(event.deltaX) > Math.abs(event.deltaY)) { event.preventDefault(); pan(event.deltaX / 1000); return; }
+    if (!event.ctrlKey && !event.shiftKey) return; // the page scrolls
+    event.preventDefault();
+    const [x, , width] = place(event);
+    zoom(event.deltaY > 0 || event.deltaX > 0 ? 1.2 : 1 / 1.2, atX(Math.max(x, GUTTER), width));
+  };
+  const drag = useRef(null);
+  const down = (event) => { const [x, , width] = place(event); drag.current = { x, width, view: shown, moved: false }; canvas.current.setPointerCapture(event.pointerId); };
+  const over = (event) => {
+    const [x, y, width] = place(event);
+    const from = drag.current;
+    if (from) {
+      const by = ((x - from.x) / (from.width - GUTTER)) * (from.view[1] - from.view[0]);
+      if (Math.abs(x - from.x) > 3) from.moved = true;
+      if (from.moved) move(from.view[0] - by, from.view[1] - by);
+      setTip(null);
+      return;
+    }
+    const span = spanAt(made, shown, width, x, y);
+    setTip(span ? { span, x: Math.min(x + 12, width - 240), y: y + 12 } : null);
+  };
+  const up = (event) => {
+    const [x, y, width] = place(event);
+    if (drag.current && !drag.current.moved) choose(spanAt(made, shown, width, x, y));
+    drag.current = null;
+  };
+  useEffect(() => {
+    const target = canvas.current;
+    target.addEventListener("wheel", wheel, { passive: false });
+    return () => target.removeEventListener("wheel", wheel);
+  });
+
+  return html`
+    <section class="card" aria-label="Timeline">
+      <div class="toolbar"><h2>Timeline</h2><span class="grow"></span>
+        ${run.live && html`<button class="button" aria-pressed=${follow} onClick=${() => { if (!follow) setView(latest(run)); setFollow(!follow); }}>Follow</button>`}
+        <button class="button" onClick=${() => { setView(latest(run)); setFollow(run.live); }}>Last steps</button>
+        <button class="button" onClick=${all}>Whole run</button>
+        <button class="button icon" onClick=${() => zoom(0.6)} aria-label="Zoom in">+</button>
+        <button class="button icon" onClick=${() => zoom(1.6)} aria-label="Zoom out">−</button></div>
+      <div class="lanes">
+        <canvas ref=${canvas} tabindex="0" role="img" onKeyDown=${press} onPointerDown=${down} onPointerMove=${over} onPointerUp=${up} onPointerLeave=${() => setTip(null)}
+          aria-label=${`${number(run.spans.length)} tasks on ${made.lanes.length} workers, ${seconds(shown[0])} to ${seconds(shown[1])}. Arrows move, plus and minus zoom, brackets go from task to task.`}></canvas>
+        ${tip && html`<div class="tip" style=${{ left: `${tip.x}px`, top: `${tip.y}px` }}>${told(tip.span)}</div>`}
+      </div>
+      <ul class="keys">${run.about.plan.stages.map((stage) => html`<li key=${stage.name}><${Swatch} colour=${colourOf(run.about.plan, stage.name)} />${stage.name}</li>`)}
+        <li><span class="swatch" style=${{ background: "var(--path)", height: "3px", width: "20px" }}></span>critical path</li></ul>
+      <p class="small dim" aria-live="polite">${chosen ? told(chosen).replaceAll("\n", ", ") : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
+    </section>
+    <div class="split"><${Verdict} run=${run} /><${Idle} run=${run} /></div>
+    <${Story} run=${run} />
+    <${Tasks} run=${run} made=${made} />`;
+}
+
+const told = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s`;
+
+// What happened beside tasks: starts, attempts that were lost, checkpoints, the end.
+function Story({ run }) {
+  const last = run.notes.slice(-50).reverse();
+  return html`<${Card} title="What happened?"><div class="scroll"><table><thead><tr><th>When</th><th>What</th></tr></thead>
+    <tbody>${last.map(([kind, at, text], n) => html`<tr key=${`${at} ${n}`}><td class="dim">${at.toFixed(1)} s</td><td class=${`wrap ${kind === "failed" || kind === "retried" ? "down" : ""}`}>${kind === "failed" || kind === "retried" ? html`<b>${kind}</b> ` : ""}${text}</td></tr>`)}</tbody></table></div><//>`;
+}
+
+// The same in words, for the last step that ended.
+function Tasks({ run, made }) {
+  const [open, setOpen] = useState(false);
+  const last = run.steps.length ? run.steps[run.steps.length - 1][0] : -1;
+  const rows = open ? made.order.filter((span) => span[3] === last).slice(0, 200) : [];
+  return html`<${Card} label="Tasks of the last step"><button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Tasks of step ${last + 1} as a table</button>
+    ${open && html`<div class="scroll"><table><thead><tr><th>Stage</th><th>Worker</th><th class="num">Groups</th><th class="num">From</th><th class="num">Took</th></tr></thead>
+      <tbody>${rows.map((span, n) => html`<tr key=${n}><td>${span[0]}</td><td>${span[1]} ${span[2]}</td><td class="num">${span[7]}</td><td class="num">${span[5].toFixed(3)} s</td><td class="num">${seconds(span[6] - span[5])}</td></tr>`)}</tbody></table></div>`}<//>`;
+}

@@ -1,0 +1,143 @@
+"""A record that is followed: read once for everybody, and again from any byte for who comes later.
+
+    record = Record(Path("runs/quickstart-..."))
+    record.advance()                       # what was written since, as a Block; None where nothing was
+    record.block(0)                        # the rows from byte 0 on, as they were seen then
+
+Of the events nothing is kept but what is in flight (`live.py`), when the run was started, and where steps begin.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline import trace
+from pipeline.perfetto import Starts
+from pipeline.plan import Plan
+from pipeline.rundir import RunDir
+from pipeline.web.live import Live, Picture
+from pipeline.web.rows import Rows, Seconds, rows
+
+EVENTS = 2000  # of a block
+SPANS = 100_000  # the last ones, that a page gets
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows up to byte `offset`, which is the id to go on from."""
+
+    offset: int
+    rows: Rows
+
+
+class Record:
+    """The events of a run directory. `offset` is the byte up to which they are known."""
+
+    def __init__(self, path: Path) -> None:
+        self._run_dir = RunDir(path)
+        self.plan = msgspec.json.decode(self._run_dir.plan.read_bytes(), type=Plan)
+        self.offset = 0
+        self._starts = Starts()
+        self._shifts: list[tuple[int, float]] = []  # from which byte on what is added to a monotonic time
+        self._marks: list[tuple[int, int]] = [(0, 0)]  # (byte, spans before it), one a block
+        self._live = Live(self.plan)
+        self._pids: set[int] = set()
+        self._remote = False
+
+    @staticmethod
+    def read(path: Path) -> Record:
+        """A record, known to its end."""
+        record = Record(path)
+        while record.advance():
+            pass
+        return record
+
+    def advance(self) -> Block | None:
+        """The next block, where more was written. Raises msgspec.ValidationError on a line that is no event."""
+        before = behind = self.offset
+        events: list[tuple[int, trace.TraceEvent]] = []
+        for offset, event in islice(trace.read(self._run_dir.events, self.offset), EVENTS):
+            if isinstance(event, trace.Started):
+                self._begin(event, behind)
+            elif isinstance(event, trace.Placed):
+                self._place(event)
+            self._live.apply(event)
+            events.append((behind, event))
+            behind = offset
+        if not events:
+            return None
+        made = self._rows(before, events, spans=True)
+        self._marks.append((behind, self._marks[-1][1] + len(made.spans)))
+        self.offset = behind
+        return Block(offset=behind, rows=made)
+
+    def block(self, offset: int) -> Block | None:
+        """The rows behind a byte that is known already, without spans that are too long ago; None at the end."""
+        last = self._marks[-1][1]
+        events = []
+        behind = offset
+        for at, event in islice(trace.read(self._run_dir.events, offset), EVENTS):
+            if at > self.offset:
+                break
+            events.append((behind, event))
+            behind = at
+        if not events:
+            return None
+        mark = self._marks[bisect_right(self._marks, (behind, 1 << 62)) - 1]
+        return Block(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
+
+    def picture(self) -> Picture:
+        """What the run is doing now."""
+        return self._live.picture(self._starts.seconds)
+
+    def now(self) -> dict[str, Any]:
+        """The same as plain values, and whether the run was killed: it has not ended, and its processes are gone."""
+        picture = self.picture()
+        gone = not picture.ended and not picture.failed and self.gone()
+        return msgspec.structs.asdict(picture) | {"gone": gone}
+
+    def gone(self) -> bool:
+        """Whether the processes of a run that has not ended are gone from this machine. False where they are, or were,
+        on another one."""
+        return bool(self._pids) and not self._remote and not any(map(_is_alive, self._pids))
+
+    def _begin(self, event: trace.Started, offset: int) -> None:
+        self._starts.start(event)
+        self._shifts.append((offset, self._starts.seconds(0.0)))
+        self._pids.clear()
+        self._remote = False
+
+    def _place(self, event: trace.Placed) -> None:
+        if event.node == "this process" or event.node.startswith("127."):
+            self._pids.add(event.pid)
+        else:
+            self._remote = True
+
+    def _seconds(self, offset: int) -> Seconds:
+        place = bisect_right(self._shifts, (offset, float("inf"))) - 1
+        shift = self._shifts[place][1] if place >= 0 else 0.0
+        return lambda at_s: at_s + shift
+
+    def _rows(self, offset: int, events: list[tuple[int, trace.TraceEvent]], *, spans: bool) -> Rows:
+        timed: list[tuple[trace.TraceEvent, Seconds]] = []
+        seconds = self._seconds(offset)
+        for behind, event in events:
+            if isinstance(event, trace.Started):
+                seconds = self._seconds(behind)
+            timed.append((event, seconds))
+        return rows(timed, spans=spans)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,95 @@
+"""The samples that a run kept: by step, and prompt by prompt over all steps. Reads files of a run directory only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.rundir import RunDir
+
+FILE_BYTES = 8 << 20  # of a file of samples that are read
+TEXT = 20_000  # characters of a value that are shown
+FILES = 400  # of a run, the last ones, that are read for its prompts
+PROMPTS = 200
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """One prompt, over all samples of it that were kept."""
+
+    prompt: str
+    samples: int = 0
+    best: float = float("-inf")
+    total: float = 0.0
+    first: int = 0
+    last: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.samples
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that samples were kept of, counted from 0."""
+    names = (path.stem.removeprefix("step_") for path in (run / "samples").glob("step_*.jsonl"))
+    return sorted(int(name) - 1 for name in names if name.isdigit())
+
+
+def samples(run: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step, a dict each, `group` and `key` among its columns; long texts are cut and say so."""
+    rows = []
+    for row in _lines(RunDir(run).samples(step)):
+        group = str(row.get("key", "")).partition("_")[0]
+        rows.append({name: _cut(value) for name, value in row.items()} | {"group": group})
+    return rows
+
+
+def prompts(run: Path) -> list[dict[str, Any]]:
+    """The prompts that were kept, those whose best reward is lowest first."""
+    found: dict[str, Prompt] = {}
+    for step in steps(run)[-FILES:]:
+        for row in _lines(RunDir(run).samples(step)):
+            text, reward = row.get("prompt"), row.get("reward")
+            if not isinstance(text, str) or not isinstance(reward, int | float):
+                continue
+            of = found.setdefault(text, Prompt(prompt=text, first=step))
+            of.samples += 1
+            of.best = max(of.best, reward)
+            of.total += reward
+            of.last = step
+    ordered = sorted(found.values(), key=lambda of: (of.best, of.mean))[:PROMPTS]
+    return [
+        {
+            "prompt": _cut(of.prompt),
+            "samples": of.samples,
+            "best": of.best,
+            "mean": of.mean,
+            "first": of.first,
+            "last": of.last,
+        }
+        for of in ordered
+    ]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of samples; one that is no JSON object is left out, as is what is too much."""
+    if not path.is_file() or path.is_symlink():
+        return []
+    with path.open("rb") as file:
+        text = file.read(FILE_BYTES)
+    rows = []
+    for line in text.split(b"\n"):
+        try:
+            row = msgspec.json.decode(line) if line else None
+        except msgspec.DecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > TEXT:
+        return f"{value[:TEXT]} ... ({len(value) - TEXT} more characters)"
+    return value

@@ -1,0 +1,138 @@
+"""SIGTERM: what is being trained is finished and saved, the exit code is 143, and a resumed run has lost nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import trace
+from pipeline.engine import Engine
+from pipeline.executors.local import LocalExecutor
+from pipeline.load import load
+from pipeline.plan import plan
+from pipeline.record import cut_metrics
+from pipeline.rundir import RunDir
+from pipeline.termination import Termination
+from tests.integration.test_async import NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
+from tests.integration.test_lost_workers import FLAGS
+from tests.journal.checker import check
+
+ROOT = Path(__file__).parents[2]
+SCHEDULES: list[dict[str, Any]] = [{}, {"max_staleness": 2}]
+SCHEDULES += [SCHEDULES[1] | {"on_stale": "drop", "refit": "in_flight"}]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+COMMAND = [sys.executable, "-m", "pipeline.run", str(NUMBERS)]
+
+
+def stopped(file: Path, flags: dict[str, Any], folder: Path, *, at: int, after_s: float = 0.0) -> tuple[RunDir, int]:
+    """A run in this process that gets SIGTERM so long after a step was done; and how many steps its checkpoint has."""
+    graph, run_dir = load(file).build(flags), RunDir(folder).create()
+
+    def done(step: int, metrics: dict[str, float]) -> None:
+        if step == at:
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    before = signal.getsignal(signal.SIGTERM)
+    with Termination() as termination:
+        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
+        engine.execute()
+    assert engine.stopped and termination.asked and signal.getsignal(signal.SIGTERM) == before
+    assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]
+    return run_dir, run_dir.checkpoint_steps()[-1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_that_was_asked_to_stop_goes_on_where_it_was(tmp_path, schedule, seed):
+    rng = random.Random(f"{seed} {schedule}")
+    flags = {"steps": 10_000, **SLOW_TAIL, **schedule}
+    at = rng.randint(0, 4)
+    run_dir, behind = stopped(NUMBERS, flags, tmp_path / "run", at=at, after_s=rng.uniform(0, 0.05))
+    assert behind >= at + 1 and [line["step"] for line in lines(run_dir)] == list(range(1, behind + 1))
+    last = [event.step for event in events(run_dir, trace.Trained)][-1]
+    assert last == behind - 1  # nothing was trained that is not saved
+    cut_metrics(run_dir, behind)
+    run_dir = execute(NUMBERS, flags | {"steps": behind + 3}, tmp_path / "run", start=behind)
+    assert [line["step"] for line in lines(run_dir)] == list(range(1, behind + 4))
+    assert not check(run_dir.path)
+
+
+def test_what_is_being_given_up_as_a_run_stops_is_accounted_for(tmp_path):
+    """The worker has not yet acknowledged that it lets go of these groups, and no checkpoint has them."""
+    run_dir = RunDir(tmp_path / "run").create()
+    graph = load(NUMBERS).build({"steps": 10_000, **SLOW_TAIL, **SCHEDULES[2]})
+    given_up: set[int] = set()
+
+    def done(step: int, metrics: dict[str, float]) -> None:
+        if engine._cancelled and not given_up:
+            given_up.update(engine._cancelled)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Termination() as termination:
+        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
+        engine.execute()
+    dropped = {group: event.reason for event in events(run_dir, trace.Dropped) for group in event.groups}
+    assert given_up and {dropped[group] for group in given_up} == {"cancelled"}
+    manifest = run_dir.checkpoints / f"step_{run_dir.checkpoint_steps()[-1]:06d}" / "manifest.json"
+    assert given_up.isdisjoint(json.loads(manifest.read_text())["pending"])
+    assert not check(run_dir.path)
+
+
+def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
+    run_dir, behind = stopped(QUICKSTART, FLAGS, tmp_path / "run", at=2, after_s=0.1)
+    cut_metrics(run_dir, behind)
+    assert weights(execute(QUICKSTART, FLAGS, tmp_path / "run", start=behind), 8) == undisturbed
+
+
+def started(folder: Path, *flags: str) -> tuple[subprocess.Popen, RunDir]:
+    """The command in a process of its own, once its first steps are done."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*COMMAND, "--run-dir", str(folder), *flags], cwd=ROOT, env=ENVIRONMENT, **pipes)
+    run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
+    while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return process, run_dir
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor):
+    flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
+    process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=90)
+    assert process.returncode == 143, told
+    behind = run_dir.checkpoint_steps()[-1]
+    assert told.splitlines()[-1].endswith(f"--resume   (from step {behind})") and "second SIGTERM" in told
+    resume = ["--executor", "local", "--run-dir", str(run_dir.path), "--resume", "--steps", str(behind + 2)]
+    again = subprocess.run([*COMMAND, *resume], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    steps = [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines()]
+    assert steps == list(range(behind + 3))
+    assert not check(run_dir.path)
+
+
+@pytest.mark.journal_expected("I5", "I8", "record")
+def test_a_second_signal_ends_a_run_now(tmp_path):
+    process, run_dir = started(
+        tmp_path / "run", "--executor", "local", "--learn-s", "0.2", "--steps", "10000", "--tail", "1"
+    )
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    began_s = time.monotonic()
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143 and time.monotonic() - began_s < 10
+    assert "resume: " in told
+    assert events(run_dir, trace.Failed)

@@ -1,0 +1,183 @@
+"""Ranks of refits in waves over gloo, for tests: python -m tests.refit_tree_ranks FOLDER
+
+Two senders and four receivers, forked off one process that serves the store. They carry every pair of layouts of every
+family out, then more replicas, then refits in which ranks die. FOLDER/RANK.json says what each has found.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ops.comm.interface import choose
+from ops.comm.stateless_group import StatelessGroup
+from ops.refit.layout import Layout
+from ops.refit.transports.tree import Tree
+from stages.backends.decoder import Decoder
+from stages.backends.megatron import places as megatron
+from stages.backends.vllm import places as vllm
+from tests.refit_ranks import CASES, differing
+from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
+
+SENDERS, RECEIVERS = 2, 4
+SIZE = SENDERS + RECEIVERS
+REPLICAS = [
+    (family, training, serving)
+    for (family, training), serving in product(
+        [("llama", "TP1"), ("qwen3", "PP2"), ("qwen3_moe", "EP2")], [(1, RECEIVERS), (2, RECEIVERS // 2)]
+    )
+]
+DEADLINE_S = 60.0
+
+
+class Member:
+    """A process, with its memory for a model: the `number`-th of the senders or of the receivers that take part."""
+
+    def __init__(
+        self, decoder: Decoder, training: str, tensor: int, senders: list[int], receivers: list[int], rank: int
+    ):
+        self.decoder, self.tensor, self.receives = decoder, tensor, rank in receivers
+        self.number = (receivers if self.receives else senders).index(rank)
+        self.part = TRAINING[training][0 if self.receives else self.number]
+        tensors = megatron.tensors(decoder, "bfloat16")
+        self.source = Layout(tensors, [megatron.places(decoder, part, ITEM) for part in TRAINING[training]])
+        self.destination = Layout(
+            tensors, [vllm.places(decoder, number % tensor, tensor, ITEM) for number in range(len(receivers))]
+        )
+        if self.receives:
+            self.held = {name: np.zeros(shape, np.uint16) for name, shape in vllm.shapes(decoder, tensor).items()}
+        else:
+            self.held = trained(decoder, self.part, folder(decoder))
+        self.flat = {name: torch.from_numpy(array.view(np.uint8).reshape(-1)) for name, array in self.held.items()}
+
+    def tree(self, store: dist.TCPStore, name: str, **options: Any) -> Tree:
+        return Tree(
+            self.source, self.destination, store, number=self.number, receives=self.receives, buffers=self.flat,
+            name=name, slot_bytes=8192, **{"deadline_s": DEADLINE_S, **options},
+        )  # fmt: skip
+
+    def begin(self, version: int) -> None:
+        """Train a version; or poison what was served."""
+        if self.receives:
+            for memory in self.flat.values():
+                memory.fill_(0xEE)
+        else:
+            for name, array in trained(self.decoder, self.part, model(self.decoder, version)).items():
+                self.held[name][...] = array
+
+    def wrong(self, version: int) -> list[str]:
+        """Parameters that differ from what vLLM's loader would have made of the version."""
+        if not self.receives:
+            return []
+        wanted = served(self.decoder, self.number % self.tensor, self.tensor, model(self.decoder, version))
+        return differing(self.held, wanted)
+
+
+def model(decoder: Decoder, version: int) -> dict[str, np.ndarray]:
+    return {name: array * np.uint16(2 * version + 1) + np.uint16(version) for name, array in folder(decoder).items()}
+
+
+class Rank:
+    """One process, in all of it."""
+
+    def __init__(self, rank: int, port: int, path: Path) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.path, self.version = rank, path, 0
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+        self.store.set(f"pid {rank}", str(os.getpid()))
+        self.found: dict[str, Any] = {}
+
+    def carried(
+        self, name: str, case: tuple[str, str, int], senders: list[int], receivers: list[int], versions: int,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Note what came of each version: its record and what is wrong, or the error."""
+        if self.rank not in senders + receivers:
+            return
+        family, training, tensor = case
+        member = Member(FAMILIES[family], training, tensor, senders, receivers, self.rank)
+        tree = member.tree(self.store, name, **options)
+        self.found[name] = []
+        (self.path / f"{self.rank}.json").write_text(json.dumps(self.found))  # it may be killed
+        for version in range(1, versions + 1):
+            member.begin(version)
+            self.version = version
+            try:
+                record = asdict(tree.run(version))
+            except (ValueError, RuntimeError) as error:
+                self.found[name].append({"error": type(error).__name__, "text": str(error), "held": tree.held})
+                return
+            self.found[name].append({**record, "wrong": member.wrong(version)})
+        tree.close()
+
+    def dies(self, rank: int, how: signal.Signals, *, version: int = 1, group: int = 0) -> None:
+        """Let a rank get the signal while it sends its second message of a version through its `group`-th group."""
+        send, seen = StatelessGroup.send, []
+
+        def signalled(one: StatelessGroup, tensor: torch.Tensor, peer: int) -> None:
+            if self.version == version:
+                seen.append(one)
+            if len(set(map(id, seen))) == group + 1 and seen.count(one) == 2:
+                StatelessGroup.send = send  # type: ignore[method-assign]
+                os.kill(os.getpid(), how)
+            send(one, tensor, peer)
+
+        StatelessGroup.send = signalled if rank == self.rank else send  # type: ignore[method-assign]
+
+    def everything(self) -> None:
+        for family, training, serving in CASES:
+            tensor, replicas = SERVING[serving]
+            senders = list(range(len(TRAINING[training])))
+            receivers = list(range(SENDERS, SENDERS + tensor * replicas))
+            self.carried(f"{family} {training} {serving}", (family, training, tensor), senders, receivers, 2)
+        for family, training, (tensor, replicas) in REPLICAS:
+            senders, receivers = list(range(len(TRAINING[training]))), list(range(SENDERS, SIZE))
+            name = f"{family} {training} {replicas} of {tensor}"
+            self.carried(name, (family, training, tensor), senders, receivers, 3, interface=choose(["no such", "lo"]))
+        self.with_deaths()
+
+    def with_deaths(self) -> None:
+        self.dies(2, signal.SIGKILL)  # a receiver that gives to another
+        self.carried("killed", ("qwen3", "PP2", 1), [0, 1], [2, 3, 4, 5], 3)
+        self.dies(3, signal.SIGSTOP)
+        self.carried("silent", ("qwen3", "PP2", 1), [0, 1], [3, 4, 5], 2, deadline_s=5.0)
+        if self.rank == 0:
+            os.kill(int(self.store.get("pid 3")), signal.SIGCONT)
+        self.dies(1, signal.SIGKILL, version=2)  # half of the trainer, while nobody else has the version
+        self.carried("no source", ("qwen3", "TP2", 1), [0, 1], [4, 5], 2)
+        self.dies(0, signal.SIGKILL, group=1)  # the trainer, when a receiver has it
+        self.carried("no trainer", ("llama", "TP1", 1), [0], [4, 5], 1)
+
+
+def run(rank: int, ports: Any, path: str) -> None:
+    one = Rank(rank, ports.get(), Path(path))
+    one.everything()
+    (one.path / f"{rank}.json").write_text(json.dumps(one.found))
+
+
+def main() -> None:
+    forked = multiprocessing.get_context("fork")
+    ports = forked.SimpleQueue()
+    ranks = [forked.Process(target=run, args=(rank, ports, sys.argv[1])) for rank in range(SIZE)]
+    for rank in ranks:
+        rank.start()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in ranks:
+        ports.put(store.port)
+    for rank in ranks:
+        rank.join()
+    (Path(sys.argv[1]) / "codes.json").write_text(json.dumps([rank.exitcode for rank in ranks]))
+
+
+if __name__ == "__main__":
+    main()

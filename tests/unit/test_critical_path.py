@@ -1,0 +1,56 @@
+"""The spans of the critical path: they tile every step, lie in the tasks that they name, and sum to the seconds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from pipeline.critical_path import NOBODY, critical_path, step_paths
+from pipeline.history import Tasks, step_ends
+from tests.unit.records import records
+from tests.unit.test_analysis import Record, planned, step
+
+
+@settings(deadline=None, max_examples=60)
+@given(records())
+def test_spans_tile_each_step_and_lie_in_their_tasks(record):
+    made, events = record
+    tasks = Tasks(events)
+    ends = step_ends(tasks)
+    paths = step_paths(made, tasks, ends)
+    assert [(path.start_s, path.end_s, path.step) for path in paths] == [(a, b, n) for (a, _), (b, n) in pairwise(ends)]
+    for path in paths:
+        marks = [path.start_s, *(span.end_s for span in path.spans)]
+        assert [span.start_s for span in path.spans] == marks[:-1] and marks[-1] == path.end_s
+        for span in path.spans:
+            assert span.start_s < span.end_s
+            if span.stage == NOBODY:
+                assert (span.task, span.group, span.worker) == (None, "", None)
+                continue
+            ran = tasks.ran[span.task]
+            assert {one.stage for one in ran} == {span.stage}
+            assert (span.group, span.worker) in {(one.group, one.worker) for one in ran}
+            assert min(one.start_s for one in ran) <= span.start_s
+            assert span.end_s <= max(one.end_s for one in ran) + 1e-9
+    summed = critical_path(made, tasks, ends)
+    for path, seconds in zip(paths, summed.steps, strict=True):
+        assert path.seconds("stage") == seconds and sum(path.seconds("cause").values()) == pytest.approx(
+            path.end_s - path.start_s
+        )
+
+
+def test_a_span_names_its_task_its_worker_and_why_it_was_waited_for():
+    record = Record().task("refit", -1, 0.0, 1.0, group="learner").published(0, 1.0)
+    step(record, 0, 1.0)
+    step(record, 1, 3.0, refit_handed_s=6.0)
+    path = step_paths(planned(), Tasks(record.events), step_ends(Tasks(record.events)))[1]
+    told = [(s.stage, s.cause, s.task, s.group, s.worker, round(s.end_s - s.start_s, 6)) for s in path.spans]
+    assert told == [
+        ("rollout", "field", 10, "sampler", 0, 1.0),
+        ("logprobs", "field", 13, "learner", 0, 0.3),
+        ("train", "weights", 14, "learner", 0, 0.5),
+        (NOBODY, "driver", None, "", None, 1.2),
+        ("refit", "field", 15, "learner", 0, 0.2),
+    ]

@@ -1,0 +1,247 @@
+"""Forwarding, against the real libraries, without a network. TensorBoard, W&B and MLflow are optional parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import forward, run
+from pipeline.errors import GraphError
+from pipeline.forward import Tail
+from pipeline.forwarders import Described, check, opened
+from tests.optional import need
+from tests.unit.test_findings import printed, write
+
+pytestmark = pytest.mark.journal_expected  # records that were cut off, on purpose
+ROOT = Path(__file__).parents[2]
+NUMBERS = ROOT / "tests" / "integration" / "async_graph.py"
+LINES: list[dict[str, Any]] = [
+    {"step": 0, "version": 0, "eval/exact match": 0.25},
+    {"step": 1, "version": 1, "reward/mean": 0.5, "note": "text", "train/loss": None},
+    {"step": 2, "version": 2, "reward/mean": 0.75},
+]
+REWARDS = [(1, 0.5), (2, 0.75)]
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Path:
+    """A run directory with these lines, the last of which is being written."""
+    folder = write(tmp_path / "my run", steps=2)
+    said(folder, *LINES, tail='{"step": 3, "rew')
+    return folder
+
+
+def said(folder: Path, *lines: dict[str, Any], tail: str = "") -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+
+
+def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name, as TensorBoard reads them."""
+    need("tensorboard", "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {name: [(event.step, event.value) for event in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """The records of an offline run: a LevelDB log, behind seven bytes, of protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, records, part = file.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if place + 7 + size > len(data):
+            break  # still being written
+        part += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(part))
+            part = b""
+    return records
+
+
+def test_tensorboard_reads_what_was_forwarded(recorded, tmp_path):
+    need("tensorboard", "tensorboard")
+    forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
+    assert tensorboard(tmp_path / "tb" / "my run") == {
+        "version": [(0, 0.0), (1, 1.0), (2, 2.0)], "eval/exact match": [(0, 0.25)], "reward/mean": REWARDS,
+    }  # fmt: skip
+    said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
+    time.sleep(1.1)  # the names of event files have the second
+    forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
+    assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [*REWARDS, (3, 1.0)]
+
+
+def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
+    need("wandb", "wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "kept"))
+    monkeypatch.setenv("WANDB_API_KEY", "canary" * 6 + "0000")
+    (tmp_path / "kept").mkdir()
+    forward.forward(recorded, {"wandb": "team/project"})
+    records, until_s = [], time.monotonic() + 30
+    while not any(record.HasField("exit") for record in records) and time.monotonic() < until_s:
+        time.sleep(0.1)  # W&B writes it in a process of its own
+        records = [r for file in (tmp_path / "kept").rglob("offline-run-*/run-*.wandb") for r in wandb_records(file)]
+    (begun,) = [record.run for record in records if record.HasField("run")]
+    assert (begun.entity, begun.project, begun.display_name) == ("team", "project", "my run")
+    assert begun.run_id.startswith("my-run-") and json.loads(
+        next(item.value_json for item in begun.config.update if item.key == "graph")
+    )
+    rewards = []
+    for record in records:
+        items = {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+                 for item in record.history.item}  # fmt: skip
+        if "reward/mean" in items:
+            rewards.append((items["_step"], items["reward/mean"]))
+    assert rewards == REWARDS
+    assert not any(b"canary" in path.read_bytes() for path in recorded.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def mlflow_store(tmp_path, monkeypatch):
+    need("mlflow", "mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    return (uri := f"file://{tmp_path}/mlflow"), MlflowClient(tracking_uri=uri)
+
+
+def test_mlflow_has_what_was_forwarded_and_goes_on_behind_it(recorded, mlflow_store):
+    uri, client = mlflow_store
+    forward.forward(recorded, {"mlflow": uri})
+    experiment = client.get_experiment_by_name("toy")
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert (kept.info.run_name, kept.info.status, kept.data.params) == ("my run", "FINISHED", {"steps": "2"})
+    said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
+    forward.forward(recorded, {"mlflow": uri})
+    (kept,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(kept.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [*REWARDS, (3, 1.0)]
+    assert client.get_metric_history(kept.info.run_id, "eval/exact match")[0].value == 0.25
+
+
+def test_a_service_that_fails_does_not_keep_the_others_from_it(recorded, tmp_path, mlflow_store):
+    need("tensorboard", "tensorboard")
+    uri = mlflow_store[0]
+    said(recorded, {"step": 1, "x" * 999: 1.0}, {"step": 2, "reward/mean": 0.75})  # no name for MLflow
+    with pytest.raises(GraphError, match=r"--mlflow file.*Fix: python -m pipeline.forward RUN --mlflow"):
+        forward.forward(recorded, {"mlflow": uri, "tensorboard": str(tmp_path / "tb")})
+    assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [(2, 0.75)]
+
+
+def test_a_run_is_followed_to_its_end(recorded, tmp_path):
+    need("tensorboard", "tensorboard")
+    events = (recorded / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (recorded / "events.jsonl").write_bytes(b"".join(events[:-1]))
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.forward",
+        str(recorded),
+        "--tensorboard",
+        str(tmp_path / "tb"),
+        "--follow",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    )
+    while not list((tmp_path / "tb").rglob("events*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
+    (recorded / "events.jsonl").write_bytes(b"".join(events))
+    assert process.wait(30) == 0
+    assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [*REWARDS, (3, 1.0)]
+
+
+def test_a_run_forwards_while_it_runs(tmp_path):
+    need("tensorboard", "tensorboard")
+    argv = [str(NUMBERS), "--executor", "local", "--steps", "3", "--run-dir", str(tmp_path / "live")]
+    assert run.main([*argv, "--tensorboard", str(tmp_path / "tb")]) == 0
+    assert [step for step, _ in tensorboard(tmp_path / "tb" / "live")["learn/age"]] == [1, 2, 3]
+    assert (tmp_path / "live" / "logs" / "forward.log").is_file()
+
+
+def test_a_forwarder_that_fails_leaves_the_run_alone(tmp_path, capfd):
+    need("tensorboard", "tensorboard")
+    (tmp_path / "file").touch()
+    argv = [str(NUMBERS), "--executor", "local", "--steps", "3", "--run-dir", str(tmp_path / "live")]
+    assert run.main([*argv, "--tensorboard", str(tmp_path / "file")]) == 0
+    assert "forwarding has failed, the run has not: --tensorboard" in capfd.readouterr().err
+
+
+def test_the_tail_begins_anew_where_a_resume_has_cut_the_file(tmp_path):
+    tail, long = Tail(tmp_path / "metrics.jsonl"), {"step": 2, "x": 1.0}
+    assert list(tail.lines()) == []
+    said(tmp_path, {"step": 1}, long, tail='{"st')
+    assert [line["step"] for line in tail.lines()] == [1, 2] and list(tail.lines()) == []
+    said(tmp_path, {"step": 1})
+    assert [line["step"] for line in tail.lines()] == [1]
+    said(tmp_path, {"step": 1}, {"step": 222, "x": 1.5, "y": 2.5}, {"step": 3})
+    assert [line["step"] for line in tail.lines()] == [222, 3]
+    said(tmp_path, {"step": 11, "long": "x" * 99}, {"step": 4})  # as long as before, other lines
+    assert [line["step"] for line in tail.lines()] == [11, 4]
+
+
+def test_a_run_has_a_key_of_its_own(recorded, tmp_path):
+    told = forward.describe(recorded)
+    assert told == forward.describe(recorded) and re.fullmatch(r"my-run-[0-9a-f]{8}", told.key)
+    assert (told.name, told.graph, told.flags) == ("my run", "toy", {"steps": 2})
+    again = json.loads((recorded / "run.json").read_text()) | {"started": "2027-01-01T00:00:00+0000"}
+    (recorded / "run.json").write_text(json.dumps(again))
+    assert forward.describe(recorded).key != told.key
+
+
+@pytest.mark.parametrize("service", ["tensorboard", "wandb", "mlflow"])
+def test_a_package_that_is_not_there_is_a_problem(service, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        GraphError, match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice\[{service}\]'"
+    ):
+        opened(service, "x", Described(name="", key="", graph="", flags={}))
+
+
+def test_a_folder_named_like_the_package_is_none(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(GraphError, match="not installed"):
+        check("wandb", "project")
+
+
+def test_a_password_in_an_address_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: pytest)
+    monkeypatch.setattr(pytest, "origin", "here", raising=False)
+    check("mlflow", "https://mlflow.example.org/a:b@c")
+    with pytest.raises(GraphError, match="holds a password") as error:
+        check("mlflow", "https://me:secret@example.org")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [([], "no run is named"), (["RUN"], "no service is named"), (["RUN", "--wandB=x"], "did you mean --wandb?")],
+)
+def test_what_is_wrong_is_one_line(argv, told, capsys, tmp_path):
+    code, out, err = printed(capsys, forward, *argv)
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+
+
+def test_no_run_no_forwarding(tmp_path, capsys):
+    need("tensorboard", "tensorboard")
+    code, _, err = printed(capsys, forward, tmp_path, "--tensorboard", tmp_path / "tb")
+    assert code == 2 and "run.json is not there" in err and not (tmp_path / "tb").exists()

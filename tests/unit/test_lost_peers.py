@@ -1,0 +1,94 @@
+"""What the executor makes of workers that lost each other in a transfer, and of one that gives up; without any Ray."""
+
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from graphs.quickstart import graph
+from pipeline import Task
+from pipeline.errors import PeerLost, Problem, Unfit
+from pipeline.executors import ray as executors
+from pipeline.executors.ray import RayExecutor
+from pipeline.plan import plan
+from pipeline.ranks import reach_store
+from pipeline.trace import Placed
+from pipeline.worker import TaskResult
+
+TASK = Task(stage="refit", step=1)
+APART = PeerLost(Problem(where="refit", what="it did not get through", why="w", fix="f"))
+UNFIT = Unfit(Problem(where="vllm", what="its engine died", why="w", fix="f"))
+LEARNER, FIRST, SECOND = "learner.0", "sampler.0", "sampler.1"
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One source and two targets, each of which is its own call and its own actor."""
+    made: Any = RayExecutor()
+    made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
+    made._actors = {"learner": [LEARNER], "sampler": [FIRST, SECOND]}
+    made._replaceable = {"learner": False, "sampler": True}
+    made._meetings._host = lambda: "127.0.0.1"
+    made.meeting = made._meeting(made._planned["refit"], [0, 1])
+    running = executors._Running(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
+    made._follow(running)
+
+    def replace(name: str, rank: int) -> Placed:
+        made._actors[name][rank] = f"{name}.{rank} again"
+        return Placed(group=name, worker=rank, node="here", pid=1)
+
+    made._replace = replace
+    return made
+
+
+def told(executor: Any, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[TaskResult]:
+    """What the executor reports, as answers come: results, errors in them, or None of a worker that died."""
+
+    def get(call: str, timeout: float) -> TaskResult:
+        answer = answers[call.replace(".", "_")]
+        if answer is None:
+            raise RayActorError()
+        return answer
+
+    monkeypatch.setattr(executors.ray, "get", get)
+    reports = [executor._result(call.replace("_", ".")) for call in answers]
+    return [report for report in reports if report]
+
+
+def result(error: Any = None) -> TaskResult:
+    return TaskResult(task=TASK, error=error)
+
+
+def test_who_lost_a_worker_that_died_has_no_error(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (report,) = told(executor, monkeypatch, learner_0=result(APART), sampler_0=None, sampler_1=result(APART))
+    assert (report.lost, report.error) == ("worker sampler.0 died", None)
+    assert [event.worker for event in report.events] == [0]
+    meeting, again = executor.meeting, executor._meeting(executor._planned["refit"], [0, 1])
+    store = reach_store(meeting.host, meeting.port, 1, deadline_s=30.0)
+    assert store.get(meeting.name) == b"worker sampler.0 died", "nobody waits there"
+    assert again.name == meeting.name.replace("sampler.0#0", "sampler.0#1")
+
+
+@pytest.mark.parametrize("apart", [("learner_0",), ("sampler_0", "learner_0"), ("sampler_1",)])
+def test_where_nobody_died_it_is_the_error(executor: Any, monkeypatch: pytest.MonkeyPatch, apart: tuple[str]) -> None:
+    answers = {name: result(APART if name in apart else None) for name in ("sampler_0", "learner_0", "sampler_1")}
+    (report,) = told(executor, monkeypatch, **answers)
+    assert report.error is APART and not executor._served
+
+
+def test_one_that_gives_up_is_replaced(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (report,) = told(executor, monkeypatch, learner_0=result(), sampler_1=result(UNFIT), sampler_0=result(APART))
+    assert (report.lost, report.error) == ("worker sampler.1 gave up: its engine died", None)
+    assert executor._actors["sampler"] == [FIRST, "sampler.1 again"]
+
+
+@pytest.mark.parametrize("limit", [True, False])
+def test_one_that_gives_up_and_cannot_be_replaced_is_the_error(
+    executor: Any, monkeypatch: pytest.MonkeyPatch, limit: bool
+) -> None:
+    if limit:
+        executor._restarts["sampler"] = executors.RESTARTS
+    else:
+        executor._replaceable["sampler"] = False
+    (report,) = told(executor, monkeypatch, sampler_1=result(UNFIT))
+    assert report.error is UNFIT

@@ -1,0 +1,18 @@
+"""The browser of this suite: Debian's Chromium, driven by Playwright."""
+
+import shutil
+
+import pytest
+
+from tests.optional import need, required
+
+
+@pytest.fixture(scope="session")
+def browser():
+    sync = need("browser", "playwright.sync_api")
+    need("browser", "axe_playwright_python")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        required("browser", "chromium")
+    with sync.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

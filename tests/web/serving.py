@@ -1,0 +1,50 @@
+"""The view as a process of its own, as users start it, and requests to it as bytes on a socket."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+START_S = 30.0
+
+
+class Served:
+    """A view that runs. `address` is what it printed."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process, self.address = process, address
+        self.port = urlsplit(address).port or 0
+        self.token = urlsplit(address).query.removeprefix("token=")
+        self.cookie = f"sluice_{self.port}={self.token}"
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body. `Host` and `Cookie` are the right ones, unless they are given."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        given = {"Host": f"127.0.0.1:{self.port}", "Cookie": self.cookie} | headers
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in given.items():
+            if value:
+                connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        connection.close()
+        return found
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """`python -m pipeline.view FOLDER`, until the block ends."""
+    command = [sys.executable, "-m", "pipeline.view", str(folder), "--port", "0", "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield Served(process, process.stdout.readline().strip())
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0

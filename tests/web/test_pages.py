@@ -1,0 +1,282 @@
+"""The pages in a real browser: what they say, in both themes and sizes, by keyboard, and whatever a model wrote."""
+
+import re
+import threading
+import time
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from pipeline import trace
+from tests.unit.records import simulated
+from tests.web.folders import append, run_of, written
+from tests.web.hostile import HOSTILE
+from tests.web.serving import serving
+
+pytestmark = pytest.mark.journal_expected
+PAGES = ("graph", "timeline", "staleness", "metrics", "samples", "compare")
+SIZES = {"desk": {"width": 1280, "height": 720}, "phone": {"width": 390, "height": 844}}
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_of(folder / "ahead", steps=12, sampler=2, max_staleness=2, on_stale="drop")
+    run_of(folder / "plain", steps=6)
+    plan, events = simulated(steps=6)
+    failed = trace.Failed(stage="train", step=1, error="it broke", problems=("train: it broke",), at_s=1e3)
+    written(folder / "broken", plan, [*events[:60], failed])
+    written(folder / "hostile", *simulated(steps=2), texts=["<script>window.hit=1</script>", *HOSTILE])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with serving(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def opened(browser, served):
+    """Opens a page of a run; what the browser asks other hosts for, or complains of, fails the test."""
+    contexts, wrong = [], []
+
+    def open_(run, page="graph", size="desk", theme="light", **options):
+        context = browser.new_context(viewport=SIZES[size], color_scheme=theme, **options)
+        contexts.append(context)
+        context.route(re.compile(".*"), lambda route: judge(route, wrong))
+        tab = context.new_page()
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        tab.on("dialog", lambda dialog: wrong.append(dialog.message))
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/{run}/{page}")
+        tab.wait_for_selector("main .card, main .empty, main table", timeout=WAIT_MS)
+        return tab
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+def judge(route, wrong):
+    url = urlsplit(route.request.url)
+    if url.scheme in ("data", "file") or url.hostname == "127.0.0.1":
+        return route.continue_()
+    wrong.append(f"asked for {route.request.url}")
+    return route.abort()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_page_is_accessible_and_fits(opened, size, theme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = opened("ahead", size=size, theme=theme)
+    for page in PAGES:
+        tab.evaluate(f"location.hash = '#/ahead/{page}'")
+        tab.wait_for_timeout(400)
+        if page == "compare":
+            tab.select_option("#other", "plain")
+            tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
+        if page == "graph":
+            tab.wait_for_selector(".hints, .legend", timeout=WAIT_MS)
+        found = Axe().run(tab)
+        assert not found.response["violations"], (page, found.generate_report())
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
+
+
+@pytest.mark.parametrize(
+    ("page", "question", "answer"),
+    [
+        ("graph", "Why is a step as slow as it is?", r"-bound: \d+ % of the step"),
+        ("graph", "What would make it faster?", r"\d\.\d\d .|No single change"),
+        ("graph", "What do workers wait for?", r"idle \d+"),
+        (
+            "staleness",
+            "How stale were the samples?",
+            r"versions old in the mean and \d at most, none above the bound of 2",
+        ),
+        ("staleness", "What was lost?", r"never trained|Nothing: every group"),
+        ("metrics", "Is it learning?", r"It learns: mean reward 0\.\d+ at first"),
+    ],
+)
+def test_pages_answer_in_words(opened, page, question, answer):
+    card = opened("ahead", page).locator("section.card", has_text=question).first
+    card.get_by_text(re.compile(answer)).first.wait_for(timeout=WAIT_MS)
+
+
+def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
+    tab = opened("ahead")
+    tab.click(".node >> text=refit")
+    assert re.search(r"version 12, .* ago", tab.inner_text("section[aria-label='Stage refit']"))
+    tab.click("text=Samples")
+    tab.click("text=Look through all kept samples")
+    tab.wait_for_selector("text=never got any", timeout=WAIT_MS)
+
+
+def test_a_failed_run_says_what_failed(opened):
+    tab = opened("broken")
+    assert "train: it broke" in tab.inner_text("[role=alert]")
+    assert tab.locator(".node.failed").count() == 1
+    assert "--run-dir runs/broken --resume" in tab.inner_text("[role=alert]")
+    tab.click("text=Timeline")
+    assert "it broke" in tab.inner_text("section[aria-label='What happened?']")
+
+
+def test_whatever_a_model_wrote_is_text(opened):
+    tab = opened("hostile", "samples")
+    tab.wait_for_selector(".response", timeout=WAIT_MS)
+    shown = tab.eval_on_selector_all(".response .text", "all => all.map(one => one.textContent)")
+    assert shown == HOSTILE and len(HOSTILE) >= 100
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("window.hit") is None
+    assert tab.url.startswith("http://127.0.0.1")
+
+
+def test_the_keyboard_is_enough(opened):
+    tab = opened("ahead")
+    for _ in range(30):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.classList.contains('node')"):
+            break
+    name = tab.evaluate("document.activeElement.getAttribute('aria-label')").partition(":")[0]
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector(f"section[aria-label='Stage {name}']")
+    tab.evaluate("location.hash = '#/ahead/timeline'")
+    tab.focus("canvas")
+    before = tab.get_attribute("canvas", "aria-label")
+    tab.keyboard.press("Home")
+    tab.wait_for_function("before => document.querySelector('canvas').ariaLabel !== before", arg=before)
+    tab.keyboard.press("]")
+    tab.wait_for_selector("text=/, step \\d+, .* groups, /")
+
+
+def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
+    plan, events = simulated(steps=5)
+    third = len(events) // 3
+    run_dir = written(tmp_path / "live", plan, events[:third])
+    with serving(tmp_path) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/live/graph")
+        tab.wait_for_selector(".pill.running", timeout=WAIT_MS)
+        append(run_dir, events[third : 2 * third])
+        steps = sum(isinstance(event, trace.StepEnded) and event.step >= 0 for event in events[: 2 * third])
+        tab.wait_for_selector(f".status b >> text='{steps}'", timeout=WAIT_MS)
+        tab.reload()
+        tab.wait_for_selector(f".status b >> text='{steps}'", timeout=WAIT_MS)
+        append(run_dir, events[2 * third :])
+        tab.wait_for_selector(".pill.finished", timeout=WAIT_MS)
+        tab.close()
+
+
+def test_a_server_that_comes_back_is_found_again(browser, tmp_path):
+    run_of(tmp_path / "run", steps=2)
+    with serving(tmp_path) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/run/graph")
+        tab.wait_for_selector(".pill.finished", timeout=WAIT_MS)
+    tab.wait_for_selector("text=No connection", timeout=WAIT_MS)
+    assert tab.locator(".node").count() > 5
+    tab.close()
+
+
+def test_a_run_in_one_file_opens_without_a_server(browser, served, tmp_path):
+    file = tmp_path / "run.html"
+    file.write_bytes(served.ask("/api/runs/hostile/export/html")[2])
+    wrong = []
+    context = browser.new_context(offline=True)
+    context.route(re.compile(".*"), lambda route: judge(route, wrong))
+    tab = context.new_page()
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.goto(file.as_uri())
+    tab.wait_for_selector(".node", timeout=WAIT_MS)
+    tab.click("text=Samples")
+    tab.wait_for_selector(".response", timeout=WAIT_MS)
+    assert tab.eval_on_selector_all(".response .text", "all => all.map(one => one.textContent)") == HOSTILE
+    tab.click("text=Timeline")
+    tab.wait_for_selector("canvas")
+    assert tab.evaluate("window.hit") is None and not wrong
+    context.close()
+
+
+def test_a_hundred_thousand_spans_are_drawn_and_moved_through(browser, tmp_path):
+    plan, events = simulated(steps=3)
+    spans = [event for event in events if isinstance(event, trace.Ran)]
+    base = max(span.end_s for span in spans)
+    more = [
+        trace.Ran(
+            task=10_000 + n, stage=span.stage, step=2, attempt=0, groups=(0,), group=span.group, worker=span.worker,
+            start_s=base + n * 1e-3, end_s=base + n * 1e-3 + 9e-4, cpu_s=0.0, metrics={},
+        )
+        for n in range(100_000)
+        for span in (spans[n % len(spans)],)
+    ]  # fmt: skip
+    written(tmp_path / "many", plan, [*events[:-1], *more, events[-1]])
+    with serving(tmp_path) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/many/timeline")
+        tab.wait_for_selector("canvas[aria-label^='100,']", timeout=60_000)
+        tab.focus("canvas")
+        for key in ("Home", "+", "ArrowRight", "+", "ArrowLeft", "-", "]", "]"):
+            tab.keyboard.press(key)
+        tab.wait_for_selector("text=/, step \\d+, .* groups, /", timeout=WAIT_MS)
+        tab.close()
+
+
+def test_hundreds_of_workers_fit_and_are_told_apart(browser, tmp_path):
+    plan, events = simulated(steps=3)
+    first = next(event for event in events if isinstance(event, trace.Ran) and event.group == plan.groups[0].name)
+    wide = msgspec.structs.replace(plan.groups[0], workers=400)
+    plan = msgspec.structs.replace(plan, groups=(wide, *plan.groups[1:]))
+    ends = [event.end_s for event in events if isinstance(event, trace.Ran)]
+    whole = {"start_s": min(ends), "end_s": max(ends)}
+    more = [msgspec.structs.replace(first, task=10_000 + n, worker=n, **whole) for n in range(400)]
+    written(tmp_path / "wide", plan, [*events[:-1], *more, events[-1]])
+    with serving(tmp_path) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/wide/timeline")
+        tab.wait_for_selector("canvas")
+        tab.click("text=Whole run")
+        box = tab.locator("canvas").bounding_box()
+        assert 400 * 3 < box["height"] < 2600
+        told = set()
+        for y in range(int(box["height"]) - 200, int(box["height"]), 3):
+            tab.locator("canvas").hover(position={"x": (128 + box["width"]) / 2, "y": y})
+            told |= set(tab.locator(".tip").all_inner_texts())
+        assert {worker for worker in range(390, 400) if any(f" {worker}, " in tip for tip in told)} == set(
+            range(390, 400)
+        )
+        tab.close()
+
+
+def test_pages_that_go_away_leave_the_server_alone(served):
+    """Streams that are cut off are forgotten: more than the cap, one after the other, are all served."""
+    import socket
+
+    def once():
+        with socket.create_connection(("127.0.0.1", served.port), 10) as stream:
+            lines = [
+                "GET /api/runs/plain/events HTTP/1.1",
+                f"Host: 127.0.0.1:{served.port}",
+                f"Cookie: {served.cookie}",
+            ]
+            stream.sendall("\r\n".join([*lines, "", ""]).encode())
+            return stream.recv(100)
+
+    threads = [threading.Thread(target=once) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until = time.monotonic() + 20
+    while b"200" not in once() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert b"200" in once()

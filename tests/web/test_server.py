@@ -1,0 +1,147 @@
+"""Who gets what from the server: its own page, with its token, by GET. Everybody else gets a refusal and no data."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.web.folders import run_of
+from tests.web.serving import serving
+
+pytestmark = pytest.mark.journal_expected
+ROUTES = (
+    "/", "/static/app.js", "/api/runs", "/api/runs/run/about", "/api/runs/run/findings", "/api/runs/run/advice",
+    "/api/runs/run/samples", "/api/runs/run/prompts", "/api/runs/run/comparison?other=run",
+    "/api/runs/run/export/spans", "/api/runs/run/export/metrics", "/api/runs/run/export/perfetto",
+    "/api/runs/run/export/html",
+)  # fmt: skip
+SECRET = b"canary-of-a-secret"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_of(folder / "run", steps=3)
+    (folder / "link").symlink_to(folder / "run")
+    (folder / "run" / "outside").symlink_to("/etc")
+    with serving(folder) as made:
+        yield made
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_answers_its_own_page(served, route):
+    status, headers, body = served.ask(route)
+    assert status == 200 and body
+    assert (
+        "default-src 'none'" in headers["content-security-policy"]
+        and "unsafe" not in headers["content-security-policy"]
+    )
+    assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+    assert "access-control-allow-origin" not in headers
+    assert SECRET not in body and served.token.encode() not in body
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_but_get_is_taken(served, route, method):
+    assert served.ask(route, method)[0] == 405
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Host": "127.0.0.1:1"}, 421),
+        ({"Host": "127.0.0.1.evil.example:{port}"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Sec_Fetch_Site": "same-site"}, 403),
+        ({"Cookie": ""}, 401),
+        ({"Cookie": "sluice_{port}=wrong"}, 401),
+        ({"Cookie": "sluice_{port}="}, 401),
+        ({"Cookie": "sluice_1={token}"}, 401),
+    ],
+)
+def test_strangers_are_refused(served, route, headers, status):
+    given = {name: value.format(port=served.port, token=served.token) for name, value in headers.items()}
+    found, _, body = served.ask(route, **given)
+    assert found == status or (not given.get("Host", "-") and found == 400)
+    assert len(body) < 200 and served.token.encode() not in body
+
+
+def test_the_token_is_exchanged_for_a_cookie_that_scripts_and_other_sites_do_not_get(served):
+    status, headers, _ = served.ask(f"/?token={served.token}", Cookie="")
+    assert status == 303 and headers["location"] == "/"
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and served.cookie in cookie
+    assert served.ask("/?token=wrong", Cookie="")[0] == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/../about", "/api/runs/%2e%2e/about", "/api/runs/%252e%252e/about", "/api/runs/..%2frun/about",
+        "/api/runs/run%00/about", "/api/runs/link/about", "/api/runs/r%C3%BCn/about",
+        "/api/runs/" + "a" * 65 + "/about",
+        "/api/runs/run%2f..%2frun/about", "/api/runs/run/../../etc/passwd", "/api/runs/run/nothing", "/api/runs//about",
+        "/static/../server.py", "/static/%2e%2e/server.py", "/static/vendor/../../server.py", "/static//etc/passwd",
+        "/api/runs/run/comparison?other=../run", "/api/runs/run/comparison?other=link", "/api/runs/run/export/exe",
+        "/api/runs/run/events?from=-1", "/api/runs/run/events?from=" + "9" * 30, "/api/runs/run/events?from=x",
+        "/nothing",
+    ],
+)  # fmt: skip
+def test_paths_lead_nowhere_else(served, path):
+    status, _, body = served.ask(path)
+    assert status in (400, 404) and len(body) < 300 and b"root:" not in body
+
+
+def test_rows_come_from_the_byte_that_is_asked_for(served):
+    import socket
+
+    def events(last: int) -> tuple[list[int], bytes]:
+        with socket.create_connection(("127.0.0.1", served.port), 10) as stream:
+            lines = ["GET /api/runs/run/events HTTP/1.1", f"Host: 127.0.0.1:{served.port}", f"Cookie: {served.cookie}"]
+            stream.sendall("\r\n".join([*lines, f"Last-Event-ID: {last}", "", ""]).encode())
+            got = b""
+            while b"event: now" not in got:
+                got += stream.recv(1 << 16)
+        return [int(line[4:]) for line in got.splitlines() if line.startswith(b"id: ")], got
+
+    ids, _ = events(0)
+    assert ids
+    again, text = events(ids[-1])
+    assert not again and b"event: rows" not in text
+    assert b"event: again" in events(ids[-1] + 1000)[1]
+
+
+def test_the_list_has_the_run_and_no_link(served):
+    runs = json.loads(served.ask("/api/runs")[2])
+    assert [(run["name"], run["state"], run["step"]) for run in runs] == [("run", "finished", 3)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no-such-folder"], "there is no such folder"),
+        (["--port", "70000"], "that is no port"),
+        (["--port", "x"], "invalid int value"),
+        (["--prot", "1"], "did you mean --port?"),
+    ],
+)
+def test_a_wrong_command_says_so(tmp_path, argv, says):
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "pipeline.view", *argv, "--no-open"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_told(served, tmp_path):
+    command = [sys.executable, "-m", "pipeline.view", str(tmp_path), "--port", str(served.port), "--no-open"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be listened on" in done.stderr

@@ -1,0 +1,97 @@
+"""A record that is followed: the same rows whenever and from wherever it is read."""
+
+import os
+import subprocess
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import trace
+from pipeline.web import tail
+from pipeline.web.rows import Rows
+from pipeline.web.tail import Record
+from tests.unit.records import resumed, simulated
+from tests.web.folders import append, run_of, written
+
+pytestmark = pytest.mark.journal_expected  # these records are simulated, without the files of a real run
+
+
+def joined(blocks) -> dict[str, list]:
+    found: dict[str, list] = {name: [] for name in Rows.__struct_fields__}
+    for block in blocks:
+        for name, rows in msgspec.structs.asdict(block.rows).items():
+            found[name] += rows
+    return found
+
+
+def blocks_from(record: Record, offset: int):
+    while block := record.block(offset):
+        offset = block.offset
+        yield block
+
+
+def advanced(record: Record):
+    while block := record.advance():
+        yield block
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 20), at=st.floats(0, 1), size=st.sampled_from([3, 17, 2000]), again=st.booleans())
+def test_a_page_that_comes_back_has_what_one_has_that_stayed(tmp_path_factory, seed, at, size, again):
+    plan, events = simulated(steps=3, seed=seed)
+    if again:
+        events = resumed(events, len(events) // 2, events)
+    run_dir = written(tmp_path_factory.mktemp("run") / "run", plan, events)
+    before, tail.EVENTS = tail.EVENTS, size
+    try:
+        record = Record(run_dir.path)
+        stayed = list(advanced(record))
+        here = stayed[int(at * (len(stayed) - 1))].offset
+        early = [block for block in stayed if block.offset <= here]
+        assert joined([*early, *blocks_from(record, here)]) == joined(stayed) == joined(blocks_from(record, 0))
+    finally:
+        tail.EVENTS = before
+
+
+def test_what_is_written_later_is_seen_and_half_a_line_is_not(tmp_path):
+    plan, events = simulated(steps=2)
+    run_dir = written(tmp_path / "run", plan, events[:20])
+    record = Record(run_dir.path)
+    early = joined(advanced(record))
+    with run_dir.events.open("ab") as file:
+        file.write(b'{"type":"ran","task"')
+    assert record.advance() is None
+    append(run_dir, events[20:])
+    late = joined(advanced(record))
+    assert {name: early[name] + late[name] for name in early} == joined(blocks_from(record, 0))
+    assert record.picture().ended
+
+
+def test_spans_that_are_long_ago_are_left_out(tmp_path, monkeypatch):
+    run_dir = run_of(tmp_path / "run", steps=6)
+    monkeypatch.setattr(tail, "EVENTS", 10)
+    monkeypatch.setattr(tail, "SPANS", 30)
+    record = Record(run_dir.path)
+    everything, shown = joined(advanced(record)), joined(blocks_from(record, 0))
+    assert 30 <= len(shown["spans"]) <= 50 < len(everything["spans"])
+    assert shown["spans"] == everything["spans"][-len(shown["spans"]) :]
+    assert shown["steps"] == everything["steps"]
+
+
+def test_a_run_whose_processes_are_gone_is_told_from_one_that_is_slow(tmp_path):
+    plan, events = simulated(steps=2)
+    child = subprocess.Popen(["true"])
+    child.wait()
+    for pid, node, gone in (
+        (os.getpid(), "127.0.0.2", False),
+        (child.pid, "127.0.0.2", True),
+        (child.pid, "10.0.0.7", False),
+    ):
+        placed = trace.Placed(group="sampler", worker=0, node=node, pid=pid)
+        begun = [event for event in events[:20] if not isinstance(event, trace.Placed)]
+        run_dir = written(tmp_path / f"run-{pid}-{node.replace('.', '-')}", plan, [begun[0], placed, *begun[1:]])
+        record = Record(run_dir.path)
+        list(advanced(record))
+        assert record.gone() == gone
