@@ -39,12 +39,14 @@ class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True, gc=False):
 class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True, gc=False):
     """A worker that shares its GPUs with another group woke up, or gave its memory to that one.
 
-    `memory_bytes` are those in use on its first GPU afterwards, by all processes; 0 on a CPU.
+    `memory_bytes` are those in use on its first GPU afterwards, by all processes, `before_bytes` those before; 0 on a
+    CPU.
     """
 
     group: str
     worker: int
     awake: bool
+    before_bytes: int = 0
     memory_bytes: int
     start_s: float
     end_s: float

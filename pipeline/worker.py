@@ -244,12 +244,13 @@ class Worker:
         """Wake up, or give the GPUs' memory to another group, which wants `room` bytes. No task runs meanwhile."""
         start_s = time.monotonic()
         holders = [held for held in self._shared.values() if hasattr(held, "wake")]
-        used = [held.wake() if awake else held.sleep(room) for held in holders]
+        used = [held.wake() if awake else held.sleep(room) for held in holders] or [(0, 0)]
         return trace.Turned(
             group=self.group.name,
             worker=self.rank,
             awake=awake,
-            memory_bytes=max(used, default=0),
+            before_bytes=max(before for before, _ in used),
+            memory_bytes=max(after for _, after in used),
             start_s=start_s,
             end_s=time.monotonic(),
         )

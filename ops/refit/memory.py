@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -17,11 +18,13 @@ import torch
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
     """What another process opens memory with. Plain values: it can travel anywhere, and means something on the machine
-    of the memory only, as long as its owner lives. `device` is "cuda" or "cpu". Two of different memory differ."""
+    of the memory only, as long as its owner lives. `device` is "cuda" or "cpu". Two of different memory differ, those
+    of the same are equal."""
 
     device: str
     size: int
-    values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file, and a mark of it
+    mark: str
+    values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -34,24 +37,27 @@ class SharedMemory:
     """Bytes that stay in their place; `bytes` is a flat uint8 tensor. To another process it goes as its handle."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self._mark = os.urandom(8).hex()
         if device.type == "cuda":
             self._file = -1
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         else:
-            self._file, self._mark = os.memfd_create("sluice", os.MFD_CLOEXEC), os.urandom(8).hex()
+            self._file = os.memfd_create("sluice", os.MFD_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size)
             self.bytes = _mapped(self._file, size)
 
+    @cached_property
     def handle(self) -> Handle:
-        """What other processes open it with."""
+        """What other processes open it with: always the same, so that they know it again. torch counts readers under
+        another number, and keeps another record of them, each time it is asked."""
         if self._file >= 0:
-            return Handle("cpu", len(self.bytes), (f"/proc/{os.getpid()}/fd/{self._file}", self._mark))
+            return Handle("cpu", len(self.bytes), self._mark, (f"/proc/{os.getpid()}/fd/{self._file}",))
         _, *values = self.bytes.untyped_storage()._share_cuda_()
-        return Handle("cuda", len(self.bytes), tuple(values))
+        return Handle("cuda", len(self.bytes), self._mark, tuple(values))
 
     def __reduce__(self) -> Any:
-        return _same, (self.handle(),)
+        return _same, (self.handle,)
 
 
 def opened(memory: Handle | SharedMemory, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,9 @@ from pipeline.plan import Plan, PlannedStage
 from pipeline.trace import Turned
 
 
+SLACK_BYTES = 256 << 20  # what is taken again is cut into other pieces
+
+
 class Call(Protocol):
     """Has every worker of a group wake up (True), or sleep until `room` bytes of each GPU are free; None is all that
     it can give."""
@@ -19,8 +22,8 @@ class Call(Protocol):
 class Turns:
     """`call` does it, and returns what the workers report. All begin awake.
 
-    What a backend of `LEADS` takes when it wakes is fixed from its start, and seen when it first gives it away: from
-    then on, its one partner keeps what is left. Every other group is given all.
+    What a backend of `LEADS` takes when it wakes is fixed from its start, and seen when it gives it away: from then on,
+    its one partner keeps what is left. Every other group is given all.
     """
 
     def __init__(self, plan: Plan, call: Call) -> None:
@@ -28,7 +31,6 @@ class Turns:
         self._fixed = {group.name for group in plan.groups if group.backend in LEADS}
         self._call = call
         self._asleep: set[str] = set()
-        self._used: dict[frozenset[str], int] = {}  # bytes in use, by groups on the same GPUs
         self._takes: dict[str, int] = {}  # bytes, by group
         self._events: list[Turned] = []
 
@@ -50,11 +52,9 @@ class Turns:
 
     def _turn(self, name: str, awake: bool, room: int | None) -> None:
         events = self._call(name, awake, room)
-        used, here = max((event.memory_bytes for event in events), default=0), frozenset((name, *self._partners[name]))
-        before = self._used.get(here, 0)
-        if name in self._fixed and not awake and before > used:
-            self._takes[name] = max(self._takes.get(name, 0), before - used)
-        self._used[here] = used
+        given = max((event.before_bytes - event.memory_bytes for event in events), default=0)
+        if name in self._fixed and not awake and given > 0:
+            self._takes[name] = max(self._takes.get(name, 0), given + SLACK_BYTES)
         self._events += events
 
     def taken(self) -> list[Turned]:

@@ -48,7 +48,7 @@ _SPAN = {"start_s": "f", "end_s": "f"}
 _KINDS: dict[str, dict[str, str]] = {
     "started": {"graph": "s", "start": "i", "steps": "i", "executor": "s", "monotonic_s": "f", "wall_s": "f"},
     "placed": {"group": "s", "worker": "i", "node": "s", "pid": "i"},
-    "turned": {"group": "s", "worker": "i", "awake": "b", "memory_bytes": "i", **_SPAN},
+    "turned": {"group": "s", "worker": "i", "awake": "b", "before_bytes": "i", "memory_bytes": "i", **_SPAN},
     "admitted": {"step": "i", "groups": "I", "version": "i", "at_s": "f"},
     "claimed": {"step": "i", "groups": "I", "at_s": "f"},
     "dropped": {"stage": "s", "step": "i", "groups": "I", "reason": "s", "tokens": "I?", "at_s": "f"},

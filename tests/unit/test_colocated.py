@@ -17,7 +17,7 @@ from pipeline.engine import Engine
 from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.simulated import Fault, Simulation
-from pipeline.executors.turns import Turns
+from pipeline.executors.turns import SLACK_BYTES, Turns
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
 from pipeline.simulation.distributions import parse
@@ -110,13 +110,19 @@ def test_turns_wake_and_put_to_sleep_once():
 
 def test_a_partner_keeps_what_an_engine_of_fixed_memory_does_not_take():
     wanted: list[tuple[str, int | None]] = []
-    awake_bytes = {"sampler": {True: 90, False: 10}, "learner": {True: 40, False: 90}}
+    given = {"sampler": 80, "learner": 40}
 
     def call(name: str, awake: bool, room: int | None) -> list[trace.Turned]:
         if not awake:
             wanted.append((name, room))
-        used = awake_bytes[name][awake]
-        return [trace.Turned(group=name, worker=0, awake=awake, memory_bytes=used, start_s=0.0, end_s=1.0)]
+        before, after = (10, 10 + given[name]) if awake else (10 + given[name], 10)
+        return [
+            trace.Turned(
+                group=name, worker=worker, awake=awake, before_bytes=before - worker, memory_bytes=after,
+                start_s=0.0, end_s=1.0,
+            )
+            for worker in range(2)
+        ]  # fmt: skip
 
     sampler = WorkerGroup("sampler", backend="vllm")
     learner = WorkerGroup("learner", backend="torch", colocated=sampler)
@@ -130,7 +136,7 @@ def test_a_partner_keeps_what_an_engine_of_fixed_memory_does_not_take():
     for _ in range(2):
         for name in ("refit", "rollout", "train"):
             turns.before(planned.stage(name))
-    assert wanted == [("learner", None), ("sampler", None), ("learner", 80), ("sampler", None)]
+    assert wanted == [("learner", None), ("sampler", None), ("learner", 80 + SLACK_BYTES), ("sampler", None)]
 
 
 def run(graph: Graph, folder: Path, executor: Any) -> list[trace.TraceEvent]:

@@ -23,7 +23,7 @@ for line in sys.stdin:
 
 def test_another_process_reads_what_is_there_at_any_time() -> None:
     memory = SharedMemory(1000, CPU)
-    command = [sys.executable, "-c", READER, msgspec.json.encode(memory.handle()).decode()]
+    command = [sys.executable, "-c", READER, msgspec.json.encode(memory.handle).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdin is not None and reader.stdout is not None
         for value in (0, 3, 5):
@@ -37,7 +37,7 @@ def test_another_process_reads_what_is_there_at_any_time() -> None:
 def test_memory_whose_owner_is_gone_stays_with_those_who_opened_it() -> None:
     memory = SharedMemory(16, CPU)
     memory.bytes.fill_(7)
-    handle = memory.handle()
+    handle = memory.handle
     kept = opened(handle, CPU)
     del memory
     assert kept.tolist() == [7] * 16
@@ -50,18 +50,18 @@ def test_memory_that_comes_after_other_memory_has_another_handle() -> None:
     handles = []
     for _ in range(4):
         memory = SharedMemory(16, CPU)
-        handles.append(memory.handle())
-        assert memory.handle() == handles[-1]
+        handles.append(memory.handle)
+        assert memory.handle == handles[-1]
         del memory
     assert len({handle.values[0] for handle in handles}) < len(set(handles)) == 4
 
 
 def test_none_at_all_is_memory_too() -> None:
-    assert opened(SharedMemory(0, CPU).handle(), CPU).numel() == 0
+    assert opened(SharedMemory(0, CPU).handle, CPU).numel() == 0
 
 
 def test_a_handle_survives_plain_values() -> None:
-    handle = Handle("cuda", 512, (b"memory", 512, 0, b"counter", 0, b"event", True))
+    handle = Handle("cuda", 512, "mark", (b"memory", 512, 0, b"counter", 0, b"event", True))
     plain = msgspec.to_builtins(handle, builtin_types=(bytes,))
     again = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(plain)), Handle)
     assert again == handle and hash(again) == hash(handle)

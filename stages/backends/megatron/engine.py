@@ -132,18 +132,20 @@ class MegatronEngine:
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
 
-    def sleep(self, room: int | None = None) -> int:
+    def sleep(self, room: int | None = None) -> tuple[int, int]:
         """Give the memory of optimizers and gradients away until `wake`, no more than it takes for `room` bytes of the
-        GPU to be free; weights stay, for a refit. Returns the bytes then in use."""
+        GPU to be free; weights stay, for a refit. Returns the bytes in use before and after."""
+        before_bytes = bytes_in_use(self.groups.device)
         for learner in self._learners.values():
             learner.park(room)
-        return bytes_in_use(self.groups.device)
+        return before_bytes, bytes_in_use(self.groups.device)
 
-    def wake(self) -> int:
-        """Take it again."""
+    def wake(self) -> tuple[int, int]:
+        """Take it again. Returns what `sleep` does."""
+        before_bytes = bytes_in_use(self.groups.device)
         for learner in self._learners.values():
             learner.leave()
-        return bytes_in_use(self.groups.device)
+        return before_bytes, bytes_in_use(self.groups.device)
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
         """Operations of a forward and a backward pass of the whole model; None for a mixture of experts."""

@@ -222,18 +222,20 @@ class TorchEngine(Texts):
         """The version of the last `serve`; a frozen model is never a key."""
         return self._versions.get(model, default)
 
-    def sleep(self, room: int | None = None) -> int:
+    def sleep(self, room: int | None = None) -> tuple[int, int]:
         """Give the memory of optimizers away until `wake`, no more than it takes for `room` bytes of the GPU to be
-        free; weights stay, for a refit. Returns the bytes then in use."""
+        free; weights stay, for a refit. Returns the bytes in use before and after."""
+        before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.park(room)
-        return bytes_in_use(self.device)
+        return before_bytes, bytes_in_use(self.device)
 
-    def wake(self) -> int:
-        """Take it again."""
+    def wake(self) -> tuple[int, int]:
+        """Take it again. Returns what `sleep` does."""
+        before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.leave()
-        return bytes_in_use(self.device)
+        return before_bytes, bytes_in_use(self.device)
 
     def _closing(self, model: Model, network: PreTrainedModel, sampling: Sampling) -> list[int]:
         """The tokens that end a response."""

@@ -105,13 +105,13 @@ class Client:
         """
         return self.call(self._load(weights))
 
-    def sleep(self) -> int:
+    def sleep(self) -> tuple[int, int]:
         """Give the GPU's memory away: weights go to the host, the cache is dropped. Nothing may run. Returns the bytes
-        then in use on the first GPU, by all processes; an engine that is down stays so, and returns 0."""
+        in use on the first GPU, by all processes, before and after; an engine that is down stays so, and returns 0."""
         return self.call(self._turn(awake=False))
 
-    def wake(self) -> int:
-        """Take it again."""
+    def wake(self) -> tuple[int, int]:
+        """Take it again. Returns what `sleep` does."""
         return self.call(self._turn(awake=True))
 
     def check(self) -> None:
@@ -303,12 +303,13 @@ class Client:
         sha256 = acknowledged(weights.shares, [each.summed for each in received])
         return Served(sha256, slowest([each.record for each in received])), counts
 
-    async def _turn(self, *, awake: bool) -> int:
+    async def _turn(self, *, awake: bool) -> tuple[int, int]:
         llm = self._llm
         if llm is None or llm.errored:
-            return 0  # whoever needs it starts it, awake
+            return 0, 0  # whoever needs it starts it, awake
+        before_bytes = await self._answer(llm, versions.bytes_in_use(llm))
         await self._answer(llm, llm.wake_up() if awake else llm.sleep(level=1))
-        return await self._answer(llm, versions.bytes_in_use(llm))
+        return before_bytes, await self._answer(llm, versions.bytes_in_use(llm))
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
         """What an engine answers. Raises EngineDeadError where it dies meanwhile: vLLM leaves such callers waiting."""

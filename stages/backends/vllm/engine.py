@@ -145,14 +145,15 @@ class VllmEngine(Texts):
         served = self._started is not None and self._started.model == model
         return self._version if served and self._version is not None else default
 
-    def sleep(self, room: int | None = None) -> int:
+    def sleep(self, room: int | None = None) -> tuple[int, int]:
         """Give the GPU's memory away until `wake`, all of it whatever `room` is wanted: weights wait on the host, the
-        cache is dropped. Returns the bytes then in use on the first GPU; an engine that has not started has none."""
-        return self._started.client.sleep() if self._started is not None else 0
+        cache is dropped. Returns the bytes in use on the first GPU before and after; an engine that has not started has
+        none."""
+        return self._started.client.sleep() if self._started is not None else (0, 0)
 
-    def wake(self) -> int:
-        """Take it again."""
-        return self._started.client.wake() if self._started is not None else 0
+    def wake(self) -> tuple[int, int]:
+        """Take it again. Returns what `sleep` does."""
+        return self._started.client.wake() if self._started is not None else (0, 0)
 
     def close(self) -> None:
         """End the engine's processes."""

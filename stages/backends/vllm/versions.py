@@ -6,6 +6,7 @@ with requests kept, and outputs that count their tokens.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -196,10 +197,12 @@ async def receive(
     """Have all ranks bring a version (`transfer.Offered`): what they say of it, and what all have alike, of the first:
     tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost where it
     did not get through to a rank."""
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=offered))
-    await llm.finish_weight_update()
-    answers = await llm.collective_rpc("sluice_acknowledged", args=(list(names),))
+    *_, answers = await asyncio.gather(  # sent at once; vLLM's core takes them in this order, one after the other
+        llm.start_weight_update(),
+        llm.update_weights(WeightTransferUpdateRequest(update_info=offered)),
+        llm.finish_weight_update(),
+        llm.collective_rpc("sluice_acknowledged", args=(list(names),)),
+    )
     for _, _, _, lost, _ in answers:
         if lost:
             raise peer_lost(lost)

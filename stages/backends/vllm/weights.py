@@ -58,4 +58,4 @@ def _landed(content: np.ndarray) -> SharedMemory:
 
 def _handle(memory: SharedMemory | Handle | np.ndarray | Kept) -> Handle | Kept:
     assert not isinstance(memory, np.ndarray)
-    return memory.handle() if isinstance(memory, SharedMemory) else memory
+    return memory.handle if isinstance(memory, SharedMemory) else memory
