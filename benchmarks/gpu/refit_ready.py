@@ -128,7 +128,8 @@ def main() -> None:
         }
         for part in PARTS
     ]
-    warm = f"look-ups {max(r['lookups'] for r in rounds):g}, tensors through the loader {rounds[-1]['loader']:g}"
+    lookups = max(found["lookups"] for found in rounds)
+    warm = f"look-ups in a round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
     mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}"
     notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."
     report("gpu.refit_ready", rows, ["part", "median_ms", "p95_ms"], notes, options.out)

@@ -8,7 +8,6 @@ from pipeline.graph import LEADS
 from pipeline.plan import Plan, PlannedStage
 from pipeline.trace import Turned
 
-
 SLACK_BYTES = 256 << 20  # what is taken again is cut into other pieces
 
 

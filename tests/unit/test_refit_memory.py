@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+from itertools import count
 
 import msgspec
 import pytest
@@ -65,3 +67,14 @@ def test_a_handle_survives_plain_values() -> None:
     plain = msgspec.to_builtins(handle, builtin_types=(bytes,))
     again = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(plain)), Handle)
     assert again == handle and hash(again) == hash(handle)
+
+
+def test_memory_of_a_gpu_keeps_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch answers with another counter each time it is asked; readers would take that for other memory."""
+    counters = count()
+    answer = (0, b"memory", 16, 0, b"counter")
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: (*answer, next(counters), b"event", True))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
+    memory, other = SharedMemory(16, torch.device("cuda")), SharedMemory(16, torch.device("cuda"))
+    first, again = (pickle.loads(pickle.dumps(memory)) for _ in range(2))
+    assert first == again == memory.handle != other.handle
