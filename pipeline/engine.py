@@ -213,7 +213,7 @@ class Engine:
     def _submit(self, task: Task) -> None:
         planned = self.plan.stage(task.stage)
         fields = [field for field in planned.reads if field not in self.plan.weights_fields]
-        groups = task.groups[: planned.first_groups]
+        groups = task.groups if planned.chooses else task.groups[: planned.first_groups]
         meta = self.handles.handle(groups, fields) if fields and groups else None
         self._trace.write(
             trace.Submitted(

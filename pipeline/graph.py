@@ -131,7 +131,7 @@ class Schedule:
     capacity          groups that may lie in the data plane; None means (max_staleness + 2) batches, so that a slow
                       reader that trains nothing may lag one behind
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
-    keep_groups       groups of each step whose texts are kept in the run directory
+    keep_groups       groups of each step whose texts are kept in the run directory: the first, the extremes of reward
     seed              of everything random in the run
     """
 

@@ -43,6 +43,7 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     updates: str | None
     every: int
     first_groups: int | None
+    chooses: tuple[str, ...] = ()
     sharding: Sharding | None = None
     layer: int
     where: str
@@ -229,6 +230,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             updates=checks.model_name(stage.updates) if stage.updates else None,
             every=stage.every,
             first_groups=stage.first_groups,
+            chooses=tuple(field.name for field in stage.chooses),
             sharding=stage.sharding,
             layer=layer[stage.name],
             where=str(stage.location),

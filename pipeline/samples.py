@@ -1,6 +1,7 @@
 """Keeps the texts and numbers of some samples of each step in the run directory. Every plan adds it as `samples`.
 
-It reads the fields that hold one value a sample, of the first `keep` groups of each step and no others.
+It reads the fields that hold one value a sample, of `keep` groups of each step: the first, those of the least and the
+greatest mean reward and of the widest rewards, and then the next in order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pipeline.fields import Field
 from pipeline.meta import sample_key
 from pipeline.rundir import RunDir
 from pipeline.stage import Per, Stage, StageContext, Task
+
+REWARD = "reward"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,16 @@ class KeepSamples(Stage):
     @property
     def reads(self) -> Sequence[Field]:  # type: ignore[override]
         return self.fields
+
+    @property
+    def chooses(self) -> Sequence[Field]:  # type: ignore[override]
+        return [field for field in self.fields if field.name == REWARD] if self.keep > 1 else []
+
+    def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
+        rewards = columns[REWARD].reshape(-1, group_size)  # type: ignore[union-attr]
+        means, widths = rewards.mean(1), rewards.amax(1) - rewards.amin(1)
+        extremes = [int(means.argmin()), int(means.argmax()), int(widths.argmax())]
+        return list(dict.fromkeys([0, *extremes, *range(len(rewards))]))[: self.keep]
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Columns]:
         run_dir = RunDir(context.run_dir) if context.run_dir else None

@@ -115,6 +115,17 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
                 fix="run_samples=None",
             )
+        named = [field.name for field in stage.chooses]
+        if named and not (
+            set(stage.chooses) <= set(stage.reads) and stage.per == "batch" and is_whole(stage.first_groups, 1)
+        ):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} chooses groups by {', '.join(named)} (per={stage.per!r}, "
+                f"first_groups={shown(stage.first_groups)})",
+                why="it looks at fields that it reads, of a whole batch, and says which groups, so many at most, it wants",
+                fix=f"reads with {', '.join(named)}, per='batch', first_groups=4; or chooses=()",
+            )
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:

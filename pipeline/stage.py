@@ -177,7 +177,8 @@ class Stage:
     on          the worker group it runs on; None is the graph's host group
     group_size  samples it makes of each prompt (rollout), else None
     every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
-    first_groups  groups of a batch, from the first on, whose columns it gets; None is all
+    first_groups  groups of a batch whose columns it gets: the first, or those that it `choose`s; None is all
+    chooses     fields, among those it reads, by which it chooses them; none are the first
     sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
                 is on one worker
     gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
@@ -199,6 +200,7 @@ class Stage:
     group_size: int | None = None
     every: int = 1
     first_groups: int | None = None
+    chooses: Sequence[Field] = ()
     sharding: Sharding | None = None
     gate: Field | None = None
     max_rounds: int = 10
@@ -229,6 +231,11 @@ class Stage:
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Problems of this stage in this graph, beyond those that every stage is checked for. Loads no torch."""
+        return ()
+
+    def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
+        """Of a stage that `chooses`: which groups it wants, by their place in the batch, of which these are the columns
+        of all samples. No more than `first_groups`."""
         return ()
 
     def meets(self, is_near: bool) -> bool:

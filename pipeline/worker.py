@@ -148,10 +148,10 @@ class Worker:
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [output], result)
-            result.finished = task.groups
+            result.finished = result.task.groups
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, columns, error)
-        self._end(task, result, start_s, result.metrics)
+        self._end(result.task, result, start_s, result.metrics)
         return result
 
     async def stream(
@@ -276,7 +276,18 @@ class Worker:
             task = self._sharded(stage, task, msgspec.convert(meta.extra_info[SHARD], Shard))
         if meta is None or not fields:
             return task, {}
+        if stage.chooses:
+            task, meta = self._chosen(stage, task, meta, result)
         return task, self.ranks.share(lambda: self._get(stage, task, meta, fields, result))
+
+    def _chosen(self, stage: Stage, task: Task, meta: KVBatchMeta, result: TaskResult) -> tuple[Task, KVBatchMeta]:
+        """The task and its handle, of the groups that the stage chooses."""
+        size, names = self.settings.group_size, [field.name for field in stage.chooses]
+        seen = self.ranks.share(lambda: self._get(stage, task, meta, names, result))
+        places = sorted(stage.choose(seen, size))
+        kept = tuple(task.groups[place] for place in places)
+        rows = [place * size + sample for place in places for sample in range(size)]
+        return msgspec.structs.replace(task, groups=kept), meta.reorder(rows)
 
     def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
         """The task with its shard. Ranks that meet in it are asked first whether they have the same to do."""

@@ -115,6 +115,7 @@ class Workers:
         attempt.begun_s = clock.now_s
         if fields := self._fields[task.stage][0]:
             groups = len(task.groups) if stage.first_groups is None else min(len(task.groups), stage.first_groups)
+            groups += len(task.groups) if stage.chooses else 0
             attempt.fetches = trace.Got(
                 stage=task.stage, step=task.step, fields=fields, samples=groups * self._plan.group_size, size_bytes=0,
                 start_s=clock.now_s, end_s=clock.now_s,

@@ -79,8 +79,10 @@ class Planned:
 
     def fetched(self, stage: str, groups: int) -> int:
         """Samples whose columns a task on so many groups fetches."""
-        first = self.stages[stage]["first_groups"]
-        return (groups if first is None else min(first, groups)) * self.group_size if self.sample_reads(stage) else 0
+        if not self.sample_reads(stage):
+            return 0
+        first, looked_at = self.stages[stage]["first_groups"], groups if self.stages[stage]["chooses"] else 0
+        return (looked_at + (groups if first is None else min(first, groups))) * self.group_size
 
     def checkpoints_before(self, step: int, start: int) -> Iterator[int]:
         """The steps, from `start` on and before `step`, after which a checkpoint is due."""

@@ -120,7 +120,7 @@ def after_the_checkpoint(ledger: Ledger, line: Line) -> Found:
 def fetched(ledger: Ledger, line: Line) -> Found:
     """Columns are fetched by a task, and are those that its stage reads."""
     planned, stage = ledger.planned, line["stage"]
-    if set(line["fields"]) != planned.sample_reads(stage):
+    if set(line["fields"]) not in (planned.sample_reads(stage), set(planned.stages[stage]["chooses"])):
         yield RECORD, f"{stage} fetched {', '.join(line['fields'])}"
     elif not ledger.submitted[stage, line["step"]]:
         yield "I7", f"{stage} fetched columns at step {line['step'] + 1} and was handed nothing there"

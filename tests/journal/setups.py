@@ -56,7 +56,7 @@ class Setup:
                 writes=["served_weights"],
             ),
             _stage("evaluate", "sampler", per="batch", reads=["served_weights"], every=2),
-            _stage("samples", "host", per="batch", reads=["reward"], awaits=kept, first_groups=2),
+            _stage("samples", "host", per="batch", reads=["reward"], awaits=kept, first_groups=2, chooses=["reward"]),
         ]  # fmt: skip
         if self.gate:
             stages.insert(3, _stage("filter", "host", per="group", reads=["reward"], writes=["kept"]))
@@ -93,6 +93,6 @@ class Setup:
 def _stage(name: str, *groups: str, **given: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "shape": "map", "per": "sample", "reads": [], "writes": [], "reads_back": [], "awaits": [], "updates": None,
-        "every": 1, "first_groups": None, "sharding": None, "run_groups": None, "stamps": None,
+        "every": 1, "first_groups": None, "chooses": [], "sharding": None, "run_groups": None, "stamps": None,
     }  # fmt: skip
     return {"name": name, "groups": list(groups), **defaults, **given}

@@ -313,6 +313,9 @@ class MadeUp:
             return
         first = stage["first_groups"]
         samples = (len(job.groups) if first is None else min(first, len(job.groups))) * size
+        if stage["chooses"]:
+            self.log("got", stage=job.stage, step=job.step, fields=stage["chooses"],
+                     samples=len(job.groups) * size, size_bytes=8)  # fmt: skip
         for share in self._shares(samples, stage):
             fields = [name for name in stage["reads"] if not name.endswith("_weights")]
             self.log("got", stage=job.stage, step=job.step, fields=fields, samples=share, size_bytes=8)

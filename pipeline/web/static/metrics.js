@@ -19,9 +19,11 @@ function sentence(steps, values) {
   const mean = (part) => part.reduce((sum, value) => sum + value, 0) / part.length;
   const [first, last] = [mean(reward.slice(0, span)), mean(reward.slice(-span))];
   const noise = Math.sqrt(mean(reward.slice(-span * 3).map((value) => (value - last) ** 2))) / Math.sqrt(span) || 0;
-  const word = last - first > 2 * noise ? "It learns" : first - last > 2 * noise ? "Reward falls" : "Reward does not move";
   const held = Object.keys(values).find((name) => name.startsWith("eval/") && !["eval/count", "eval/length_mean", "eval/truncated"].includes(name));
   const known = held ? values[held].filter((value) => value !== null) : [];
+  const lost = known.length > 1 && known.at(-1) < known[0];
+  const rises = lost ? "Reward rises, and what is held out does not" : "It learns";
+  const word = last - first > 2 * noise ? rises : first - last > 2 * noise ? "Reward falls" : "Reward does not move";
   const learned = known.length > 1 ? ` Held out, ${held.slice(5).replaceAll("_", " ")} went from ${known[0].toFixed(3)} to ${known[known.length - 1].toFixed(3)}.` : "";
   return `${word}: mean reward ${first.toFixed(3)} at first, ${last.toFixed(3)} now, over ${reward.length} steps.${learned}`;
 }

@@ -28,7 +28,7 @@ export function Samples({ run }) {
   const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return html`<${Empty}>Reading samples …<//>`;
-  if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps the first groups of its batch: Schedule(keep_groups=...).<//>`;
+  if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps some groups of its batch: Schedule(keep_groups=...).<//>`;
   const wanted = grouped(value.rows).filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(filter.toLowerCase())));
   const ordered = wanted.sort(ORDERS[order][1]);
   const at = value.steps.indexOf(value.step);
