@@ -123,7 +123,7 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 where=where,
                 what=f"stage {stage.name!r} chooses groups by {', '.join(named)} (per={stage.per!r}, "
                 f"first_groups={shown(stage.first_groups)})",
-                why="it looks at fields that it reads, of a whole batch, and says which groups, so many at most, it wants",
+                why="it looks at what it reads of a whole batch, and says which groups, at most so many, it gets",
                 fix=f"reads with {', '.join(named)}, per='batch', first_groups=4; or chooses=()",
             )
 
