@@ -153,7 +153,7 @@ function App() {
       ${at.run && html`<${Tabs} run=${at.run} page=${at.page} />`}
     </header>
     ${ready && html`<${Status} run=${run} />`}
-    <main id="main" tabindex="-1">
+    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
         : !at.run ? html`<${Runs} />`
           : ready ? html`<${Trouble} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
