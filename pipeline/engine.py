@@ -33,6 +33,7 @@ from pipeline.events import (
     Run,
     Save,
     Saved,
+    Served,
     StepDone,
 )
 from pipeline.executors import Executor
@@ -241,6 +242,8 @@ class Engine:
             return self._lost(task, result.lost)
         if not self.scheduler.is_current(task):
             return self._fence(result)
+        if result.served is not None:
+            return [self._served(task, result.served)]
         events: list[Event] = []
         for handle in result.handles:
             whole = self.handles.add(handle)
@@ -265,6 +268,12 @@ class Engine:
             )
             events.append(Finished(task, result.finished))
         return events
+
+    def _served(self, task: Task, replica: int) -> Served:
+        """A replica has the version that a transfer brings."""
+        now_s = time.monotonic()
+        self._trace.write(trace.Served(**trace.of(task), replica=replica, version=task.step + 1, at_s=now_s))
+        return Served(task, replica)
 
     def _fence(self, result: TaskResult) -> list[Event]:
         """A report of an attempt that was replaced: what it has put is swept. The end of a stream is none."""

@@ -54,6 +54,13 @@ class Saved(msgspec.Struct, frozen=True):
     step: int
 
 
+class Served(msgspec.Struct, frozen=True):
+    """A replica has what a transfer brings, before all of them have: it may sample with it."""
+
+    task: Task
+    replica: int
+
+
 class Failed(msgspec.Struct, frozen=True):
     """An attempt is lost with its worker: what it has not acknowledged is handed out again, as the next attempt."""
 
@@ -124,5 +131,5 @@ class GiveUp(msgspec.Struct, frozen=True):
     problem: Problem
 
 
-Event: TypeAlias = Landed | Finished | Dropped | Saved | Failed
+Event: TypeAlias = Landed | Finished | Dropped | Saved | Failed | Served
 Decision: TypeAlias = Admit | Claim | Run | Cancel | Drop | Clear | Save | StepDone | GiveUp

@@ -2,9 +2,10 @@
 
 A worker group has data-parallel replicas. A replica runs one task at a time, and beside it any number of streams,
 which wait for most of their time or share their decoding with each other. A transfer needs every replica of both of
-its groups, and no stream starts beside it; where it must not meet one either, it holds back new ones until the last
-has ended. Groups on the same GPUs take turns. Among stages that could have a worker, those come first that weights
-depend on, of these the earlier step, of these the longest way to the weights.
+its groups, and no stream starts beside it before a replica has what it brings: then streams are dealt out as they would
+be at its end, and each starts when its own replica has it. Where a transfer must not meet a stream either, it holds
+back new ones until the last has ended. Groups on the same GPUs take turns. Among stages that could have a worker, those
+come first that weights depend on, of these the earlier step, of these the longest way to the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+
+import msgspec
 
 from pipeline.plan import PlacedGroup, Plan
 from pipeline.readiness import Reader, Unit
@@ -27,6 +30,9 @@ class Workers:
         self.held = False  # no stream may start: a transfer waits for the last to end, or runs
         self.partners: list[Workers] = []  # they have the same GPUs, and nothing runs on both at once
         self.streams = 0
+        self.taking = False  # a transfer to it runs
+        self.late: set[int] = set()  # replicas that are to have what a transfer brings before they stream again
+        self._waiting: dict[int, list[Task]] = {}  # their streams
         self._free = list(range(group.replicas))  # a heap
         self._load = [(0, replica) for replica in range(group.replicas)]  # a heap: groups being streamed, replica
         self._streaming = [0] * group.replicas
@@ -40,6 +46,39 @@ class Workers:
     def busy(self) -> bool:
         """Whether anything runs."""
         return self.streams > 0 or not self.idle
+
+    @property
+    def closed(self) -> bool:
+        """Whether no stream may start: a transfer waits for the last to end, or has reached no replica yet."""
+        return self.held and (not self.taking or len(self.late) == self.replicas)
+
+    @property
+    def running_streams(self) -> int:
+        """Those that do not wait for their replica."""
+        return self.streams - sum(map(len, self._waiting.values()))
+
+    def start(self, task: Task) -> list[Task]:
+        """The stream, unless its replica is to have something else first."""
+        assert task.replica is not None
+        if task.replica not in self.late:
+            return [task]
+        self._waiting.setdefault(task.replica, []).append(task)
+        return []
+
+    def take_transfer(self) -> None:
+        """A transfer to every replica begins; none has what it brings."""
+        self.held = self.taking = True
+        self.late = set(range(self.replicas))
+
+    def reached(self, replica: int) -> list[Task]:
+        """A replica has what a transfer brings; the streams that waited for that."""
+        self.late.discard(replica)
+        return self._waiting.pop(replica, [])
+
+    def end_transfer(self, *, again: bool) -> None:
+        """It has reached every replica, or is lost; `again`: what it was to bring is counted on, so all wait for it."""
+        self.held = self.taking = False
+        self.late = set(range(self.replicas)) if again else set()
 
     @property
     def free(self) -> int:
@@ -123,6 +162,7 @@ class Grants:
         self._dirty: set[str] = set()  # worker groups for which something may have changed
         self._running: dict[int, Running] = {}
         self._numbers = 0
+        self._reached: list[Task] = []  # streams whose replicas have what they waited for
 
     @property
     def idle(self) -> bool:
@@ -157,18 +197,30 @@ class Grants:
         """These groups of a task are behind; without any left it is over and gives back what it occupied."""
         for group in groups:
             del running.left[group]
+        if running.reader.stage.shape == "transfer":
+            for replica in sorted(self._workers[running.reader.stage.groups[-1]].late):
+                self.reach(running, replica)
         self._free(running, len(groups))
+
+    def reach(self, transfer: Running, replica: int) -> None:
+        """A replica of a transfer's target has what it brings."""
+        target = self._workers[transfer.reader.stage.groups[-1]]
+        self._reached += target.reached(replica)
+        self._dirty.add(target.name)
 
     def lose(self, running: Running) -> Unit:
         """The attempt is lost; the groups of it that were not acknowledged."""
         left = tuple(running.left)
         running.left.clear()
-        self._free(running, len(left))
+        task, workers = running.task, self._workers[running.reader.stage.groups[0]]
+        if running.reader.stage.shape == "stream" and workers.taking and task.replica is not None:
+            workers.late.add(task.replica)  # whoever takes its place has what was served before
+        self._free(running, len(left), lost=True)
         return left
 
     def granted(self) -> list[Task]:
         """What starts now."""
-        tasks: list[Task] = []
+        tasks, self._reached = [self._dated(task) for task in self._reached], []
         while self._dirty:
             dirty = [name for name in self._workers if name in self._dirty]
             self._dirty.clear()
@@ -176,7 +228,14 @@ class Grants:
                 self._grant(self._workers[name], tasks)
         return tasks
 
-    def _free(self, running: Running, groups: int) -> None:
+    def _dated(self, task: Task) -> Task:
+        """A stream that has waited for its replica, with the batch and the version that it begins with."""
+        running = self._running[task.number]
+        step, version = running.reader.step, max(self._version(), 0)
+        running.task = msgspec.structs.replace(task, step=step, version=version)
+        return running.task
+
+    def _free(self, running: Running, groups: int, *, lost: bool = False) -> None:
         task, stage = running.task, running.reader.stage
         over = not running.left
         if stage.shape == "stream":
@@ -186,7 +245,7 @@ class Grants:
             return
         del self._running[task.number]
         if stage.shape == "transfer":
-            self._workers[stage.groups[-1]].held = False
+            self._workers[stage.groups[-1]].end_transfer(again=lost and self._version() > task.step)
         for name in dict.fromkeys(stage.groups):
             if stage.shape != "stream":
                 self._workers[name].release(task.replica)
@@ -225,7 +284,7 @@ class Grants:
         return False
 
     def _start_stream(self, workers: Workers, reader: Reader, tasks: list[Task]) -> None:
-        while not workers.held and reader.units:
+        while not workers.closed and reader.units:
             unit, attempt = reader.take()
             for groups in divided(unit, workers.replicas):
                 self._run(reader, groups, workers.stream_on(len(groups)), attempt, tasks)
@@ -242,13 +301,13 @@ class Grants:
         target.held = self._drains
         if any(partner.busy for partner in target.partners if partner is not workers):
             return target is workers
-        if (target.held and target.streams) or not target.idle:
+        if (target.held and target.running_streams) or not target.idle:
             return target is workers
         if workers.idle:
             unit, attempt = reader.take()
             for one in dict.fromkeys((workers, target)):
                 one.take_all()
-            target.held = True
+            target.take_transfer()
             self._run(reader, unit, None, attempt, tasks)
         return True
 
@@ -264,7 +323,7 @@ class Grants:
             replica=replica,
         )
         self._running[task.number] = Running(task, reader)
-        tasks.append(task)
+        tasks += self._workers[reader.stage.groups[0]].start(task) if reader.stage.shape == "stream" else [task]
 
 
 def divided(groups: Sequence[int], parts: int) -> list[Unit]:

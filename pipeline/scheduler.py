@@ -45,6 +45,7 @@ from pipeline.events import (
     Run,
     Save,
     Saved,
+    Served,
     StepDone,
 )
 from pipeline.grants import Grants, Running
@@ -150,6 +151,8 @@ class Scheduler:
                     self._drop(event, decisions)
                 case Finished() if running := self._grants.running(event.task.number):
                     self._finish(running, event.groups, decisions)
+                case Served() if running := self._grants.running(event.task.number):
+                    self._serve(running, event.replica, decisions)
                 case Failed() if running := self._grants.running(event.task.number):
                     self._fail(running, decisions)
                 case Saved():
@@ -376,6 +379,15 @@ class Scheduler:
             self._generate(decisions)
         if step and not step.decided and self._board.gate in event.fields:
             self._kept(step, decisions)
+
+    def _serve(self, running: Running, replica: int, decisions: list[Decision]) -> None:
+        """A replica has a version: it may be sampled with there, unless something else of the step is yet to come."""
+        task, stage = running.task, running.reader.stage
+        if self._board.steps[task.step].unpublished <= set(stage.writes):
+            self._grants.reach(running, replica)
+            if self.version <= task.step:
+                self.version = task.step + 1
+                self._generate(decisions)
 
     def _generate(self, decisions: list[Decision]) -> None:
         """A version was published: what waited for it may be generated."""

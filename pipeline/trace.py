@@ -191,6 +191,18 @@ class Fenced(_OfTask, tag="fenced", frozen=True, kw_only=True, gc=False):
     at_s: float
 
 
+class Served(msgspec.Struct, tag="served", frozen=True, kw_only=True, gc=False):
+    """A replica has a policy version before the transfer to all of them is over: it may sample with it."""
+
+    task: int
+    stage: str
+    step: int
+    attempt: int
+    replica: int
+    version: int
+    at_s: float
+
+
 class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True, gc=False):
     """A policy version is served; the target acknowledged the hash of the weights."""
 
@@ -274,6 +286,7 @@ TraceEvent = (
     | Retried
     | Fenced
     | Published
+    | Served
     | Cleared
     | Checkpointed
     | StepEnded

@@ -64,6 +64,7 @@ class Waits:
         self._acknowledged: list[Done] = []
         self._ended_in: dict[int, list[Done]] = defaultdict(list)  # what ended when in a process
         self._published: list[Done] = []
+        self._reached: dict[tuple[str, int | None], list[Done]] = defaultdict(list)  # before that, by group and replica
         self._admitted: dict[int, float] = {}
         self._outside: dict[str, dict[int, float]] = defaultdict(dict)  # by stage and group: when it came
         self._index()
@@ -88,6 +89,8 @@ class Waits:
         for other in self._tasks.others:
             if isinstance(other, trace.Admitted):
                 self._admitted.update(dict.fromkeys(other.groups, other.at_s))
+            elif isinstance(other, trace.Served):
+                self._reached[self._stages[other.stage].groups[-1], other.replica].append((other.at_s, other.task))
             elif isinstance(other, trace.Put):
                 self._outside[other.stage].update(dict.fromkeys(other.groups, other.end_s))
 
@@ -170,7 +173,9 @@ class Waits:
             came = [outside[group] for group in task.groups if group in outside] if outside else ()
             reasons += [Reason(max(came), "field", None, writer, field)] if came else []
         for field in stage.reads_back:
-            reasons += self._made(latest(self._published, task.at_s), "weights", field)
+            reached = self._reached[stage.groups[0], task.replica]
+            newest = max(filter(None, (latest(self._published, task.at_s), latest(reached, task.at_s))), default=None)
+            reasons += self._made(newest, "weights", field)
         for before, lag in self._fences[stage.name]:
             reasons += self._made(self._step_done.get((before, task.step - lag)), "fence")
         if stage.shape != "stream":
@@ -207,7 +212,7 @@ class Waits:
         if self._stages[self._tasks.submitted[number].stage].shape == "stream":
             put_s = [put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s]
             return max(put_s, default=at_s)
-        return max(span.end_s for span in self._tasks.ran[number])
+        return min(at_s, max(span.end_s for span in self._tasks.ran[number]))
 
     def _made(self, there: Done | None, cause: str, field: str = "") -> list[Reason]:
         if there is None or there[1] not in self._tasks.ran:

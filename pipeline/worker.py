@@ -54,6 +54,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
     oldest     of a stage that stamps: the oldest version among the tokens of each finished group
     error      is set, and the rest is partial, where the task failed
+    served     the replica, where this says no more than that it has what a transfer brings, which goes on
     lost       is set where the worker died and has been replaced: what it has not reported is to be handed out again
     """
 
@@ -68,6 +69,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     oldest: dict[int, int] = {}
     events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed | trace.Turned] = []
     error: Any = None
+    served: int | None = None
     lost: str | None = None
 
 

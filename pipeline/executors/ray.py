@@ -339,11 +339,25 @@ class RayExecutor:
         if result.error and not isinstance(result.error, PeerLost):
             return result  # the other ranks may wait for this one; the run ends before their deadline does
         if len(running.results) < len(running.leading) + len(running.others):
-            return None
+            return self._reached(running, ref)
         whole = running.whole()
+        if running.offer and not whole.error and (gone := self._retired.keys() & set(running.leading.values())):
+            name, rank = self._retired[next(iter(gone))]
+            return TaskResult(task=task, lost=f"worker {name}.{rank} was replaced when it had been served")
         if running.offer and not whole.error:
             self._served[self._planned[task.stage].groups[-1], task.stage] = running.offer
         return whole
+
+    def _reached(self, running: _Running, ref: ray.ObjectRef) -> TaskResult | None:
+        """That a replica, one of several, has all of what a transfer brings, while others do not; else None."""
+        if not running.offer or ref not in running.leading:
+            return None
+        name, rank = self._find(running.leading[ref])
+        replica = self._layouts[name].replica(rank)
+        siblings = {self._actors[name][one] for one in self._layouts[name].siblings(replica)}
+        calls = [call for call, actor in running.leading.items() if actor in siblings]
+        has = all(call in running.results and not running.results[call].error for call in calls)
+        return TaskResult(task=running.task, served=replica) if has and len(calls) < len(running.leading) else None
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
         """The report of a task whose worker did not answer: where that died and can be replaced, it is."""

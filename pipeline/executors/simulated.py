@@ -32,6 +32,7 @@ from pipeline.events import (
     Run,
     Save,
     Saved,
+    Served,
     StepDone,
 )
 from pipeline.plan import Plan, PlannedStage
@@ -75,7 +76,7 @@ class Simulation:
         self._pid = int(one_process)  # 0: every worker is a process of its own
         self._workers = Workers(
             plan, durations, seed=seed, cores=cores, nodes=self._nodes, one_process=one_process,
-            report=self._reported, lost=self._lost,
+            report=self._reported, lost=self._lost, reached=self._reached,
         )  # fmt: skip
         self._clock = self._workers.clock
         self._stop_s = stop_s
@@ -191,6 +192,16 @@ class Simulation:
 
     def _lost(self, attempt: Attempt, reason: str) -> None:
         self._clock.at(self._arrives(attempt), self._failed, attempt, reason)
+
+    def _reached(self, attempt: Attempt, replica: int) -> None:
+        self._clock.at(self._arrives(attempt), self._serve, attempt.task, replica)
+
+    def _serve(self, task: Task, replica: int) -> None:
+        """The driver learns that a replica has a version."""
+        if self.scheduler.is_current(task):
+            version, now_s = task.step + 1, self._clock.now_s
+            self._write(trace.Served(**trace.of(task), replica=replica, version=version, at_s=now_s))
+            self._tell(Served(task, replica))
 
     def _arrives(self, attempt: Attempt) -> float:
         costs = self.durations.costs

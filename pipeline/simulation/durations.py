@@ -171,6 +171,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s   of a checkpoint, during which the driver takes no report
     drop_rate      share of the groups that the gate drops
     drop_reason    and why
+    spread         how much longer than the quickest a worker of a transfer's target takes at most, as a share
     """
 
     dispatch_s: Mapping[str, float] = {}
@@ -180,6 +181,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float = 0.0
     drop_rate: float = 0.0
     drop_reason: str = "dropped"
+    spread: float = 0.0
 
 
 class Durations(msgspec.Struct, frozen=True):

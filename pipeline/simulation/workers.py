@@ -1,11 +1,13 @@
 """Workers that only take time: what happens between the hand-out of a task and its reports, in virtual time.
 
-They know durations, lanes and faults; not the scheduler. They tell the driver through two calls: `report(attempt,
-groups, written)` when groups are done, with what a real worker would have recorded, and `lost(attempt, reason)`.
+They know durations, lanes and faults; not the scheduler. They tell the driver through three calls: `report(attempt,
+groups, written)` when groups are done, with what a real worker would have recorded, `lost(attempt, reason)`, and
+`reached(attempt, replica)` when a replica has what a transfer brings while others do not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 from zlib import crc32
@@ -45,7 +47,7 @@ class Attempt:
     """A task on its workers. `samples` and `tokens` are what each of them gets."""
 
     __slots__ = (
-        "begun_s", "cores", "fault", "fetches", "jobs", "lanes", "left", "lost", "owed", "pieces", "replaced",
+        "begun_s", "cores", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces", "replaced",
         "samples", "stage", "stamped", "task", "tokens", "told", "work_s",
     )  # fmt: skip
 
@@ -60,6 +62,7 @@ class Attempt:
         self.owed = dict.fromkeys(task.groups)  # groups that the driver has not acknowledged
         self.jobs: list[tuple[Lane, Job]] = []
         self.pieces = 0  # workers that are not done
+        self.had: Counter[int] = Counter()  # of a transfer: workers of each replica that have what it brings
         self.stamped = 0  # the version that its worker served when it began
         self.lost = False  # its worker is gone
         self.replaced = False  # the driver has heard so
@@ -84,9 +87,10 @@ class Workers:
         one_process: bool,
         report: Callable[[Attempt, tuple[int, ...], Sequence[Written]], None],
         lost: Callable[[Attempt, str], None],
+        reached: Callable[[Attempt, int], None],
     ) -> None:
         self._plan, self._durations, self._seed = plan, durations, seed
-        self._report, self._lost = report, lost
+        self._report, self._lost, self._reached = report, lost, reached
         machines: dict[str, Machine] = {}
         self.lanes: dict[str, list[tuple[str, int, Lane]]] = {group.name: [] for group in plan.groups}
         lane: Lane | None = None
@@ -99,7 +103,7 @@ class Workers:
         self._beside = Lane(next(iter(machines.values()))) if durations.costs.beside_cpu_s else None
         self._parallel = {group.name: group.model_parallel for group in plan.groups}
         self._weights = frozenset(plan.weights_fields)
-        self._served = {stage.groups[-1]: 0 for stage in plan.stages if stage.shape == "transfer"}
+        self._served: Counter[tuple[str, int]] = Counter()  # worker group, replica -> version
         self._gate = plan.gate.stage if plan.gate else ""
         self._fields = {  # what a stage fetches and what it puts
             stage.name: tuple(
@@ -120,7 +124,7 @@ class Workers:
                 stage=task.stage, step=task.step, fields=fields, samples=groups * self._plan.group_size, size_bytes=0,
                 start_s=clock.now_s, end_s=clock.now_s,
             )  # fmt: skip
-        attempt.stamped = self._served.get(stage.groups[0], task.version)
+        attempt.stamped = self._version_on(stage.groups[0], task)
         if attempt.fault and attempt.fault.kind == "late":
             clock.after(attempt.fault.delay_s, self._lost, attempt, "no sign of life")
         if self._beside:
@@ -132,11 +136,12 @@ class Workers:
         work = times.work(task, samples=attempt.samples, tokens=attempt.tokens, seed=self._seed)
         attempt.work_s, attempt.cores = work.work_s * attempt.factor, work.cores
         attempt.pieces = len(attempt.lanes)
-        for *_, lane in attempt.lanes:
+        for group, rank, lane in attempt.lanes:
+            slower = self._slower(attempt, rank) if stage.shape == "transfer" and group == stage.groups[-1] else 1.0
             if work.wait_s:
-                clock.after(work.wait_s * attempt.factor, self._compute, attempt, lane)
+                clock.after(work.wait_s * attempt.factor * slower, self._compute, attempt, lane, group, rank, slower)
             else:
-                self._compute(attempt, lane)
+                self._compute(attempt, lane, group, rank, slower)
 
     def cancel(self, attempt: Attempt, groups: Sequence[int]) -> None:
         """A stream is to give groups up."""
@@ -156,17 +161,32 @@ class Workers:
 
     # Maps and transfers.
 
-    def _compute(self, attempt: Attempt, lane: Lane) -> None:
+    def _compute(self, attempt: Attempt, lane: Lane, group: str, rank: int, slower: float) -> None:
         if attempt.work_s:
-            marks = [(attempt.work_s, (self._piece_done, (attempt,)))]
+            marks = [(attempt.work_s * slower, (self._piece_done, (attempt, group, rank)))]
             attempt.jobs.append((lane, lane.start(self.clock.now_s, marks, parallelism=attempt.cores)))
         else:
-            self.clock.after(0.0, self._piece_done, attempt)
+            self.clock.after(0.0, self._piece_done, attempt, group, rank)
 
-    def _piece_done(self, attempt: Attempt) -> None:
+    def _piece_done(self, attempt: Attempt, group: str, rank: int) -> None:
         attempt.pieces -= 1
         if attempt.pieces == 0:
             self._done(attempt)
+        elif self._durations.costs.spread and attempt.stage.shape == "transfer" and group == attempt.stage.groups[-1]:
+            replica = rank // self._parallel[group]
+            attempt.had[replica] += 1
+            if attempt.had[replica] == self._parallel[group]:
+                self._served[group, replica] = attempt.task.step + 1
+                self._reached(attempt, replica)
+
+    def _slower(self, attempt: Attempt, rank: int) -> float:
+        """How many times as long as the quickest a worker takes to receive."""
+        task, spread = attempt.task, self._durations.costs.spread
+        return 1.0 + spread * uniform(self._seed, crc32(b"spread"), task.number, rank) if spread else 1.0
+
+    def _version_on(self, group: str, task: Task) -> int:
+        """The version that the worker of a task serves."""
+        return self._served.get((group, task.replica or 0), task.version)
 
     def _done(self, attempt: Attempt) -> None:
         """All workers of a map or a transfer have computed."""
@@ -180,7 +200,9 @@ class Workers:
             kept = [group for group in task.groups if uniform(self._seed, crc32(b"gate"), group) >= rate]
         written: list[Written] = [self._put(task, stage, kept)] if kept and self._fields[task.stage][1] else []
         if stage.shape == "transfer":
-            self._served[stage.groups[-1]] = task.step + 1
+            target = stage.groups[-1]
+            for _, rank, _ in self.lanes[target]:
+                self._served[target, rank // self._parallel[target]] = task.step + 1
         self._send(attempt, task.groups, [*written, *self._ran(attempt)])
 
     # Streams.
@@ -223,7 +245,7 @@ class Workers:
         written: list[Written] = []
         if self._fields[task.stage][1]:
             stage, lengths = attempt.stage, tuple(tokens[i] for i in positions)
-            newest = self._served.get(stage.groups[0], task.version)
+            newest = self._version_on(stage.groups[0], task)
             written.append(self._put(task, stage, groups, (attempt.stamped, newest), lengths))
         self._send(attempt, groups, written if left else [*written, *self._ran(attempt)])
 

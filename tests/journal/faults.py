@@ -19,6 +19,7 @@ DROP = Setup(max_staleness=2, steps=6, drop=True, in_flight=True)
 GATE = Setup(gate=True)
 RANKS = Setup(ranks=2, group_size=3, max_staleness=1)
 DIES = Setup(dies=0.1, max_staleness=1)
+PARTLY = Setup(partly=True, max_staleness=1)
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,20 @@ def version_jumps(run: MadeUp) -> None:
 @_fault("I4", SYNC)
 def never_published(run: MadeUp) -> None:
     del run.events[at(run, "published", step=2)]
+
+
+@_fault("I4", PARTLY)
+def sampled_where_the_version_is_not(run: MadeUp) -> None:
+    """On the other replica than the one that has it."""
+    start = at(run, "served", step=0)
+    task = next(one for one in run.events[start:] if one["type"] == "submitted" and one["stage"] == "rollout")
+    task["replica"] = 1 - task["replica"]
+    event(run, "ran", task=task["task"])["worker"] = task["replica"]
+
+
+@_fault("I4", PARTLY)
+def served_in_no_transfer(run: MadeUp) -> None:
+    move(run, at(run, "served", step=1), at(run, "submitted", stage="refit", step=1))
 
 
 @_fault("I4", DROP)

@@ -96,6 +96,7 @@ class Ledger:
         self.claims: dict[int, list[int]] = {}
         self.version = start - 1 if planned.transfers else start
         self.published: dict[tuple[str, int], int] = {}  # stage, step -> version
+        self.reached = self.version  # the newest version that is published, or that a replica had before that
         self.sending = self.version  # the newest version that a transfer is about
         self.served: Counter[tuple[str, int | None]] = Counter()  # worker group, replica -> newest version seen
         self.single: dict[tuple[str, int], str] = {}  # stage, step of tasks without groups -> "out", "done" or "lost"
@@ -245,6 +246,7 @@ class Ledger:
         if stage in self.planned.transfers:
             self.published.setdefault((stage, step), step + 1)
             self.version = max(self.version, step + 1)
+            self.reached = max(self.reached, step + 1)
 
     def _trained(self, line: Line) -> None:
         for number, *told in zip(line["groups"], line["samples"], line["oldest"], line["newest"]):
@@ -282,10 +284,17 @@ class Ledger:
             group.began = group.versions = None
         group.trained.pop(stage, None)
 
+    def _served(self, line: Line) -> None:
+        where = self.planned.stages[line["stage"]]["groups"][-1], line["replica"]
+        self.served[where] = max(self.served[where], line["version"])
+        if len(self.planned.transfers) == 1:
+            self.reached = max(self.reached, line["version"])
+
     def _published(self, line: Line) -> None:
         version = line["step"] + 1  # what it says of itself was judged
         self.published[line["stage"], line["step"]] = version
         self.version = max(self.version, version)
+        self.reached = max(self.reached, version)
 
     def _cleared(self, line: Line) -> None:
         for number in line["groups"]:

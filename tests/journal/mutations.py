@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.journal.checker import check
-from tests.journal.faults import AHEAD, DIES, DROP, GATE, RANKS, SYNC
+from tests.journal.faults import AHEAD, DIES, DROP, GATE, PARTLY, RANKS, SYNC
 from tests.journal.world import Event, MadeUp
 
-SETUPS = (SYNC, AHEAD, DROP, GATE, RANKS, DIES)
+SETUPS = (SYNC, AHEAD, DROP, GATE, RANKS, DIES, PARTLY)
 _TASK = ("task", "stage", "step", "attempt", "groups")
 EDITED = {  # the values that are changed, by type of event
     "started": ("start", "steps"),
@@ -35,6 +35,7 @@ EDITED = {  # the values that are changed, by type of event
     "trained": (*_TASK, "worker", "version", "samples", "oldest", "newest", "entries"),
     "retried": _TASK,
     "fenced": _TASK,
+    "served": ("task", "stage", "step", "replica", "version"),
     "published": ("stage", "step", "version", "sha256"),
     "cleared": ("groups",),
     "checkpointed": ("step", "folder"),

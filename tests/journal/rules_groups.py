@@ -44,8 +44,8 @@ def room(ledger: Ledger, line: Line) -> Found:
         asked = ledger.next_claim * planned.batch + waiting + fresh
         if asked > bound:
             yield "I3", f"{asked} groups were asked for at version {line['version']}, which allows {bound}"
-    if planned.transfers and line["version"] > ledger.version:
-        yield "I4", f"version {line['version']} is named, {ledger.version} is published"
+    if planned.transfers and line["version"] > ledger.reached:
+        yield "I4", f"version {line['version']} is named, {ledger.reached} is published"
 
 
 def _qualifies(ledger: Ledger, number: int) -> bool:

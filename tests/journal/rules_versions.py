@@ -28,16 +28,36 @@ def rise_by_one(ledger: Ledger, line: Line) -> Found:
         yield "I4", f"{stage} published version {version} and has no task at step {step + 1}"
 
 
+@rule("served")
+def reached(ledger: Ledger, line: Line) -> Found:
+    """A replica has the version of a transfer that is under way, once."""
+    planned, stage, step, version = ledger.planned, line["stage"], line["step"], line["version"]
+    if stage not in planned.transfers:
+        yield RECORD, f"{stage} publishes nothing in this plan"
+        return
+    target, replica = planned.stages[stage]["groups"][-1], line["replica"]
+    group = planned.worker_groups[target]
+    if not 0 <= replica < group["workers"] // group["model_parallel"]:
+        yield RECORD, f"{stage} served replica {replica} of {target}"
+    if version != step + 1 or ledger.single.get((stage, step)) != "out":
+        yield "I4", f"replica {replica} of {target} served version {version} in no transfer of it"
+    elif (stage, step) in ledger.published:
+        yield "I4", f"replica {replica} of {target} served version {version} when it was published already"
+
+
 @rule("submitted")
 def started_with(ledger: Ledger, line: Line) -> Found:
     """A task names a version that is published; sampling does not start with weights that its batch is too far from."""
     planned, stage, version = ledger.planned, line["stage"], line["version"]
     if not planned.transfers:
         return
-    if version > max(ledger.version, 0):
-        yield "I4", f"task {line['task']} started with version {version}, {ledger.version} is published"
+    if version > max(ledger.reached, 0):
+        yield "I4", f"task {line['task']} started with version {version}, {ledger.reached} is published"
+    where = line["group"], line["replica"]
     if planned.stages[stage]["reads_back"]:
-        if ledger.version < ledger.start:
+        if version > max(ledger.version, 0) and ledger.served[where] < version:
+            yield "I4", f"task {line['task']} started with version {version}, which its replica does not have"
+        if ledger.reached < ledger.start:
             yield "I4", f"{stage} started before any weights were published"
         least = ledger.start if planned.drops else max(ledger.start, line["step"] - planned.ahead)
         if version < least:
@@ -55,7 +75,7 @@ def stamps(ledger: Ledger, line: Line) -> Found:
         return
     if len(versions) != len(groups):
         yield RECORD, f"{stage} put {len(groups)} groups and the versions of {len(versions)}"
-    newest = ledger.version if planned.drains else ledger.sending  # a swap in flight is served before it is published
+    newest = ledger.reached if planned.drains else ledger.sending  # a swap in flight is served before it is published
     for number, (low, high) in zip(groups, versions):
         group = ledger.groups.get(number)
         task = ledger.tasks.get(group.working.get(stage, -1)) if group else None

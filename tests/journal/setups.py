@@ -17,6 +17,7 @@ class Setup:
     pipeline_depth: int | None = None
     drop: bool = False
     in_flight: bool = False
+    partly: bool = False  # a replica of the sampler has weights before the other
     gate: bool = False
     ranks: int = 1
     run_groups: int | None = None

@@ -113,6 +113,7 @@ class MadeUp:
     def _begin(self, start: int) -> None:
         manifest = self.manifests.get(start, {"next_group": 0, "pending": []})
         self.start, self.version = start, start - 1
+        self.quick: tuple[int, int] | None = None  # a replica of the sampler, and the version that only it has
         self.rows: dict[int, Row] = {}
         self.jobs: list[Job] = []
         self.batches: dict[int, list[int]] = {}
@@ -284,16 +285,20 @@ class MadeUp:
             return True
         least = self.start if self.setup.drop else max(self.start, step - self.setup.ahead)
         sending = any(job.stage == "refit" for job in self.jobs)
-        return self.version >= least and not (sending and not self.setup.in_flight)
+        version = self.quick[1] if self.quick else self.version
+        return version >= least and (self.quick is not None or not sending or self.setup.in_flight)
 
     def _hand_out(self, name: str, step: int, groups: list[int]) -> None:
         stage = self.stages[name]
         self.numbers += 1
         together = stage["shape"] == "transfer" or stage["sharding"]
+        quick = self.quick if name == "rollout" else None
         attempts = {self.rows[number].attempts.get(name, 0) for number in groups} or {0}
         job = Job(
-            self.numbers, name, step, list(groups), attempts.pop(), max(self.version, 0),
-            None if together else self.random.randint(0, 1 if stage["groups"][0] != "learner" else 0),
+            self.numbers, name, step, list(groups), attempts.pop(),
+            quick[1] if quick else max(self.version, 0),
+            None if together else quick[0] if quick
+            else self.random.randint(0, 1 if stage["groups"][0] != "learner" else 0),
         )  # fmt: skip
         self.jobs.append(job)
         self.given.add((name, step))
@@ -331,6 +336,10 @@ class MadeUp:
             return self._die(job)
         if job.stage == "rollout":
             return self._sample(job)
+        if job.stage == "refit" and self.setup.partly and self.quick is None:
+            return self._serve(job)
+        if job.stage == "refit" and self.quick and (tasks := [*self._group_tasks("rollout")]):
+            return tasks[0]()
         self.jobs.remove(job)
         self._fetch(job)
         if job.stage == "train":
@@ -343,11 +352,16 @@ class MadeUp:
         for group, worker in workers:
             self._ran(job, group, worker)
         if job.stage == "refit":
-            self.version = job.step + 1
+            self.version, self.quick = job.step + 1, None
             self.log("published", stage="refit", step=job.step, version=self.version, sha256=f"{job.step + 7:064x}")
         self._acknowledge(job, job.groups)
         if not job.groups or all(job.stage in self.rows[n].behind for n in self.batches.get(job.step, [-1]) if n >= 0):
             self.over.add((job.stage, job.step))
+
+    def _serve(self, job: Job) -> None:
+        """One replica has the weights before the other."""
+        self.quick = self.random.randint(0, 1), job.step + 1
+        self.log("served", **job.head, replica=self.quick[0], version=self.quick[1])
 
     def _judged(self, job: Job) -> list[int]:
         dropped = [number for number in job.groups if self.random.random() < 0.3 and number % 3]
@@ -380,8 +394,9 @@ class MadeUp:
         for number in groups:
             self.rows[number].fields |= set(fields)
             if stage["stamps"]:
-                self.rows[number].versions = (job.version, self.version)
-                versions.append([job.version, self.version])
+                newest = max(job.version, self.version)
+                self.rows[number].versions = (job.version, newest)
+                versions.append([job.version, newest])
         first = 0
         for share in self._shares(len(groups) * self.setup.group_size, stage):
             size = self.setup.group_size

@@ -307,6 +307,76 @@ def test_a_transfer_takes_both_groups_and_drains_streams_or_does_not(refit):
     world.run(lambda count: 0).check_end()
 
 
+@pytest.mark.parametrize("refit", ["drain", "in_flight"])
+def test_a_replica_samples_as_soon_as_it_has_the_version(refit):
+    world = published(build(batch=2, streaming={"sampler": 2}, schedule={"steps": 3, "refit": refit}))
+    rest(world, "prompts", "samples", "rollout", "reward", "logprobs", "ref", "train")
+    assert world.running("refit", "rollout") == [("refit", 0, ())]
+    world.serve(world.job("refit"), 1)
+    assert [
+        (job.task.groups, job.task.replica, job.task.version) for job in world.jobs.values() if job.stage.stamps
+    ] == [((3,), 1, 1)], "what the other will sample is settled, and waits for it"
+    world.serve(world.job("refit"), 1)
+    assert len(world.running("rollout")) == 1, "once"
+    world.finish(world.job("refit"))
+    assert world.running("rollout") == [("rollout", 1, (2,)), ("rollout", 1, (3,))]
+    assert world.job("rollout", 1).task.version == 1
+    world.run(lambda count: 0).check_end()
+
+
+def test_who_takes_the_place_of_a_served_replica_waits_for_the_transfer():
+    world = published(build(batch=2, streaming={"sampler": 2}))
+    rest(world, "prompts", "samples", "rollout", "reward", "logprobs", "ref", "train")
+    world.serve(world.job("refit"), 0)
+    world.fail(world.job("rollout"))
+    assert world.running("refit", "rollout") == [("refit", 0, ())], "the new one has what was served before"
+    world.serve(world.job("refit"), 1)
+    assert world.running("rollout") == [("rollout", 1, (3,))]
+    world.finish(world.job("refit"))
+    assert world.running("rollout") == [("rollout", 1, (2,)), ("rollout", 1, (3,))]
+    world.run(lambda count: 0).check_end()
+
+
+@pytest.mark.parametrize("refit", ["drain", "in_flight"])
+def test_what_waits_for_a_replica_waits_for_the_transfer_that_comes_again(refit):
+    world = published(build(batch=2, streaming={"sampler": 2}, schedule={"steps": 3, "refit": refit}))
+    rest(world, "prompts", "samples", "rollout", "reward", "logprobs", "ref", "train")
+    world.serve(world.job("refit"), 0)
+    world.fail(world.job("refit"))
+    assert world.running("rollout") == [("rollout", 1, (2,))], "the other replica has older weights"
+    if refit == "drain":
+        assert world.running("refit") == [], "a sequence is being sampled"
+        world.finish(world.job("rollout"))
+    world.finish(world.job("refit"))
+    assert ("rollout", 1, (3,)) in world.running("rollout")
+    world.run(lambda count: 0).check_end()
+
+
+def test_a_sampler_that_dies_beside_a_transfer_that_is_lost_too_goes_on_with_what_was_served():
+    world = published(build(batch=1, streaming={}, schedule={"max_staleness": 2, "refit": "in_flight"}))
+    world.finish(world.job("prompts", 0))
+    world.finish(world.job("prompts", 1))
+    world.finish(world.job("rollout", 0))
+    rest(world, "reward", "logprobs", "ref", "train")
+    assert world.running("refit", "rollout") == [("refit", 0, ()), ("rollout", 1, (1,))]
+    world.fail(world.job("rollout"))
+    assert world.running("refit", "rollout") == [("refit", 0, ())]
+    world.fail(world.job("refit"))
+    assert world.running("refit", "rollout") == [("refit", 0, ()), ("rollout", 1, (1,))]
+    world.run(lambda count: 0).check_end()
+
+
+def test_what_waits_for_a_replica_samples_for_the_batch_that_is_next_when_it_begins():
+    world = World(build(batch=2, streaming={"sampler": 2}, schedule=DROP))
+    rest(world, "prompts", "samples")
+    world.serve(world.job("refit"), 1)
+    rest(world, "prompts", "rollout", "reward")
+    assert world.batches == {0: (1, 2)}, "what the other replica has is waiting for it"
+    world.finish(world.job("refit"))
+    assert world.running("rollout") == [("rollout", 1, (0,)), ("rollout", 1, (3,))]
+    world.run(lambda count: 0).check_end()
+
+
 def test_a_lost_transfer_lets_streams_go_on_and_comes_again():
     world = sampled(build(batch=1, streaming={}, schedule={"max_staleness": 2}), 0, 1, 2)
     rest(world, "logprobs", "ref", "train")

@@ -162,12 +162,30 @@ class Disorder(RuleBasedStateMachine):
         """A sequence begins late, or with weights that its worker has and the scheduler does not know of yet."""
         job = self.job(data, lambda job: job.stage.stamps)
         if job:
-            swapped = self.plan.refit == "in_flight" and any(
-                other.stage.shape == "transfer" for other in self.world.jobs.values()
-            )
-            version = self.world.version + (swapped and data.draw(st.booleans(), label="swapped"))
+            has = self.world.version_on(job.task)
+            coming = [other.task.step + 1 for other in self.world.jobs.values() if other.stage.shape == "transfer"]
+            swapped = self.plan.refit == "in_flight" and coming and data.draw(st.booleans(), label="swapped")
+            version = max([has, *coming]) if swapped else has
             for group in self.some(data, job.left):
                 job.first.setdefault(group, version)
+
+    @precondition(lambda self: self.transfer)
+    @rule(data=st.data())
+    def a_replica_has_a_version_first(self, data):
+        job = self.transfer
+        self.world.serve(job, data.draw(st.integers(0, self.world.replicas[job.stage.groups[-1]] - 1), label="replica"))
+
+    @property
+    def transfer(self):
+        """One that is under way to several replicas."""
+        return next(
+            (
+                job
+                for job in self.world.jobs.values()
+                if job.stage.shape == "transfer" and self.world.replicas[job.stage.groups[-1]] > 1
+            ),
+            None,
+        )
 
     @rule(reports=st.integers(5, 60), seed=st.integers(0, 2**16))
     def it_goes_well_for_a_while(self, reports, seed):

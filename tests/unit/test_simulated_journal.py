@@ -47,6 +47,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     cores: float | None
     driver_s: float
     beside_cpu_s: float
+    spread: float = 0.0
     steps: int = 5
     faulty: bool = True
     spared: frozenset[int] = NEVER
@@ -70,6 +71,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             cores=rng.choice([None, 1.0, 2.0]),
             driver_s=rng.choice([0.0, 0.001]),
             beside_cpu_s=rng.choice([0.0, 0.01]),
+            spread=rng.choice([0.0, 4.0, 40.0]),
             faulty=seed % 4 > 0,
         )
 
@@ -106,6 +108,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             ("cores", None),
             ("driver_s", 0.0),
             ("beside_cpu_s", 0.0),
+            ("spread", 0.0),
         ):
             if getattr(self, name) != plain:
                 yield msgspec.structs.replace(self, **{name: plain})
@@ -132,6 +135,7 @@ def simulate(case: Case, folder: Path, stop_s: float | None = None) -> tuple[lis
         driver_s=case.driver_s,
         beside_cpu_s=case.beside_cpu_s,
         checkpoint_s=0.1,
+        spread=case.spread,
     )
     times = Durations({s.name: Drawn(parse(SECONDS.get(s.name, "0.05"))) for s in described.stages}, costs)
     folder.mkdir(parents=True)
@@ -172,7 +176,7 @@ def test_two_hundred_seeds_keep_every_invariant(tmp_path):
         met.update(seen)
         met[f"{case.on_stale}, {case.refit}" if case.staleness else "sync"] += 1
     print("\n" + ", ".join(f"{name}: {count}" for name, count in sorted(met.items())))
-    expected = {*KINDS, "stale", "cancelled", "retried", "fenced", "checkpointed", "sync"}
+    expected = {*KINDS, "served", "stale", "cancelled", "retried", "fenced", "checkpointed", "sync"}
     expected |= {f"{on_stale}, {refit}" for on_stale in ("wait", "drop") for refit in ("drain", "in_flight")}
     assert not {name for name in expected if not met[name]}, met
 

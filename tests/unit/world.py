@@ -25,6 +25,7 @@ from pipeline.events import (
     Run,
     Save,
     Saved,
+    Served,
     StepDone,
 )
 from pipeline.plan import Plan
@@ -90,7 +91,8 @@ class World:
         self.saved: list[int] = []
         self.done: list[int] = []
         self.gave_up: GiveUp | None = None
-        self.number = 0
+        self.numbered: set[int] = set()
+        self.has: dict[tuple[str, int], int] = {}  # worker group, replica -> the version that it has
         self.stopping = False
         self.scheduler = Scheduler(planned, start=start, next_group=next_group, pending=pending)
         self.take(self.scheduler.begin())
@@ -225,8 +227,8 @@ class World:
     def take_run(self, decision: Run):
         task = decision.task
         stage = self.stages[task.stage]
-        assert task.number > self.number
-        self.number = task.number
+        assert task.number not in self.numbered
+        self.numbered.add(task.number)
         assert list(task.groups) == sorted(task.groups)
         assert bool(task.groups) == (task.stage in self.holding and task.step >= self.start)
         for at in task.groups or ((task.step,),):
@@ -281,8 +283,16 @@ class World:
                 assert self.age.get(group, task.step) >= task.step - self.plan.max_staleness, "too old"
                 assert task.step == self.step_of[group]
 
+    def version_on(self, task):
+        """The version that the replica of a task has."""
+        group = self.stages[task.stage].groups[0]
+        if group not in {self.stages[name].groups[-1] for name in self.transfers}:
+            return self.version
+        return self.has.get((group, task.replica or 0), self.start - 1)
+
     def check_place(self, task, stage):
         mine = [job for job in self.jobs.values() if stage.groups[-1] in job.stage.groups]
+        mine_has = self.version_on(task)
         busy = [job for job in mine if job.stage.shape != "stream"]
         if stage.shape == "transfer":
             assert task.replica is None
@@ -292,7 +302,9 @@ class World:
             assert self.plan.refit == "in_flight" or len(mine) == len(busy), "sequences are being sampled"
         elif stage.shape == "stream":
             assert 0 <= task.replica < self.replicas[stage.groups[0]]
-            assert not any(job.stage.shape == "transfer" for job in busy), "the weights are being swapped"
+            swaps = [job for job in busy if job.stage.shape == "transfer"]
+            assert all(mine_has == job.task.step + 1 for job in swaps), "its weights are being swapped"
+            assert mine_has >= self.version, "it has older weights"
         elif stage.sharding:
             assert task.replica is None and not busy
         else:
@@ -403,16 +415,28 @@ class World:
     def is_gate(self, stage):
         return self.plan.gate is not None and stage.name == self.plan.gate.stage
 
+    def serve(self, job: Job, replica: int):
+        """A replica has what a transfer brings, and others may not."""
+        task, stage = job.task, job.stage
+        missing = [field for field in self.published_fields if (field, task.step) not in self.landed]
+        if set(missing) <= set(stage.writes):
+            self.has[stage.groups[-1], replica] = task.step + 1
+            self.version = max(self.version, task.step + 1)
+        return self.tell(Served(task, replica))
+
     def land_weights(self, job: Job):
         task, stage = job.task, job.stage
         fields = tuple(field for field in stage.writes if field in self.weights)
         if fields:
-            again = all((field, task.step) in self.landed for field in fields)
+            again = all((field, task.step) in self.landed for field in fields) or task.step < self.version
             self.landed |= {(field, task.step) for field in fields}
             whole = all((field, task.step) in self.landed for field in self.published_fields)
             if stage.name in self.transfers and whole:
                 assert task.step + 1 == self.version + (not again), "published versions rise by one"
                 self.version = task.step + 1
+                for name in self.transfers:
+                    target = self.stages[name].groups[-1]
+                    self.has |= {(target, replica): self.version for replica in range(self.replicas[target])}
             self.tell(Landed(task.step, (), fields, task=task.number))
 
     def acknowledge(self, job: Job, groups: Sequence[int]):
@@ -452,6 +476,10 @@ class World:
                 self.lost.add((task.stage, at))
                 if job.stage.stamps and (job.stage.stamps, at) not in self.landed:
                     self.age.pop(at, None)
+        group = job.stage.groups[0]
+        for other in self.jobs.values():
+            if job.stage.shape == "stream" and other.stage.shape == "transfer" and other.stage.groups[-1] == group:
+                self.has[group, task.replica] = other.task.step  # whoever takes its place has what was served before
         return self.tell(Failed(task))
 
     def finish(self, job: Job, groups: Sequence[int] | None = None):
