@@ -171,7 +171,7 @@ def with_samples(graph: Graph) -> tuple[Stage, ...]:
         for stage in stages
         if stage.shape != "external"
         for field in stage.writes
-        if not field.per_step and not field.ragged and not field.inner and field != stage.gate
+        if field in stage.shows or not (field.per_step or field.ragged or field.inner or field == stage.gate)
     )
     return (*stages, KeepSamples(fields=kept, keep=graph.schedule.keep_groups))
 

@@ -2,7 +2,7 @@
 
 runs/quickstart-20260101-120000/
   run.json  graph.py  plan.json  events.jsonl  metrics.jsonl
-  samples/step_000001.jsonl  checkpoints/step_000100/  failures/step_000003_reward/  logs/
+  samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class RunDir:
 
     def samples(self, step: int) -> Path:
         return self.path / "samples" / f"step_{step + 1:06d}.jsonl"
+
+    @property
+    def vocabulary(self) -> Path:
+        """What each token adds to a text."""
+        return self.path / "samples" / "vocabulary.json"
 
     def checkpoint(self, done: int) -> Path:
         """The checkpoint after `done` steps."""

@@ -1,7 +1,7 @@
 """Keeps the texts and numbers of some samples of each step in the run directory. Every plan adds it as `samples`.
 
-It reads the fields that hold one value a sample, of `keep` groups of each step: the first, those of the least and the
-greatest mean reward and of the widest rewards, and then the next in order.
+It reads the fields that hold one value a sample, and those that a stage `shows`, of `keep` groups of each step: the
+first, those of the least and the greatest mean reward and of the widest rewards, and then the next in order.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 
-from pipeline.columns import Columns, plain_values
+from pipeline.columns import Column, Columns, Ragged, plain_values
 from pipeline.fields import Field
 from pipeline.meta import sample_key
 from pipeline.rundir import RunDir
 from pipeline.stage import Per, Stage, StageContext, Task
 
 REWARD = "reward"
+DIGITS = 3  # behind the point, of what is kept a number a token
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,22 @@ class KeepSamples(Stage):
         return run
 
 
+def keep_vocabulary(run_dir: RunDir, pieces: Sequence[bytes]) -> None:
+    """Writes what each token adds to a text, for whoever reads the ids that are kept.
+
+    In JSON: a list, by id, of texts in which a character stands for a byte.
+    """
+    run_dir.vocabulary.write_bytes(msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))
+
+
+def _values(column: Column) -> list[Any]:
+    if isinstance(column, Ragged) and column.values.is_floating_point():
+        return [[round(value, DIGITS) for value in row] for row in plain_values(column)]
+    return plain_values(column)
+
+
 def _rows(columns: Columns, task: Task, group_size: int) -> list[dict[str, Any]]:
-    values = {name: plain_values(column) for name, column in columns.items()}
+    values = {name: _values(column) for name, column in columns.items()}
     count = min(map(len, values.values()))
     return [
         {"step": task.step, "key": sample_key(task.groups[n // group_size], n % group_size), "version": task.version}

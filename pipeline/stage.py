@@ -179,6 +179,7 @@ class Stage:
     every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
     first_groups  groups of a batch whose columns it gets: the first, or those that it `choose`s; None is all
     chooses     fields, among those it reads, by which it chooses them; none are the first
+    shows       ragged fields, among those it writes, that are kept with the samples of a run for whoever looks
     sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
                 is on one worker
     gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
@@ -201,6 +202,7 @@ class Stage:
     every: int = 1
     first_groups: int | None = None
     chooses: Sequence[Field] = ()
+    shows: Sequence[Field] = ()
     sharding: Sharding | None = None
     gate: Field | None = None
     max_rounds: int = 10
@@ -254,6 +256,10 @@ class Stage:
                 fix="def setup(self, context): return lambda columns, task: {...}",
             )
         )
+
+    def vocabulary(self, context: StageContext) -> Sequence[bytes]:
+        """Of a stage that `shows` tokens: what each adds to a text, as UTF-8, by its id. Asked once, after `setup`."""
+        return ()
 
 
 @dataclass(frozen=True)

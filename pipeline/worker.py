@@ -27,6 +27,7 @@ from pipeline.meter import Meter
 from pipeline.plan import sample_fields
 from pipeline.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.rundir import RunDir
+from pipeline.samples import keep_vocabulary
 from pipeline.sharding import Shard
 from pipeline.stage import Output, Rendezvous, Stage, StageContext, Task
 from pipeline.versions import Versions, versions_of
@@ -129,6 +130,8 @@ class Worker:
         for stage in self.stages.values():
             try:
                 self._runners[stage.name] = stage.setup(context)
+                if stage.shows and self.rank == 0 and self.settings.run_dir:
+                    keep_vocabulary(RunDir(self.settings.run_dir), stage.vocabulary(context))
             except Exception as error:  # noqa: BLE001 - user code enters here
                 self._log(error)
                 return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")

@@ -72,6 +72,7 @@ class Rollout(Stage):
     reads_back = (SERVED_WEIGHTS,)
     stamps = TOKEN_VERSIONS
     per = "group"
+    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS)
     hints = MADE_BY
 
     def __post_init__(self) -> None:
@@ -123,6 +124,10 @@ class Rollout(Stage):
                         yield output
 
         return run
+
+    def vocabulary(self, context: StageContext) -> Sequence[bytes]:
+        """That of the model's tokenizer."""
+        return engine(context).pieces(self.model)
 
     async def _decode(
         self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext

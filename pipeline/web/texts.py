@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from pipeline.rundir import RunDir
 
 FILE_BYTES = 8 << 20  # of a file of samples that are read
 TEXT = 20_000  # characters of a value that are shown
+TOKENS = 8_000  # of a response that are shown
+VOCABULARY_BYTES = 32 << 20
+IDS, LOGPROBS = "response_ids", "rollout_logprobs"
 FILES = 400  # of a run, the last ones, that are read for its prompts
 PROMPTS = 200
 
@@ -37,11 +42,15 @@ def steps(run: Path) -> list[int]:
 
 
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step, a dict each, `group` and `key` among its columns; long texts are cut and say so."""
-    rows = []
+    """The samples of a step, a dict each, `group` and `key` among its columns; long texts are cut and say so.
+
+    `tokens` are those of the response with their logprobs, where both were kept: [text, nats] each. A character that is
+    made of several tokens is the last one's."""
+    rows, vocabulary = [], _vocabulary(RunDir(run).vocabulary)
     for row in _lines(RunDir(run).samples(step)):
         group = str(row.get("key", "")).partition("_")[0]
-        rows.append({name: _cut(value) for name, value in row.items()} | {"group": group})
+        tokens = _tokens(row.pop(IDS, None), row.pop(LOGPROBS, None), vocabulary)
+        rows.append({name: _cut(value) for name, value in row.items()} | {"group": group} | tokens)
     return rows
 
 
@@ -87,6 +96,31 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def _tokens(ids: Any, logprobs: Any, vocabulary: list[bytes]) -> dict[str, Any]:
+    if not vocabulary or not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+        return {}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [
+        decoder.decode(vocabulary[n]) if isinstance(n, int) and 0 <= n < len(vocabulary) else "" for n in ids[:TOKENS]
+    ]
+    return {"tokens": [*zip(texts, logprobs)]}
+
+
+def _vocabulary(path: Path) -> list[bytes]:
+    """What each token adds to a text; nothing where that was not kept."""
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > VOCABULARY_BYTES:
+        return []
+    return _read_vocabulary(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_vocabulary(path: Path, changed: int) -> list[bytes]:
+    try:
+        return [text.encode("latin-1") for text in msgspec.json.decode(path.read_bytes(), type=list[str])]
+    except (msgspec.MsgspecError, UnicodeEncodeError, OSError):
+        return []
 
 
 def _cut(value: Any) -> Any:

@@ -210,6 +210,9 @@ class Texts(Protocol):
 class Sampler(Texts, Protocol):
     """An engine that samples from the served copy of a model."""
 
+    def pieces(self, model: Model) -> list[bytes]:
+        """What each token of the vocabulary adds to a text, as UTF-8, by its id."""
+
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy. `draws` choose the tokens; greedy needs none."""
 

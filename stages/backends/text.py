@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
@@ -49,10 +50,43 @@ class Texts:
         text_of = dict(zip(distinct, texts))
         return [text_of[row] for row in rows]
 
+    def pieces(self, model: Model) -> list[bytes]:
+        """What each token of the vocabulary adds to a text, by its id."""
+        return pieces(self.tokenizer(model))
+
 
 def identity(model: Model) -> Model:
     """What a model and its frozen copy have in common."""
     return model if model.trainable else replace(model, trainable=True)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """What each token adds to a text, as UTF-8, by its id: special ones nothing, others part of a character."""
+    names = [name or "" for name in tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])]
+    core = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    made = _of_bytes(tokenizer, names) if "ByteLevel" in str(core.get("decoder")) else _of_texts(tokenizer, names)
+    special = set(tokenizer.all_special_ids)
+    return [b"" if n in special else piece for n, piece in enumerate(made)]
+
+
+def _of_bytes(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
+    """Of a tokenizer whose tokens are bytes, each written as a letter of its own."""
+    byte_of, added = {letter: byte for byte, letter in bytes_to_unicode().items()}, set(tokenizer.added_tokens_decoder)
+    return [
+        bytes(byte_of[letter] for letter in name) if n not in added and byte_of.keys() >= set(name) else name.encode()
+        for n, name in enumerate(names)
+    ]
+
+
+def _of_texts(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
+    """Of one whose tokens are texts: what comes behind another token, as the first of a text may lose its space."""
+    alone = tokenizer.batch_decode([[n] for n in range(len(names))])
+    first = next((n for n, text in enumerate(alone) if text.isalnum() and n not in tokenizer.all_special_ids), None)
+    if first is None:
+        return [text.encode() for text in alone]
+    behind = tokenizer.batch_decode([[first, n] for n in range(len(names))])
+    bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    return [bytes_of.get(name, text[len(alone[first]) :].encode()) for name, text in zip(names, behind)]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:

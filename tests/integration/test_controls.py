@@ -21,6 +21,7 @@ from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
+from pipeline.web import texts
 from stages import Advantage, Generated, Reward
 from stages.vocabulary import (
     ADVANTAGE,
@@ -183,4 +184,7 @@ def test_rewards_are_those_of_the_stored_text(tmp_path):
             assert row["answer"] == right
             hits = sum(a == b for a, b in zip(row["response"], right)) / max(len(row["response"]), 4)
             assert row["reward"] == pytest.approx(hits)
+        for row in texts.samples(run_dir.path, step):
+            assert "".join(text for text, _ in row["tokens"]) == row["response"]
+            assert all(nats <= 0 for _, nats in row["tokens"])
         assert 0 < line["reward/mean"] < 1

@@ -7,7 +7,7 @@ import pytest
 from tests.optional import need, required
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop must not be left to tests of other suites
 def browser():
     sync = need("browser", "playwright.sync_api")
     need("browser", "axe_playwright_python")

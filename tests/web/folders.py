@@ -11,6 +11,7 @@ import msgspec
 from pipeline import trace
 from pipeline.plan import Plan
 from pipeline.rundir import RunDir
+from pipeline.samples import keep_vocabulary
 from tests.unit.records import simulated
 
 REWARDS = (0.0, 1.0)
@@ -30,6 +31,7 @@ def written(
     lines = [{"step": event.step + 1, **_metrics(event.step)} for event in ended]
     run_dir.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     prompt, *responses = texts
+    keep_vocabulary(run_dir, [bytes([byte]) for byte in range(256)])
     for event in ended:
         rows = [_sample(event.step, n, prompt, response) for n, response in enumerate(responses)]
         run_dir.samples(event.step).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -59,4 +61,14 @@ def _metrics(step: int) -> dict[str, float]:
 def _sample(step: int, n: int, prompt: str, response: str) -> dict[str, Any]:
     reward = REWARDS[n % 2]
     key = f"{step:08d}_g{n:03d}"
-    return {"step": step, "key": key, "version": step, "prompt": prompt, "response": response, "reward": reward}
+    ids = list(response.encode())
+    return {
+        "step": step,
+        "key": key,
+        "version": step,
+        "prompt": prompt,
+        "response": response,
+        "reward": reward,
+        "response_ids": ids,
+        "rollout_logprobs": [-0.25 * (place % 24) for place, _ in enumerate(ids)],
+    }

@@ -82,6 +82,8 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
         if page == "compare":
             tab.select_option("#other", "plain")
             tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
+        if page == "samples":
+            tab.click("text=Shade unlikely tokens")
         if page == "graph":
             tab.wait_for_selector(".hints, .legend", timeout=WAIT_MS)
         found = Axe().run(tab)
@@ -118,6 +120,15 @@ def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
     tab.wait_for_selector("text=never got any", timeout=WAIT_MS)
 
 
+def test_unlikely_tokens_are_marked(opened):
+    tab = opened("plain", "samples")
+    tab.click("text=Shade unlikely tokens")
+    tab.wait_for_selector(".response .token", timeout=WAIT_MS)
+    found = "all => all.map(one => [one.textContent, one.title, getComputedStyle(one).backgroundColor])"
+    tokens = tab.eval_on_selector_all(".response:first-child .token", found)
+    assert "".join(text for text, _, _ in tokens) == "4" and tokens[0][1] == "100 % (0 nats)"
+
+
 def test_a_failed_run_says_what_failed(opened):
     tab = opened("broken")
     assert "train: it broke" in tab.inner_text("[role=alert]")
@@ -132,6 +143,9 @@ def test_whatever_a_model_wrote_is_text(opened):
     tab.wait_for_selector(".response", timeout=WAIT_MS)
     shown = tab.eval_on_selector_all(".response .text", "all => all.map(one => one.textContent)")
     assert shown == HOSTILE and len(HOSTILE) >= 100
+    tab.click("text=Shade unlikely tokens")
+    tab.wait_for_selector(".response .token", timeout=WAIT_MS)
+    assert tab.eval_on_selector_all(".response .text", "all => all.map(one => one.textContent)") == HOSTILE
     tab.wait_for_timeout(300)
     assert tab.evaluate("window.hit") is None
     assert tab.url.startswith("http://127.0.0.1")

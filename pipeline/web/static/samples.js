@@ -1,6 +1,6 @@
 // What was asked and what was answered: the groups of a step side by side, and the prompts that never get reward.
 
-import { Card, Empty, html, number, plural, useLoaded, useState } from "./ui.js";
+import { Card, Empty, html, number, percent, plural, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
 
 const ORDERS = {
@@ -24,6 +24,7 @@ export function Samples({ run }) {
   const [step, setStep] = useState(null);
   const [order, setOrder] = useState("admitted");
   const [filter, setFilter] = useState("");
+  const [shaded, setShaded] = useState(false);
   const when = step === null ? run.now.step : "chosen";
   const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
@@ -40,21 +41,33 @@ export function Samples({ run }) {
       <label class="sr" for="order">Order</label>
       <select id="order" class="button" value=${order} onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([name, [text]]) => html`<option key=${name} value=${name}>${text}</option>`)}</select>
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
+      ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
-    ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
+    ${shaded && html`<p class="small dim">The stronger a token is marked, the less likely it was when it was sampled: fully from <span class="token" style=${{ "--shade": "100%" }}>1 %</span> down.</p>`}
+    ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} shaded=${shaded} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
     <${Prompts} run=${run} />`;
 }
 
-const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated"]);
+const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated", "tokens"]);
 
-function Group({ group }) {
+// How strongly a token is marked: not at all where it was certain, fully from one in a hundred on.
+const shade = (nats) => Math.round(100 * Math.min(1, -nats / Math.log(100)));
+
+function Response({ row, shaded }) {
+  if (shaded && row.tokens) {
+    return html`<p class="text" tabindex="0">${row.tokens.map(([text, nats], n) => text && html`<span key=${n} class="token" style=${{ "--shade": `${shade(nats)}%` }} title=${`${percent(Math.exp(nats))} (${nats} nats)`}>${text}</span>`)}</p>`;
+  }
+  return html`<p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>`;
+}
+
+function Group({ group, shaded }) {
   const [first] = group.members;
   return html`<section class="card" aria-label=${`Group ${+group.name}`}>
     <div class="toolbar"><h2>Group ${+group.name}</h2><span class="dim">mean reward ${number(group.mean)}, ${plural(group.members.length, "sample")}</span></div>
     ${first.prompt !== undefined && html`<p class="text">${String(first.prompt)}</p>`}
     ${first.answer !== undefined && html`<p class="small dim wrap">Answer: <code>${String(first.answer)}</code></p>`}
     <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>
-      <p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>
+      <${Response} row=${row} shaded=${shaded} />
       <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}</footer>
       <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
     </article>`)}</div></section>`;
