@@ -27,6 +27,10 @@ def main(run: Path, folder: Path) -> None:
             for name in PAGES:
                 page.goto(f"{served.address.partition('?')[0]}#/{run.resolve().name}/{name}")
                 page.wait_for_timeout(SETTLE_MS)
+                if name == "samples":  # an early step, in which not every token was certain
+                    page.select_option("#step", index=2)
+                    page.click("text=Shade unlikely tokens")
+                    page.wait_for_timeout(SETTLE_MS)
                 page.screenshot(path=folder / f"{name}-{theme}.png")
 
 

@@ -79,6 +79,14 @@ export function ticks(view, width) {
   return found;
 }
 
+const measured = new Map(); // name -> pixels; bars are many, names few
+
+function fitted(context, name, room) {
+  if (!measured.has(name)) measured.set(name, context.measureText(name).width);
+  const wide = measured.get(name);
+  return wide <= room ? name : `${name.slice(0, Math.max(1, Math.floor((room * name.length) / wide) - 1))}…`;
+}
+
 const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
 const clock = (at, step) => (step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(Math.min(6, Math.ceil(-Math.log10(step))))} s`);
 
@@ -150,10 +158,11 @@ function bars(context, spans, y, { view, x, look, chosen, bar }) {
     lastColour = colour;
     context.fillStyle = colour;
     context.fillRect(left, y, Math.max(1, wide - (wide > 4 ? 1 : 0)), bar);
-    if (wide > 34 && bar >= 12) {
+    const from = Math.max(left, GUTTER);
+    const room = Math.min(left + wide, x(view[1])) - from - 8;
+    if (room > 24 && bar >= 12) {
       context.fillStyle = look.onColour;
-      const room = Math.floor((wide - 8) / 6);
-      context.fillText(span[0].length > room ? `${span[0].slice(0, Math.max(1, room - 1))}…` : span[0], Math.max(left, GUTTER) + 4, y + bar / 2 + 0.5);
+      context.fillText(fitted(context, span[0], room), from + 4, y + bar / 2 + 0.5);
     }
     if (span === chosen) {
       context.strokeStyle = look.text;

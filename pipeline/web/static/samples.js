@@ -43,7 +43,7 @@ export function Samples({ run }) {
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
       ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
-    ${shaded && html`<p class="small dim">The stronger a token is marked, the less likely it was when it was sampled: fully from <span class="token" style=${{ "--shade": "100%" }}>1 %</span> down.</p>`}
+    ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully from <span class="token" style=${{ "--shade": "100%" }}>1 %</span> down.</p>`}
     ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} shaded=${shaded} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
     <${Prompts} run=${run} />`;
 }

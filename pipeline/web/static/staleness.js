@@ -36,38 +36,55 @@ export function Staleness({ run }) {
     </div>`;
 }
 
-// The last steps, a column each: the share of every age, from fresh to old.
-function Steps({ run, rows }) {
-  const last = run.trained.slice(-120);
-  if (!last.length) return html`<p class="dim">No step has been trained yet.</p>`;
-  const width = Math.max(4, Math.min(24, 960 / last.length));
-  return html`<svg viewBox=${`0 0 ${last.length * width} 120`} width="100%" height="120" preserveAspectRatio="none" role="img" aria-label=${`Share of each age in the last ${last.length} steps`}>
-      ${last.map(([step, , counts], n) => {
-        const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
+// A column a step, of the last ones, and in it a part for each kind; all of one height, or as high as there is in them.
+function Columns({ steps, kinds, named, colour, whole, label }) {
+  const width = Math.max(4, Math.min(24, 960 / steps.length));
+  const totals = steps.map(([, counts]) => kinds.reduce((sum, kind) => sum + (counts[kind] || 0), 0));
+  const most = Math.max(...totals);
+  return html`<svg viewBox=${`0 0 ${steps.length * width} 120`} width="100%" height="120" preserveAspectRatio="none" role="img" aria-label=${label}>
+      ${steps.map(([step, counts], n) => {
         let y = 120;
-        return rows.map(([age]) => {
-          const height = (120 * (counts[age] || 0)) / total;
+        return kinds.map((kind, at) => {
+          const height = (120 * (counts[kind] || 0)) / (whole ? totals[n] : most);
           y -= height;
-          return height > 0 && html`<rect key=${`${step} ${age}`} x=${n * width} y=${y} width=${width - 1} height=${height} style=${{ fill: `var(--c${age % 10})` }}><title>${`step ${step + 1}: ${counts[age]} samples ${age} versions old`}</title></rect>`;
+          return height > 0 && html`<rect key=${`${step} ${kind}`} x=${n * width} y=${y} width=${width - 1} height=${height} style=${{ fill: colour(at) }}><title>${`step ${step + 1}: ${counts[kind]} ${named(kind)}`}</title></rect>`;
         });
       })}</svg>
-    <ul class="keys">${rows.map(([age]) => html`<li key=${age}><span class="swatch" style=${{ background: `var(--c${age % 10})` }}></span>${plural(age, "version")} old</li>`)}</ul>
-    <p class="small dim">Steps ${last[0][0] + 1} to ${last[last.length - 1][0] + 1}.</p>`;
+    <ul class="keys">${kinds.map((kind, at) => html`<li key=${kind}><span class="swatch" style=${{ background: colour(at) }}></span>${named(kind)}</li>`)}</ul>
+    <p class="small dim">Steps ${steps[0][0] + 1} to ${steps[steps.length - 1][0] + 1}.</p>`;
+}
+
+const LAST = 120; // steps that are drawn
+const kindColour = (at) => `var(--c${at % 10})`;
+const ageColour = (count) => (at) => `color-mix(in srgb, var(--c0) ${Math.round(100 * (at + 1) / count)}%, var(--sunk))`; // the older, the stronger
+
+function Steps({ run, rows }) {
+  const steps = run.trained.slice(-LAST).map(([step, , counts]) => [step, counts]);
+  if (!steps.length) return html`<p class="dim">No step has been trained yet.</p>`;
+  return html`<${Columns} steps=${steps} kinds=${rows.map(([age]) => age)} named=${(age) => `${plural(age, "version")} old`} colour=${ageColour(rows.length)} whole=${true} label=${`Share of each age in the last ${steps.length} steps`} />`;
 }
 
 function Drops({ run }) {
   const report = run.findings && run.findings.report;
   const reasons = new Map();
-  for (const [stage, , reason, groups] of run.dropped) {
+  const lost = new Map();
+  for (const [stage, step, reason, groups] of run.dropped) {
     const name = stage ? `${stage}: ${reason}` : reason;
     reasons.set(name, (reasons.get(name) || 0) + groups);
+    if (!lost.has(step)) lost.set(step, {});
+    lost.get(step)[name] = (lost.get(step)[name] || 0) + groups;
   }
   const total = [...reasons.values()].reduce((sum, count) => sum + count, 0);
   const lengths = (report && report.dropped.by_length) || [];
+  const unknown = report ? report.dropped.groups - lengths.reduce((sum, one) => sum + one.dropped, 0) : 0;
+  const last = Math.max(run.now.step, ...lost.keys());
+  const steps = Array.from({ length: Math.min(LAST, last + 1) }, (_, n, step = Math.max(0, last + 1 - LAST) + n) => [step, lost.get(step) || {}]);
   return html`<aside><${Card} title="What was lost?">
     <p class="lead">${total ? `${plural(total, "group")} were sampled and never trained.` : "Nothing: every group that was admitted was trained, or still will be."}</p>
     ${total > 0 && html`<table><thead><tr><th>Reason</th><th class="num">Groups</th></tr></thead><tbody>${[...reasons].map(([name, count]) => html`<tr key=${name}><td>${name}</td><td class="num">${number(count)}</td></tr>`)}</tbody></table>`}<//>
+    ${total > 0 && html`<${Card} title="Lost step by step"><${Columns} steps=${steps} kinds=${[...reasons.keys()]} named=${(name) => name} colour=${kindColour} label=${`Groups lost for each reason in the last ${steps.length} steps`} /><//>`}
     ${lengths.length > 0 && html`<${Card} title="By length of the longest response"><table><thead><tr><th>Tokens</th><th class="num">Admitted</th><th class="num">Dropped</th></tr></thead>
-      <tbody>${lengths.map((one) => html`<tr key=${one.low}><td>${one.low} to ${one.high}</td><td class="num">${number(one.admitted)}</td><td class="num">${number(one.dropped)} <span class="dim">${percent(one.dropped / one.admitted)}</span></td></tr>`)}</tbody></table><//>`}
+      <tbody>${lengths.map((one) => html`<tr key=${one.low}><td>${one.low} to ${one.high}</td><td class="num">${number(one.admitted)}</td><td class="num">${number(one.dropped)} <span class="dim">${percent(one.dropped / one.admitted)}</span></td></tr>`)}</tbody></table>
+      ${unknown > 0 && html`<p class="small dim">The length of ${plural(unknown, "lost group")} was not recorded.</p>`}<//>`}
   </aside>`;
 }
