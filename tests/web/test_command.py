@@ -1,4 +1,4 @@
-"""`--view`, with a real run: followed in a browser, killed, and looked at afterwards."""
+"""Real runs in a browser: followed from start to end, and, with `--view`, killed and looked at afterwards."""
 
 import os
 import re
@@ -47,6 +47,33 @@ def test_a_run_is_watched_and_then_killed(browser, tmp_path):
         tab.wait_for_selector("text=The processes of this run are gone", timeout=WAIT_MS)
         tab.wait_for_selector("text=/-bound: \\d+ % of the step|once a few steps/", timeout=WAIT_MS)
     tab.close()
+
+
+def test_a_run_is_watched_from_its_start_to_its_end(browser, tmp_path):
+    steps = 12
+    flags = ["--executor", "local", "--steps", str(steps), "--warm-start-steps", "5", "--evaluate-every", "1000"]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with serving(folder) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/watched/graph")
+        tab.wait_for_selector("main [role=alert]")  # nothing to see yet; it is found when it begins
+        command = [sys.executable, "-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched"]
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        try:
+            done = "least => Number(document.querySelector('.status progress')?.value) >= least"
+            tab.wait_for_function(done, arg=3, timeout=START_S * 1000)
+            tab.reload()
+            tab.wait_for_function(done, arg=3, timeout=WAIT_MS)
+            tab.wait_for_selector(".pill.finished", timeout=START_S * 1000)
+            assert run.wait(60) == 0
+        finally:
+            run.kill()
+        assert tab.locator(".status b").first.inner_text() == str(steps)
+        tab.click("text=Samples")
+        tab.wait_for_selector(".response", timeout=WAIT_MS)
+        tab.close()
 
 
 def listens_until(port: int, until: float) -> bool:
