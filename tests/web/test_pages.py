@@ -126,12 +126,18 @@ def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
 
 
 def test_unlikely_tokens_are_marked(opened):
-    tab = opened("plain", "samples")
+    """Here each is 0.25 nats less likely than the one before."""
+    tab = opened("hostile", "samples")
     tab.click("text=Shade unlikely tokens")
     tab.wait_for_selector(".response .token", timeout=WAIT_MS)
     found = "all => all.map(one => [one.textContent, one.title, getComputedStyle(one).backgroundColor])"
     tokens = tab.eval_on_selector_all(".response:first-child .token", found)
-    assert "".join(text for text, _, _ in tokens) == "4" and tokens[0][1] == "100 % (0 nats)"
+    (strongest,) = tab.eval_on_selector_all(".legendline .token", found)
+    assert "".join(text for text, _, _ in tokens) == HOSTILE[0]
+    assert [title for _, title, _ in tokens[:2]] == ["100 % (0 nats)", "78 % (-0.25 nats)"]
+    colours = [colour for _, _, colour in tokens]
+    assert len(set(colours[:19])) == 19 and colours[0].endswith("/ 0)")
+    assert colours[19] == colours[20] == strongest[2]
 
 
 def test_a_failed_run_says_what_failed(opened):
