@@ -62,10 +62,10 @@ class Plan:
     def __init__(self, segments: Sequence[_Segment], chosen: Sequence[np.ndarray], senders: int, to: Layout) -> None:
         self._segments, self._chosen = segments, chosen  # by segment, for each of its destinations: which source
         self._to = to
-        self.sent, self.received = np.zeros(senders, np.int64), np.zeros(len(to.ranks), np.int64)
-        for segment, choice in zip(segments, chosen):
-            np.add.at(self.received, [rank for rank, _ in segment.destinations], segment.size)
-            np.add.at(self.sent, np.array([rank for rank, _ in segment.sources])[choice], segment.size)
+        took = np.repeat([segment.size for segment in segments], [len(segment.destinations) for segment in segments])
+        givers = [segment.sources[n][0] for segment, choice in zip(segments, chosen) for n in choice.tolist()]
+        takers = [rank for segment in segments for rank, _ in segment.destinations]
+        self.sent, self.received = _summed(givers, took, senders), _summed(takers, took, len(to.ranks))
 
     @cached_property
     def digest(self) -> str:
@@ -159,7 +159,11 @@ class _Givers:
     def __init__(self, name: str, boxes: Sequence[Box], dimensions: int) -> None:
         self._name, self._boxes = name, sorted(boxes)
         self._edges = np.array(self._boxes, np.int64).reshape(-1, dimensions, 2)
-        self._apart = all(len(self._meeting(box)[0]) == 1 for box in self._boxes)
+        low, high = self._edges[:, :, 0], self._edges[:, :, 1]
+        meet = np.ones((len(boxes), len(boxes)), np.bool_)
+        for i in range(dimensions):
+            meet &= low[:, i, None] < high[:, i]
+        self._apart = int((meet & meet.T).sum()) == len(boxes)
 
     def cover(self, box: Box) -> list[tuple[Box, Box]]:
         """Disjoint parts of a box, each with the box that it is cut out of. Raises ValueError where one is missing."""
@@ -189,6 +193,13 @@ class _Givers:
         high = np.minimum(self._edges[:, :, 1], wanted[:, 1])
         meeting = np.flatnonzero((low < high).all(1))
         return meeting, np.stack([low[meeting], high[meeting]], 2)
+
+
+def _summed(ranks: Sequence[int], took: np.ndarray, count: int) -> np.ndarray:
+    """Bytes of each of so many ranks: exact, as sums of whole numbers."""
+    total = np.zeros(count, np.int64)
+    np.add.at(total, np.array(ranks, np.int64), took)
+    return total
 
 
 def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
