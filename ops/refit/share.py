@@ -10,6 +10,7 @@ later still finds this version, until the next one is published.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -100,7 +101,7 @@ class _Copy:
         self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
         self._sums = Sums(tensors, placed, lambda _: self.memory.bytes)
-        self._layout = msgspec.msgpack.encode((tensors, placed))
+        self._layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # it goes along with every version
 
     @torch.no_grad()
     def filled(self, parameters: Mapping[str, torch.Tensor], form: Form) -> Share:
@@ -148,4 +149,4 @@ def _layout(layouts: tuple[bytes, ...]) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _decoded(layout: bytes) -> tuple[dict[str, Tensor], list[Place]]:
-    return msgspec.msgpack.decode(layout, type=tuple[dict[str, Tensor], list[Place]])
+    return msgspec.msgpack.decode(zlib.decompress(layout), type=tuple[dict[str, Tensor], list[Place]])
