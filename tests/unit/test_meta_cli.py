@@ -70,7 +70,7 @@ def test_flags_of_the_graph_reach_it(live):
 def test_a_graph_with_a_model_is_checked_and_drawn_without_running_it(tmp_path):
     (tmp_path / "graph.py").write_text(graph_text(TOP, DEF, LINES))
     assert command(tmp_path, "graph.py", "--check") == (
-        0, "graph.py: 9 stages, 21 edges, no problem found\n", "",
+        0, "graph.py: 9 stages, 23 edges, no problem found\n", "",
     )  # fmt: skip
     code, out, err = command(tmp_path, "graph.py", "--plan")
     assert (code, err) == (0, "")

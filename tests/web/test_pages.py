@@ -55,6 +55,7 @@ def opened(browser, served):
         tab.on("dialog", lambda dialog: wrong.append(dialog.message))
         tab.goto(served.address)
         tab.goto(f"{served.address.partition('?')[0]}#/{run}/{page}")
+        tab.wait_for_selector(f".tabs a[href='#/{run}/{page}'][aria-current=page]", timeout=WAIT_MS)
         tab.wait_for_selector("main[aria-busy=false] :is(.card, table)", timeout=WAIT_MS)
         return tab
 

@@ -119,6 +119,7 @@ function App() {
   useEffect(() => {
     const go = () => setAt(address());
     addEventListener("hashchange", go);
+    go(); // what changed before anybody listened
     return () => removeEventListener("hashchange", go);
   }, []);
   useEffect(() => {
