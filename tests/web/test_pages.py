@@ -181,6 +181,19 @@ def test_the_keyboard_is_enough(opened):
     tab.wait_for_selector("text=/, step \\d+, .* groups, /")
 
 
+EARLY = """new MutationObserver((_, watch) => {
+  if (document.querySelector("header.top")) { watch.disconnect(); location.hash = "#/plain/graph"; }
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def test_an_address_that_changes_while_the_page_is_being_built_is_not_missed(browser, served):
+    tab = browser.new_page()
+    tab.add_init_script(EARLY)
+    tab.goto(served.address)
+    tab.wait_for_selector(".node", timeout=WAIT_MS)
+    tab.close()
+
+
 def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
     plan, events = simulated(steps=5)
     third = len(events) // 3
