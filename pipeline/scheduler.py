@@ -375,8 +375,7 @@ class Scheduler:
                 step.unpublished.discard(field)
                 published = not step.unpublished
         if published:
-            self.version = event.step + 1
-            self._generate(decisions)
+            self._publish(event.step, decisions)
         if step and not step.decided and self._board.gate in event.fields:
             self._kept(step, decisions)
 
@@ -385,9 +384,13 @@ class Scheduler:
         task, stage = running.task, running.reader.stage
         if self._board.steps[task.step].unpublished <= set(stage.writes):
             self._grants.reach(running, replica)
-            if self.version <= task.step:
-                self.version = task.step + 1
-                self._generate(decisions)
+            self._publish(task.step, decisions)
+
+    def _publish(self, number: int, decisions: list[Decision]) -> None:
+        """The version that a step makes is there, perhaps again."""
+        if self.version <= number:
+            self.version = number + 1
+            self._generate(decisions)
 
     def _generate(self, decisions: list[Decision]) -> None:
         """A version was published: what waited for it may be generated."""
