@@ -67,7 +67,9 @@ def keep_vocabulary(run_dir: RunDir, pieces: Sequence[bytes]) -> None:
 
     In JSON: a list, by id, of texts in which a character stands for a byte.
     """
-    run_dir.vocabulary.write_bytes(msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))
+    partial = run_dir.vocabulary.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))
+    partial.rename(run_dir.vocabulary)
 
 
 def _values(column: Column) -> list[Any]:

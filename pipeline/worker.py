@@ -130,12 +130,18 @@ class Worker:
         for stage in self.stages.values():
             try:
                 self._runners[stage.name] = stage.setup(context)
-                if stage.shows and self.rank == 0 and self.settings.run_dir:
-                    keep_vocabulary(RunDir(self.settings.run_dir), stage.vocabulary(context))
+                self._keep_vocabulary(stage, context)
             except Exception as error:  # noqa: BLE001 - user code enters here
                 self._log(error)
                 return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
         return None
+
+    def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
+        """Once a run: it takes seconds where a tokenizer has 150,000 tokens, and whoever is replaced is waited for."""
+        if stage.shows and self.rank == 0 and context.run_dir:
+            run_dir = RunDir(context.run_dir)
+            if not run_dir.vocabulary.exists():
+                keep_vocabulary(run_dir, stage.vocabulary(context))
 
     def connect(self, plane: DataPlane) -> None:
         """Join the data plane and declare the graph's partition."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline import Field, Graph, Schedule, Stage, StageContext, Task, trace
-from pipeline.columns import Columns
+from pipeline.columns import Columns, Ragged
 from pipeline.engine import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan import plan
@@ -87,3 +87,36 @@ def test_without_rewards_they_are_the_first(tmp_path: Path) -> None:
 def test_equal_rewards_choose_the_first() -> None:
     stage = KeepSamples(fields=(PROMPT, REWARD), keep=3)
     assert list(stage.choose({"reward": torch.ones(12)}, 2)) == [0, 1, 2]
+
+
+IDS = Field("ids", dtype="int64", dims="N T")
+
+
+@dataclass(frozen=True)
+class Say(Stage):
+    """Two tokens a sample."""
+
+    asked: list[str]
+    name: str = "say"
+    reads: Sequence[Field] = (PROMPT,)
+    writes: Sequence[Field] = (IDS,)
+    shows: Sequence[Field] = (IDS,)
+
+    def setup(self, context: StageContext) -> Callable[[Columns, Task], Columns]:
+        return lambda columns, task: {"ids": Ragged.of([torch.tensor([0, 1]) for _ in columns["prompt"]])}
+
+    def vocabulary(self, context: StageContext) -> Sequence[bytes]:
+        self.asked.append(self.name)
+        return [b"\xe4", b"b"]
+
+
+def test_what_a_stage_shows_is_kept_and_its_vocabulary_once_a_run(tmp_path: Path) -> None:
+    asked: list[str] = []
+    assert [row["ids"] for row in kept(tmp_path / "first", (Say(asked),), 1)] == [[0, 1], [0, 1]]
+    vocabulary = RunDir(tmp_path / "first" / "run").vocabulary
+    assert msgspec.json.decode(vocabulary.read_bytes()) == ["\xe4", "b"]
+    assert {path.name for path in vocabulary.parent.iterdir() if path.suffix != ".jsonl"} == {vocabulary.name}
+    there = RunDir(tmp_path / "there" / "run").create()  # a worker before this one has written it
+    there.vocabulary.write_bytes(b"[]")
+    kept(tmp_path / "there", (Say(asked),), 1)
+    assert asked == ["say"] and there.vocabulary.read_bytes() == b"[]"
