@@ -147,26 +147,28 @@ def _run(
         f"{run_dir.path}",
         flush=True,
     )
-    try:
-        shown = view.beside(run_dir.path) if options.view else nullcontext()
-        with shown, beside(run_dir, services):
-            stopped = _execute(file, graph, planned, options, run_dir, start, progress)
-        code = TERMINATED if stopped else 0
-    except SystemExit:  # by a signal
-        code = TERMINATED
-    except SluiceError as error:
-        progress.end()
-        console.print_problems(error.problems)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        progress.end()
-        _print_way_on(file, run_dir, values, resume)
-        raise
-    if code:
-        if code == TERMINATED:
+    with Termination() as termination:
+        try:
+            shown = view.beside(run_dir.path) if options.view else nullcontext()
+            with shown, beside(run_dir, services):
+                stopped = _execute(file, graph, planned, options, run_dir, start, progress, termination)
+            code = TERMINATED if stopped else 0
+        except SystemExit:  # by a signal
+            code = TERMINATED
+        except SluiceError as error:
             progress.end()
-        _print_way_on(file, run_dir, values, resume)
-        return code
+            console.print_problems(error.problems)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            progress.end()
+            _print_way_on(file, run_dir, values, resume)
+            raise
+        termination.over()
+        if code:
+            if code == TERMINATED:
+                progress.end()
+            _print_way_on(file, run_dir, values, resume)
+            return code
     commands = [
         ("look", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
         ("view", f"python -m pipeline.view {run_dir.path}"),
@@ -223,13 +225,13 @@ def _execute(
     run_dir: RunDir,
     start: int,
     progress: console.Progress,
+    termination: Termination,
 ) -> bool:
     """Run to the end, or until SIGTERM stops it; whether that happened. Where a worker is lost that only a checkpoint
     can give back, go on from the last one."""
     from pipeline import checkpoint
     from pipeline.engine import Engine
 
-    termination = Termination()
     for left in range(options.restarts, -1, -1):
         engine = Engine(
             graph,
@@ -242,8 +244,7 @@ def _execute(
             termination=termination,
         )
         try:
-            with termination:
-                engine.execute()
+            engine.execute()
             return engine.stopped
         except WorkerLost as error:
             if not left or not run_dir.checkpoint_steps() or termination.asked:

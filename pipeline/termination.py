@@ -41,6 +41,11 @@ class Termination:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
+    def over(self) -> None:
+        """The run has ended: nothing is left to stop, and what is said of it at last is said to the end."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a third one waits for nothing

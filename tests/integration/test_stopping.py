@@ -94,12 +94,12 @@ def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
     assert weights(execute(QUICKSTART, FLAGS, tmp_path / "run", start=behind), 8) == undisturbed
 
 
-def started(folder: Path, *flags: str) -> tuple[subprocess.Popen, RunDir]:
+def started(folder: Path, *flags: str, steps: int = 3) -> tuple[subprocess.Popen, RunDir]:
     """The command in a process of its own, once its first steps are done."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*COMMAND, "--run-dir", str(folder), *flags], cwd=ROOT, env=ENVIRONMENT, **pipes)
     run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
-    while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < 3:
+    while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -125,14 +125,37 @@ def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor):
 
 @pytest.mark.journal_expected("I5", "I8", "record")
 def test_a_second_signal_ends_a_run_now(tmp_path):
-    process, run_dir = started(
-        tmp_path / "run", "--executor", "local", "--learn-s", "0.2", "--steps", "10000", "--tail", "1"
-    )
+    learn_s = 8.0
+    flags = ("--learn-s", str(learn_s), "--steps", "10000", "--tail", "1")
+    process, run_dir = started(tmp_path / "run", "--executor", "local", *flags, steps=1)
+    deadline_s = time.monotonic() + 30
+    while [event.stage for event in events(run_dir, trace.Submitted)].count("learn") < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.02)
+    assert "second SIGTERM" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     began_s = time.monotonic()
     _, told = process.communicate(timeout=30)
-    assert process.returncode == 143 and time.monotonic() - began_s < 10
+    assert process.returncode == 143, told
+    assert time.monotonic() - began_s < learn_s / 2
     assert "resume: " in told
     assert events(run_dir, trace.Failed)
+
+
+def test_a_run_that_is_asked_to_stop_before_it_begins_trains_nothing(tmp_path):
+    """As when SIGTERM comes after a trainer was lost, before the run goes on from its checkpoint."""
+    asked = Termination()
+    with asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        graph, run_dir = load(NUMBERS).build({"steps": 3}), RunDir(tmp_path / "run").create()
+        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, termination=asked)
+        engine.execute()
+    assert engine.stopped and not events(run_dir, trace.Trained)
+
+
+def test_nothing_that_comes_late_cuts_off_what_a_run_says_at_its_end():
+    with Termination() as termination:
+        termination.over()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not termination.asked
