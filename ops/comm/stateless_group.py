@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -81,13 +83,13 @@ class StatelessGroup:
         try:
             own = dist.PrefixStore(f"group {name}", store)
             if device.type == "cuda":
-                wire: Wire = _Nccl(own, rank, ranks, interface)
+                wire: Wire = _Nccl(own, rank, ranks, interface, device, deadline_s)
             else:
                 wire = _Gloo(own, rank, ranks, timedelta(seconds=deadline_s), interface)
         except RuntimeError as error:
             raise _not_met(rank, ranks, where, error) from error
         group = cls(wire, own, rank, ranks, device)
-        group.check()
+        group.check(deadline_s)
         return group
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -106,13 +108,15 @@ class StatelessGroup:
         """A context in which sends and receives are issued as one."""
         return self.wire.together()
 
-    def check(self) -> None:
-        """Rank 0 broadcasts a number that it chose, which all must have then. Raises GroupError naming rank and key."""
+    def check(self, deadline_s: float = DEADLINE_S) -> None:
+        """Rank 0 broadcasts a number that it chose, which all must have then. Raises GroupError naming rank and key, or
+        where it takes longer."""
         if self.rank == 0:
             self.store.set(CHECKED, str(secrets.randbelow(2**53)))
         wanted = int(self.store.get(CHECKED))
         value = torch.full((2,), wanted if self.rank == 0 else -1, dtype=torch.int64, device=self.device)
         self.broadcast(value, 0)
+        self.finish(deadline_s)
         if value.tolist() != [wanted, wanted]:
             raise GroupError(
                 f"rank {self.rank} of {self.ranks}: the first broadcast brought {value.tolist()}, and the store has "
@@ -202,33 +206,83 @@ class _Nccl:
     """A communicator of nccl4py. NCCL reads which interface it is to use once a process, at its first communicator;
     an InfiniBand card it takes from NCCL_IB_HCA."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, interface: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float
+    ) -> None:
         if interface:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # that very one; else it is a prefix
         import nccl.core as nccl
 
         if rank == 0:
-            store.set("id", nccl.get_unique_id().as_bytes)
+            with _told():
+                store.set("id", nccl.get_unique_id().as_bytes)
         self._nccl = nccl
-        self._communicator = nccl.Communicator.init(ranks, rank, nccl.UniqueId.from_bytes(bytes(store.get("id"))))
+        unique_id = nccl.UniqueId.from_bytes(bytes(store.get("id")))
+        store.set(f"rank {rank}", "")
+        store.wait([f"rank {each}" for each in range(ranks)])  # nobody begins what one that never came would not end
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+
+        def connected() -> Any:
+            with torch.cuda.device(index):
+                return nccl.Communicator.init(ranks, rank, unique_id)
+
+        self._communicator = _within(deadline_s, connected, late=lambda communicator: communicator.abort())
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        self._communicator.send(tensor, peer, stream=_stream())
+        with _told():
+            self._communicator.send(tensor, peer, stream=_stream())
 
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        self._communicator.recv(tensor, peer, stream=_stream())
+        with _told():
+            self._communicator.recv(tensor, peer, stream=_stream())
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self._communicator.broadcast(tensor, tensor, root, stream=_stream())
+        with _told():
+            self._communicator.broadcast(tensor, tensor, root, stream=_stream())
 
-    def together(self) -> Any:
-        return self._nccl.group()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with _told(), self._nccl.group():
+            yield
 
     def close(self) -> None:
         self._communicator.destroy()
 
     def abandon(self) -> None:
         self._communicator.abort()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What NCCL refuses as GroupError: nccl4py's own errors have no public base, and are no RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "nccl":
+            raise
+        raise GroupError(f"NCCL: {error}") from error
+
+
+def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any], None]) -> Any:
+    """What `connected` returns, which waits without an end where a peer dies. Raises RuntimeError where it takes
+    longer, or NCCL refuses; `late` gets what comes after all."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        made.set_running_or_notify_cancel()
+        try:
+            with _told():
+                made.set_result(connected())
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="connects", daemon=True).start()
+    try:
+        return made.result(deadline_s)
+    except TimeoutError:
+        made.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
+        raise RuntimeError(f"they did not connect within {deadline_s:g} s; one of them may be gone") from None
 
 
 def _not_met(rank: int, ranks: int, where: str, error: RuntimeError) -> GroupError:

@@ -285,6 +285,17 @@ def test_an_engine_that_slept_samples_as_before(backend: Any, model: Model) -> N
     assert rows_of(backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))) == before
 
 
+def test_weights_wake_an_engine_that_sleeps(backend: Any, model: Model, other: Model) -> None:
+    """On a GPU they would otherwise be written where nothing is mapped."""
+    backend.sleep()
+    sent = tiny.shares(other)
+    assert backend.serve(model, sent, 8).sha256 == digest_of(sent)
+    client = backend.client(model)
+    assert not client.call(client._llm.is_sleeping())
+    made = backend.generate(model, prompts(backend, model), PLAIN, tiny.draws(GROUPS))
+    assert set(made.versions.values.tolist()) == {8}
+
+
 def test_a_group_that_asks_for_gpus_of_a_cpu_build_is_refused(root: Path) -> None:
     from stages.backends.vllm.engine import open_engine
 

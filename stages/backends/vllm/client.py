@@ -58,6 +58,7 @@ class Client:
         self.setup = setup
         self.starts = 0
         self._llm: versions.AsyncLLM | None = None
+        self._asleep: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
         self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
         self._weights: Weights | None = None  # of the version that is served; None is the folder
@@ -277,6 +278,8 @@ class Client:
         """
         goes_on, times_s = False, [time.perf_counter()]
         try:
+            if self._asleep is llm:  # its weights are nowhere on the GPU
+                await self._turn(awake=True)
             await self._answer(llm, versions.pause(llm))
             times_s.append(time.perf_counter())
             served, counts = await self._received(llm, weights)
@@ -309,6 +312,7 @@ class Client:
             return 0, 0  # whoever needs it starts it, awake
         before_bytes = await self._answer(llm, versions.bytes_in_use(llm))
         await self._answer(llm, llm.wake_up() if awake else llm.sleep(level=1))
+        self._asleep = None if awake else llm
         return before_bytes, await self._answer(llm, versions.bytes_in_use(llm))
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:

@@ -1,0 +1,121 @@
+"""Ranks that connect through NCCL, of which one is gone: nobody waits without an end. NCCL itself is played here."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ops.comm.stateless_group import GroupError, StatelessGroup
+from ops.comm.store import Asking
+
+CUDA = torch.device("cuda", 0)
+
+
+class Communicator:
+    """One that connects when all have come to `init`, and does not look whether anybody still lives."""
+
+    ended = threading.Event()
+    begun: list[int] = []
+    aborted: list[Communicator] = []
+
+    @classmethod
+    def init(cls, ranks: int, rank: int, unique_id: bytes) -> Communicator:
+        assert unique_id == b"an id"
+        cls.begun.append(rank)
+        assert cls.ended.wait(60)
+        return cls()
+
+    def abort(self) -> None:
+        self.aborted.append(self)
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    core = ModuleType("nccl.core")
+    core.get_unique_id = lambda: SimpleNamespace(as_bytes=b"an id")  # type: ignore[attr-defined]
+    core.UniqueId = SimpleNamespace(from_bytes=bytes)  # type: ignore[attr-defined]
+    core.Communicator = Communicator  # type: ignore[attr-defined]
+    package = ModuleType("nccl")
+    package.core = core  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nccl", package)
+    monkeypatch.setitem(sys.modules, "nccl.core", core)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(Communicator, "ended", threading.Event())
+    monkeypatch.setattr(Communicator, "begun", [])
+    monkeypatch.setattr(Communicator, "aborted", [])
+    yield
+    Communicator.ended.set()
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+def over(store: Any, rank: int, **flags: Any) -> StatelessGroup:
+    return StatelessGroup.over(store, rank=rank, ranks=2, device=CUDA, **flags)
+
+
+def test_a_rank_that_never_comes_is_told_before_anything_begins(store: Any) -> None:
+    with pytest.raises(GroupError, match=r"rank 0 did not meet the other 1 at their store: .*rank 1 did not come in"):
+        over(Asking(store, 0.5), 0, deadline_s=60.0)
+    assert not Communicator.begun
+
+
+def test_nobody_waits_for_a_rank_that_is_known_to_be_lost(store: Any) -> None:
+    store.set("lost", "rank 1 died")
+    with pytest.raises(GroupError, match="rank 1 died"):
+        over(Asking(store, 60.0, over="lost"), 0, deadline_s=60.0)
+
+
+def test_a_rank_that_dies_while_they_connect_is_told_and_what_comes_late_is_left(store: Any) -> None:
+    store.set("group /rank 1", "")  # it came, and died then
+    with pytest.raises(GroupError, match=r"they did not connect within 0.5 s; one of them may be gone"):
+        over(Asking(store, 60.0), 0, deadline_s=0.5)
+    assert Communicator.begun == [0] and not Communicator.aborted
+    thread = next(thread for thread in threading.enumerate() if thread.name == "connects")
+    Communicator.ended.set()
+    thread.join(60)
+    assert len(Communicator.aborted) == 1
+
+
+class NCCLError(Exception):
+    """As nccl4py has it: no RuntimeError."""
+
+    __module__ = "nccl.bindings.nccl"
+
+
+def refused(*_: Any, **__: Any) -> None:
+    raise NCCLError("ncclRemoteError")
+
+
+def test_what_nccl_refuses_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.set("group /rank 1", "")
+    monkeypatch.setattr(Communicator, "init", refused)
+    with pytest.raises(GroupError, match="rank 0 did not meet the other 1 at their store: NCCL: ncclRemoteError"):
+        over(Asking(store, 60.0), 0, deadline_s=60.0)
+
+
+def test_what_nccl_refuses_later_is_told_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in ("send", "recv", "broadcast"):
+        monkeypatch.setattr(Communicator, call, refused, raising=False)
+    monkeypatch.setattr(sys.modules["nccl.core"], "group", nullcontext, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(StatelessGroup, "check", lambda group, deadline_s: None)
+    store.set("group /rank 1", "")
+    Communicator.ended.set()
+    group, tensor = over(Asking(store, 60.0), 0, deadline_s=60.0), torch.zeros(1)
+    for call in (group.send, group.recv, group.broadcast):
+        with pytest.raises(GroupError, match="NCCL: ncclRemoteError"), group.together():
+            call(tensor, 1)
+    with pytest.raises(ZeroDivisionError), group.together():
+        1 / 0  # noqa: B018
