@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ from pipeline.termination import Termination
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
 6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, behind a checkpoint of what was trained (a second SIGTERM ends
 the run at once)"""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a command line asks for: a graph, planned, with the values of its flags; and the run that it goes on with,
+    if any."""
+
+    argv: list[str]
+    options: argparse.Namespace
+    file: GraphFile
+    graph: Graph
+    planned: Plan
+    values: dict[str, Any]
+    record: RunRecord | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +94,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay))
-    return _run(file, graph, planned, values, options, record, argv, started_s)
+    return _run(_Asked(argv, options, file, graph, planned, values, record), started_s)
 
 
 def _parser(*, add_help: bool) -> Parser:
@@ -127,21 +142,12 @@ def _replay(graph: Graph, folder: Path) -> int:
     return 0
 
 
-def _run(
-    file: GraphFile,
-    graph: Graph,
-    planned: Plan,
-    values: dict[str, Any],
-    options: argparse.Namespace,
-    record: RunRecord | None,
-    argv: list[str],
-    started_s: float,
-) -> int:
+def _run(asked: _Asked, started_s: float) -> int:
+    options, planned = asked.options, asked.planned
     services = wanted_of(options)
     run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
-    start = _begin(run_dir, file, graph, planned, values, options, record, argv)
+    start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
-    resume = _resume_command(file, options, run_dir)
     print(
         f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; "
         f"{run_dir.path}",
@@ -151,7 +157,7 @@ def _run(
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
             with shown, beside(run_dir, services):
-                stopped = _execute(file, graph, planned, options, run_dir, start, progress, termination)
+                stopped = _execute(asked, run_dir, start, progress, termination)
             code = TERMINATED if stopped else 0
         except SystemExit:  # by a signal
             code = TERMINATED
@@ -161,18 +167,19 @@ def _run(
             code = error.exit_code
         except KeyboardInterrupt:
             progress.end()
-            _print_way_on(file, run_dir, values, resume)
+            _print_way_on(asked, run_dir)
             raise
         termination.over()
         if code:
             if code == TERMINATED:
                 progress.end()
-            _print_way_on(file, run_dir, values, resume)
+            _print_way_on(asked, run_dir)
             return code
+    resume = _resume_command(asked, run_dir)
     commands = [
         ("look", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
         ("view", f"python -m pipeline.view {run_dir.path}"),
-        ("go on", f"{resume} --steps {planned.steps * 2}" if "steps" in values else resume),
+        ("go on", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
     ]
     console.print_summary(
         planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
@@ -180,23 +187,15 @@ def _run(
     return 0
 
 
-def _begin(
-    run_dir: RunDir,
-    file: GraphFile,
-    graph: Graph,
-    planned: Plan,
-    values: dict[str, Any],
-    options: argparse.Namespace,
-    record: RunRecord | None,
-    argv: list[str],
-) -> int:
+def _begin(asked: _Asked, run_dir: RunDir) -> int:
     """Write down what is run, or look at what is resumed; the steps that are behind."""
     from pipeline import checkpoint
 
-    if record:
-        _, manifest, damaged = checkpoint.read(run_dir, resume_step(options.resume))
+    seed = asked.graph.schedule.seed
+    if asked.record:
+        _, manifest, damaged = checkpoint.read(run_dir, resume_step(asked.options.resume))
         console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
-        check_resume(run_dir, record, planned, graph.schedule.seed, manifest.steps)
+        check_resume(run_dir, asked.record, asked.planned, seed, manifest.steps)
         cut_metrics(run_dir, manifest.steps)
         return manifest.steps
     if run_dir.events.exists():
@@ -208,39 +207,30 @@ def _begin(
                 fix="another folder, or --resume",
             )
         )
-    describe(run_dir, file, planned, values, options.executor, argv, graph.schedule.seed)
+    describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
     return 0
 
 
-def _resume_command(file: GraphFile, options: argparse.Namespace, run_dir: RunDir) -> str:
-    command = ["python", "-m", "pipeline.run", str(file.path), "--executor", options.executor]
+def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
+    command = ["python", "-m", "pipeline.run", str(asked.file.path), "--executor", asked.options.executor]
     return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
 
 
-def _execute(
-    file: GraphFile,
-    graph: Graph,
-    planned: Plan,
-    options: argparse.Namespace,
-    run_dir: RunDir,
-    start: int,
-    progress: console.Progress,
-    termination: Termination,
-) -> bool:
+def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:
     """Run to the end, or until SIGTERM stops it; whether that happened. Where a worker is lost that only a checkpoint
     can give back, go on from the last one."""
     from pipeline import checkpoint
     from pipeline.engine import Engine
 
-    for left in range(options.restarts, -1, -1):
+    for left in range(asked.options.restarts, -1, -1):
         engine = Engine(
-            graph,
-            planned,
-            _executor(options, file),
+            asked.graph,
+            asked.planned,
+            _executor(asked),
             run_dir=run_dir,
             start=start,
             on_step=progress.step,
-            deadline_s=options.deadline_s,
+            deadline_s=asked.options.deadline_s,
             termination=termination,
         )
         try:
@@ -271,7 +261,8 @@ def _run_dir(path: Path | None, name: str) -> RunDir:
         ) from error
 
 
-def _executor(options: argparse.Namespace, file: GraphFile) -> Any:
+def _executor(asked: _Asked) -> Any:
+    options = asked.options
     if options.executor == "local":
         from pipeline.executors.local import LocalExecutor
 
@@ -279,19 +270,19 @@ def _executor(options: argparse.Namespace, file: GraphFile) -> Any:
     from pipeline.executors.ray import RayExecutor, user_modules
 
     return RayExecutor(
-        address=options.address, modules=user_modules(file.module), trusted_network=options.trusted_network
+        address=options.address, modules=user_modules(asked.file.module), trusted_network=options.trusted_network
     )
 
 
-def _print_way_on(file: GraphFile, run_dir: RunDir, values: dict[str, Any], resume: str) -> None:
+def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     """The commands that replay what failed and that go on from the last checkpoint."""
-    flags = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [part for name, value in asked.values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     for folder in sorted(run_dir.failures.iterdir(), key=lambda path: path.stat().st_mtime)[-1:]:
-        command = ["python", "-m", "pipeline.run", str(file.path), *flags, "--replay", str(folder)]
+        command = ["python", "-m", "pipeline.run", str(asked.file.path), *flags, "--replay", str(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     if steps:
-        print(f"resume: {resume}   (from step {steps[-1]})", file=sys.stderr)
+        print(f"resume: {_resume_command(asked, run_dir)}   (from step {steps[-1]})", file=sys.stderr)
     else:
         print("resume: no checkpoint was written yet; start anew", file=sys.stderr)
 
