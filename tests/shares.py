@@ -34,7 +34,7 @@ def sender() -> Sender:
 
 def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
     """To the only worker of a target, by way of this store."""
-    return Route(transport, Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=60.0))
+    return Route(transport, Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0))
 
 
 @contextmanager

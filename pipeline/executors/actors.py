@@ -49,7 +49,8 @@ class Hosted:
     def join(self, meeting: tuple[str, int], deadline_s: float) -> None:
         self._worker.join(*meeting, deadline_s)
 
-    def setup(self) -> SluiceError | None:
+    def setup(self, joined: None = None) -> SluiceError | None:
+        """Behind a `join` that it is given: an actor with streams would not keep the order."""
         return self._worker.setup()
 
     def connect(self, settings: Any) -> tuple[Placed, bool]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,10 +107,12 @@ class RayExecutor:
             )
             actors = self._actors[placed.name] = [birth(rank) for rank in range(placed.workers)]
             self._layouts[placed.name] = Layout.of(groups[placed.name])
+            met: list[ray.ObjectRef] = []
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
-                joins += [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
-            setups += [actor.setup.remote() for actor in actors]
+                met = [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
+            joins += met
+            setups += [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
         self.plane = self._open_plane()  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
         get_all(joins, "meet the other ranks of their group")

@@ -41,7 +41,7 @@ def write_outside(ray: Any, store: Store, row: str, values: dict[str, Any]) -> N
         one = {n: v[None] if hasattr(v, "dtype") else NonTensorStack(v) for n, v in values.items()}
         transfer_queue.kv_batch_put(keys=[row], partition_id=partition, fields=TensorDict(one, batch_size=1))
 
-    ray.get(write.remote(store.partition, row, values), timeout=60)
+    ray.get(write.remote(store.partition, row, values), timeout=240)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_second_creator_is_refused_and_harms_nobody(transfer_queue: TransferQu
             return str(error)
         return "created"
 
-    assert ray_session.get(create.remote(), timeout=60) == str(caught.value)
+    assert ray_session.get(create.remote(), timeout=240) == str(caught.value)
     transfer_queue.register("after", FIELDS, ["train"])
     meta = transfer_queue.put(keys_of(1, 1), {"reward": torch.ones(1)}, partition="after", stage="work")
     transfer_queue.evict(meta.placements[0].rows)
@@ -206,15 +206,15 @@ def test_everything_listens_on_loopback_only(transfer_queue: TransferQueuePlane)
 LOST = """
     import os, signal, socket, threading, time
     from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-    os.environ.update(environment(deadline_s=2), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(environment(deadline_s=6), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
     import ray, torch
     from pipeline import Field
     from pipeline.errors import DataPlaneLost
     from pipeline.executors.placement import PRIORITY
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
              object_store_memory=10**8, _node_ip_address="127.0.0.2",
-             runtime_env={"env_vars": environment(2) | PRIORITY})
-    plane = TransferQueuePlane.create(deadline_s=2, cache_bytes=0)
+             runtime_env={"env_vars": environment(6) | PRIORITY})
+    plane = TransferQueuePlane.create(deadline_s=6, cache_bytes=0)
     plane.register("p", [Field("reward", "float32")], ["train"])
     put = lambda group: plane.put([f"{group:08d}_g000"], {"reward": torch.ones(1)}, partition="p", stage="work")
     meta = put(0)
@@ -224,7 +224,7 @@ LOST = """
         try:
             call()
         except DataPlaneLost as error:
-            assert time.monotonic() - start < 1.5, time.monotonic() - start
+            assert time.monotonic() - start < 4.5, time.monotonic() - start
             print(what, "LOST", error, flush=True)
 
     def kill(actor, endpoint, port):
@@ -261,7 +261,7 @@ def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path)
     told = tmp_path / "told"  # not a pipe: Ray's own processes hold it open for a while
     with told.open("w") as file:
         subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, stdout=file, stderr=file, timeout=120,
+            [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, stdout=file, stderr=file, timeout=240,
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"},
         )  # fmt: skip
     said = told.read_text()

@@ -65,7 +65,7 @@ def main() -> None:
     tensors, places, held = placed(reference)
     group = replace(tiny.GROUP, workers=tensor, tensor_parallel=tensor)
     backend = open_engine(tiny.context(root, group))
-    publisher, groups, store = Publisher(tensors, places, held), (0, 1), open_store("127.0.0.1", 1, deadline_s=60.0)
+    publisher, groups, store = Publisher(tensors, places, held), (0, 1), open_store("127.0.0.1", 1, deadline_s=240.0)
     prompt_ids = backend.encode(first, tiny.texts(groups))
     trainer, far, records = sender(), [], []
     for version, transport in enumerate(sys.argv[4:], start=1):

@@ -164,7 +164,7 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
 
 def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path) -> None:
     """What does not get through leaves an engine that waits for what does; one that dies gives its worker up."""
-    weights, store = tiny.weights_of(tiny.folder(root, 1)), open_store("127.0.0.1", 1, deadline_s=60.0)
+    weights, store = tiny.weights_of(tiny.folder(root, 1)), open_store("127.0.0.1", 1, deadline_s=240.0)
     backend.serve(model, shares_of(weights), 10)
     pulled = rows_of(streamed(backend, model))
     publisher, starts = publisher_of(weights), backend.client(model).starts

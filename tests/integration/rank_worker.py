@@ -139,7 +139,7 @@ def pack_alone(rank: int, size: int, port: int, out: str) -> None:
 
 def pack_together(rank: int, size: int, port: int, out: str) -> None:
     """The same batch, cut by the driver."""
-    learner, _, ranks = _divided(rank, size, port, deadline_s=60.0)
+    learner, _, ranks = _divided(rank, size, port, deadline_s=240.0)
     batch = _long_and_short()
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
     shard = Sharding.of(Packed(40)).shards(lengths, size)[rank]
@@ -150,7 +150,7 @@ def pack_together(rank: int, size: int, port: int, out: str) -> None:
 
 def ask_first(rank: int, size: int, port: int, out: str) -> None:
     """Ranks that packed alone: they may score, where they do not meet, and the preflight keeps them from training."""
-    _, mine, ranks = _divided(rank, size, port, deadline_s=60.0)
+    _, mine, ranks = _divided(rank, size, port, deadline_s=240.0)
     shard = one_shard(mine.prompt_ids, mine.response_ids, Sharding.of(Packed(40)))
     network = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
     packed = score(network, mine.prompt_ids, mine.response_ids, shard, temperature=1.0, pad=0)
@@ -175,7 +175,7 @@ def _long_and_short() -> Batch:
 def _divided(rank: int, size: int, port: int, deadline_s: float) -> tuple[TorchLearner, Batch, Ranks]:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = reach_store("127.0.0.1", port, size, deadline_s=60.0)
+    store = reach_store("127.0.0.1", port, size, deadline_s=240.0)
     ranks = Ranks.join(Layout(data=size), rank, store, device="cpu", deadline_s=deadline_s)
     network = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
     divide(network, ranks, torch.float32)
@@ -187,8 +187,8 @@ def share_columns(rank: int, size: int, port: int, out: str) -> None:
     """Two siblings of one replica: the leader fetches, and fails the second time."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = reach_store("127.0.0.1", port, size, deadline_s=60.0)
-    ranks = Ranks.join(Layout(tensor=size), rank, store, device="cpu", deadline_s=60.0)
+    store = reach_store("127.0.0.1", port, size, deadline_s=240.0)
+    ranks = Ranks.join(Layout(tensor=size), rank, store, device="cpu", deadline_s=240.0)
     calls = []
 
     def fetch() -> Any:

@@ -61,7 +61,7 @@ def test_state_is_the_same_files_for_any_number_of_ranks(results: Any) -> None:
 
 def spawned(task: Any, out: Path) -> list[str]:
     """What the two ranks of a task wrote."""
-    store = open_store("127.0.0.1", 2, deadline_s=60.0)
+    store = open_store("127.0.0.1", 2, deadline_s=240.0)
     multiprocessing.spawn(task, (2, store.port, str(out)), nprocs=2)
     return [path.read_text() for path in sorted(out.iterdir())]
 

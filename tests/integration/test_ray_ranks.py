@@ -74,14 +74,19 @@ class Lengths(Stage):
 
 @dataclass(frozen=True)
 class Compare(Stage):
-    """Every length belongs to its own sample."""
+    """Every length belongs to its own sample. Beside streams, by ranks that know each other when they are set up."""
 
+    on: WorkerGroup
     name: str = "compare"
-    reads = (LENGTH, RESPONSE_IDS, ADVANTAGE)
+    reads = (LENGTH, PROMPT_IDS, RESPONSE_IDS, ADVANTAGE)
     per = "batch"
+    sharding = Sharding()
 
     def setup(self, context):
+        assert context.ranks.connected == (context.group.workers > 1)
+
         def run(columns, task):
+            assert sorted(i for index in context.ranks.gather(task.shard.index) for i in index) == list(range(16))
             assert columns["length"].tolist() == list(columns["response_ids"].lengths)
             return {}
 
@@ -145,7 +150,7 @@ def graph(data: Path, workers: int, *, fully_sharded: bool = False, cpus: float 
             Train(POLICY, on=learner, loss=ClippedLoss(kl=0.01), lr=1e-3, minibatches=2, microbatch=Packed(24)),
             Refit(POLICY, source=learner, target=sampler),
             Lengths(counters),
-            Compare(),
+            Compare(sampler),
         ),
         schedule=Schedule(steps=2, seed=3),
     )

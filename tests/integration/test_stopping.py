@@ -111,7 +111,7 @@ def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=90)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == 143, told
     behind = run_dir.checkpoint_steps()[-1]
     assert told.splitlines()[-1].endswith(f"--resume   (from step {behind})") and "second SIGTERM" in told
@@ -128,7 +128,7 @@ def test_a_second_signal_ends_a_run_now(tmp_path):
     learn_s = 8.0
     flags = ("--learn-s", str(learn_s), "--steps", "10000", "--tail", "1")
     process, run_dir = started(tmp_path / "run", "--executor", "local", *flags, steps=1)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while [event.stage for event in events(run_dir, trace.Submitted)].count("learn") < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_a_second_signal_ends_a_run_now(tmp_path):
     assert "second SIGTERM" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     began_s = time.monotonic()
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == 143, told
     assert time.monotonic() - began_s < learn_s / 2
     assert "resume: " in told

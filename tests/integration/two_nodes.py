@@ -46,7 +46,7 @@ shutil.rmtree(source)
 
 run_dir = RunDir(folder / "run").create()
 executor = RayExecutor(address=cluster.address, modules=modules)
-Engine(graph, plan(graph)[0], executor, run_dir=run_dir, deadline_s=60).execute()
+Engine(graph, plan(graph)[0], executor, run_dir=run_dir, deadline_s=240).execute()
 events = [event for _, event in trace.read(run_dir.events)]
 nodes = {event.group: event.node for event in events if isinstance(event, trace.Placed)}
 ended = [event for event in events if isinstance(event, trace.Ended)]

@@ -184,7 +184,7 @@ def test_the_command(tmp_path, capsys):
 def test_the_checker_loads_nothing_of_the_engine():
     code = "import sys, tests.journal.checker; print({'pipeline', 'msgspec'} & {m.split('.')[0] for m in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout.strip() == "set()"
 

@@ -24,7 +24,7 @@ class Served:
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body. `Host` and `Cookie` are the right ones, unless they are given."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         given = {"Host": f"127.0.0.1:{self.port}", "Cookie": self.cookie} | headers
         connection.putrequest(method, path, skip_host=True)
         for name, value in given.items():

@@ -137,11 +137,11 @@ def test_the_list_has_the_run_and_no_link(served):
 def test_a_wrong_command_says_so(tmp_path, argv, says):
     (tmp_path / "runs").mkdir()
     command = [sys.executable, "-m", "pipeline.view", *argv, "--no-open"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_port_that_is_taken_is_told(served, tmp_path):
     command = [sys.executable, "-m", "pipeline.view", str(tmp_path), "--port", str(served.port), "--no-open"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "cannot be listened on" in done.stderr
