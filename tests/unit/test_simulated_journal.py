@@ -97,11 +97,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return Fault(kind=KINDS[int(at * len(KINDS))], delay_s=delay_s, factor=5.0, groups=task.number % 3)
 
     def smaller(self, befallen: set[int]) -> Iterator[Case]:
-        """Schedules that are simpler in one thing."""
+        """Schedules that are simpler in one thing, and that a plan can be made of."""
+        half = self.batch // 2
         if self.steps > 1:
             yield msgspec.structs.replace(self, steps=self.steps - 1)
-        if self.batch > 2:
-            yield msgspec.structs.replace(self, batch=self.batch // 2)
+        if half and half % self.samplers == half % self.learners == 0:
+            yield msgspec.structs.replace(self, batch=half)
         for name, plain in (
             ("samplers", 1),
             ("learners", 1),
@@ -213,6 +214,19 @@ def test_what_begins_in_a_run_that_stops_is_noticed(tmp_path, kind):
     (tmp_path / "run" / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     found = [violation.text for violation in audit(tmp_path / "run").violations if violation.invariant == "I5"]
     assert any("after the run was asked to stop" in text for text in found)
+
+
+def test_whatever_a_seed_is_shrunk_to_can_be_planned():
+    seen: set[tuple[int, ...]] = set()
+    cases = [Case.of(seed) for seed in SEEDS]
+    while cases:
+        case = cases.pop()
+        key = (case.batch, case.samplers, case.learners, case.run_groups or 0)
+        if key not in seen:
+            seen.add(key)
+            assert case.plan().batch == case.batch
+            cases += [smaller for smaller in case.smaller(set()) if smaller.steps == case.steps]
+    assert min(batch for batch, *_ in seen) == 1
 
 
 @pytest.mark.journal_expected
