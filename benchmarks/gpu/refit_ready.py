@@ -1,8 +1,9 @@
 """From the end of an update to a sampler that generates with it: refits into a vLLM that runs, on GPUs of one host.
 
-python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--timed 20] [--cpu]
+python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--shared] [--cpu]
 
-Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has. A round is
+Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has, on other
+GPUs or, with --shared, on the senders', as where trainer and sampler are colocated and both are awake. A round is
 `publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions'
 values differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
 
@@ -70,15 +71,17 @@ def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, float]
     wires = []
     for number in range(options.senders):
         ours, theirs = context.Pipe()
-        own = "" if options.cpu else gpus[number]
+        own = "" if options.cpu else gpus[number % options.tensor if options.shared else number]
         arguments = (theirs, own, path, options.layout, options.senders, number)
         context.Process(target=sender, args=arguments, daemon=True).start()
         wires.append(ours)
-    served = gpus[options.senders : options.senders + options.tensor]
+    first = 0 if options.shared else options.senders
+    served = gpus[first : first + options.tensor]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(served)
     group = WorkerGroup(
-        "sampler", backend="vllm", workers=options.tensor, gpus=len(served), tensor_parallel=options.tensor, threads=1
-    )
+        "sampler", backend="vllm", workers=options.tensor, gpus=len(served), tensor_parallel=options.tensor, threads=1,
+        memory=options.memory,
+    )  # fmt: skip
     backend = open_engine(StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=folder, shared={}))
     model, rounds = Model(path), []
     backend.client(model)
@@ -112,6 +115,8 @@ def main() -> None:
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--layout", default="stages=2", help="of the senders: tensor=, stages=, experts=")
     parser.add_argument("--tensor", type=int, default=2, help="GPUs of the engine")
+    parser.add_argument("--shared", action="store_true", help="the engine runs on the senders' GPUs")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the engine's weights and cache")
     parser.add_argument("--timed", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
@@ -130,7 +135,8 @@ def main() -> None:
     ]
     lookups = max(found["lookups"] for found in rounds)
     warm = f"look-ups in a round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
-    mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}"
+    where = " on the same GPUs" if options.shared else ""
+    mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}{where}"
     notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."
     report("gpu.refit_ready", rows, ["part", "median_ms", "p95_ms"], notes, options.out)
 
