@@ -202,10 +202,22 @@ class _Gloo:
             self._open.append(work)
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """What NCCL refuses as GroupError: nccl4py's own errors have no public base, and are no RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "nccl":
+            raise
+        raise GroupError(f"NCCL: {error}") from error
+
+
 class _Nccl:
     """A communicator of nccl4py. NCCL reads which interface it is to use once a process, at its first communicator;
     an InfiniBand card it takes from NCCL_IB_HCA."""
 
+    @_told()
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float
     ) -> None:
@@ -214,13 +226,11 @@ class _Nccl:
         import nccl.core as nccl
 
         if rank == 0:
-            with _told():
-                store.set("id", nccl.get_unique_id().as_bytes)
+            store.set("id", nccl.get_unique_id().as_bytes)
         self._nccl = nccl
         unique_id = nccl.UniqueId.from_bytes(bytes(store.get("id")))
         store.set(f"rank {rank}", "")
         store.wait([f"rank {each}" for each in range(ranks)])  # nobody begins what one that never came would not end
-
         index = torch.cuda.current_device() if device.index is None else device.index
 
         def connected() -> Any:
@@ -229,17 +239,17 @@ class _Nccl:
 
         self._communicator = _within(deadline_s, connected, late=lambda communicator: communicator.abort())
 
+    @_told()
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        with _told():
-            self._communicator.send(tensor, peer, stream=_stream())
+        self._communicator.send(tensor, peer, stream=_stream())
 
+    @_told()
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        with _told():
-            self._communicator.recv(tensor, peer, stream=_stream())
+        self._communicator.recv(tensor, peer, stream=_stream())
 
+    @_told()
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        with _told():
-            self._communicator.broadcast(tensor, tensor, root, stream=_stream())
+        self._communicator.broadcast(tensor, tensor, root, stream=_stream())
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -253,27 +263,15 @@ class _Nccl:
         self._communicator.abort()
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """What NCCL refuses as GroupError: nccl4py's own errors have no public base, and are no RuntimeErrors."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "nccl":
-            raise
-        raise GroupError(f"NCCL: {error}") from error
-
-
 def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any], None]) -> Any:
-    """What `connected` returns, which waits without an end where a peer dies. Raises RuntimeError where it takes
-    longer, or NCCL refuses; `late` gets what comes after all."""
+    """What `connected` returns, which waits without an end where a peer dies. Raises what it raises, and
+    RuntimeError where it takes longer; `late` gets what comes after all."""
     made: Future[Any] = Future()
 
     def run() -> None:
         made.set_running_or_notify_cancel()
         try:
-            with _told():
-                made.set_result(connected())
+            made.set_result(connected())
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             made.set_exception(error)
 
