@@ -34,6 +34,7 @@ from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
 from pipeline.data_plane.lane import Call, Lane
 from pipeline.data_plane.patience import ASKED, Patience, StoreGoneError
 from pipeline.data_plane.rows import Block, block_of
+from pipeline.data_plane.uncompiled import uncompiled
 from pipeline.data_plane.wire import TransferQueueWire
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
 
@@ -299,11 +300,18 @@ def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
+def _load(deadline_s: float) -> None:
+    """Import TransferQueue, with its environment."""
+    for name, value in environment(deadline_s).items():
+        os.environ.setdefault(name, value)
+    with uncompiled():
+        import transfer_queue  # noqa: F401
+
+
 def _start(
     deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None
 ) -> Settings:
-    for name, value in environment(deadline_s).items():
-        os.environ.setdefault(name, value)
+    _load(deadline_s)
     import transfer_queue
     from omegaconf import OmegaConf
     from transfer_queue.utils.zmq_utils import get_node_ip_address
@@ -343,8 +351,7 @@ def _stop() -> None:
 
 
 def _connect(settings: Settings) -> Any:
-    for name, value in environment(settings.deadline_s).items():
-        os.environ.setdefault(name, value)
+    _load(settings.deadline_s)
     from omegaconf import OmegaConf
     from transfer_queue.client import AsyncTransferQueueClient
     from transfer_queue.utils.enum_utils import Role

@@ -89,6 +89,30 @@ def test_importing_the_packages_loads_nothing_heavy():
     assert loaded_after("import pipeline, stages, ops.rewards, stages.backends, pipeline.run") == []
 
 
+def test_the_data_plane_loads_no_compiler():
+    """Which every worker would wait for. Marks that others make are made, also meanwhile and later."""
+    said = subprocess.run(
+        [sys.executable, "-c", LEAN], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    assert said == ["False", "True", "True", "True"]
+
+
+LEAN = """
+import sys
+import torch.compiler
+from pipeline.data_plane.transfer_queue import _load
+from pipeline.data_plane.uncompiled import MARKS, uncompiled
+marks = [getattr(torch.compiler, name) for name in MARKS]
+_load(1.0)
+print("torch._dynamo" in sys.modules)
+print(marks == [getattr(torch.compiler, name) for name in MARKS])
+with uncompiled():
+    mine = torch.compiler.allow_in_graph(len)
+print("torch._dynamo" in sys.modules)
+print(id(len) in torch._dynamo.trace_rules._allowed_callable_ids.function_ids)
+"""
+
+
 def flags_of(recipe, folder):
     """Flags that name a data file where the recipe reads one, or a folder of them."""
     for name in ("train", "test"):
