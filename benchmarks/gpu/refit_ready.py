@@ -1,11 +1,13 @@
 """From the end of an update to a sampler that generates with it: refits into a vLLM that runs, on GPUs of one host.
 
-python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--shared] [--cpu]
+python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--shared]
+                                     [--peer nccl ipc] [--cpu]
 
 Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has, on other
 GPUs or, with --shared, on the senders', as where trainer and sampler are colocated and both are awake. A round is
 `publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions'
 values differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
+`--peer` does the same with vLLM's own engines behind it, from one GPU that holds the whole model (`vllm_transfer`).
 
 Aim (8 H200): Qwen3-4B TP2 PP2 -> TP4 ready to generate in 10 ms, Qwen3-30B-A3B EP4 -> TP4 in 60 ms.
 """
@@ -19,14 +21,18 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from benchmarks.gpu import vllm_transfer
 from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
 from pipeline import Model, StageContext, WorkerGroup
 
 WARM = 5
+COLUMNS = ("arm", "part", "median_ms", "p95_ms")
 PARTS = ("ready", "publish", "serve", "pause", "receive", "move", "check", "finish", "resume")
 
 
@@ -61,12 +67,10 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
         wire.send((share, took_s))
 
 
-def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """The parts of each round that counts, in milliseconds."""
+def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[str]) -> list[dict[str, float]]:
+    """The parts of each round in milliseconds."""
     from stages.backends.vllm.engine import open_engine
 
-    path = model_of(options.model, folder)
-    gpus = [] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     context = multiprocessing.get_context("spawn")
     wires = []
     for number in range(options.senders):
@@ -106,7 +110,20 @@ def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, float]
     for wire in wires:
         wire.send(None)
     backend.close()
-    return rounds[WARM:]
+    return rounds
+
+
+def rows_of(arm: str, parts: Sequence[str], rounds: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """A row for each part."""
+    return [
+        {
+            "arm": arm,
+            "part": part,
+            "median_ms": round(statistics.median(found[part] for found in rounds), 2),
+            "p95_ms": round(statistics.quantiles([found[part] for found in rounds], n=20)[-1], 2),
+        }
+        for part in parts
+    ]
 
 
 def main() -> None:
@@ -116,6 +133,7 @@ def main() -> None:
     parser.add_argument("--layout", default="stages=2", help="of the senders: tensor=, stages=, experts=")
     parser.add_argument("--tensor", type=int, default=2, help="GPUs of the engine")
     parser.add_argument("--shared", action="store_true", help="the engine runs on the senders' GPUs")
+    parser.add_argument("--peer", choices=("nccl", "ipc"), nargs="*", default=[], help="vLLM's own engines")
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the engine's weights and cache")
     parser.add_argument("--timed", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
@@ -123,22 +141,21 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         options.model, options.tensor = "tiny", 1
+    gpus = [] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     with tempfile.TemporaryDirectory() as folder:
-        rounds = measured(options, Path(folder))
-    rows = [
-        {
-            "part": part,
-            "median_ms": round(statistics.median(found[part] for found in rounds), 2),
-            "p95_ms": round(statistics.quantiles([found[part] for found in rounds], n=20)[-1], 2),
-        }
-        for part in PARTS
-    ]
-    lookups = max(found["lookups"] for found in rounds)
-    warm = f"look-ups in a round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
-    where = " on the same GPUs" if options.shared else ""
-    mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}{where}"
-    notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."
-    report("gpu.refit_ready", rows, ["part", "median_ms", "p95_ms"], notes, options.out)
+        path = model_of(options.model, Path(folder))
+        rounds = measured(options, Path(folder), path, gpus)[WARM:]
+        lookups = max(found["lookups"] for found in rounds)
+        warm = f"look-ups in a round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
+        where = " on the same GPUs" if options.shared else ""
+        mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}{where}"
+        notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."
+        rows = rows_of("sluice", PARTS, rounds)
+        report("gpu.refit_ready", rows, COLUMNS, notes, options.out)
+        for engine in options.peer:
+            own = vllm_transfer.measured(engine, options, path, gpus, WARM + options.timed)[WARM:]
+            rows += rows_of(f"vLLM {engine}", vllm_transfer.PARTS, own)
+            report("gpu.refit_ready", rows, COLUMNS, notes, options.out)
 
 
 if __name__ == "__main__":
