@@ -2,7 +2,7 @@
 
     trl = need("trl", "trl")
 
-SLUICE_REQUIRE is a list of parts with commas, such as `web,vllm,megatron`.
+SLUICE_REQUIRE is a list of parts with commas, such as `web,vllm,megatron,gpu`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def need(part: str, module: str) -> ModuleType:
 
 def required(part: str, module: str) -> NoReturn:
     """What becomes of a test that lacks a package."""
-    parts = {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}
-    reason = f"the optional part {part!r} needs the package {module!r}, which is not installed"
-    if part in parts:
+    lacking(part, f"the optional part {part!r} needs the package {module!r}, which is not installed")
+
+
+def lacking(part: str, reason: str) -> NoReturn:
+    """What becomes of a test that lacks something."""
+    if part in {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}:
         pytest.fail(f"{reason}; SLUICE_REQUIRE names it")
     pytest.skip(reason)

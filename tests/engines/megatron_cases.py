@@ -28,7 +28,7 @@ from pipeline.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
 from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
-from stages.backends.megatron.groups import join
+from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.shares import weight_hash
@@ -98,12 +98,13 @@ CASES = {
 }
 
 
-def make_folder(family: str, folder: Path) -> Path:
-    """A model of random weights, norms and biases too, saved by transformers."""
+def make_folder(family: str, folder: Path, **sizes: int) -> Path:
+    """A model of random weights, norms and biases too, saved by transformers. `sizes` are other entries of its
+    configuration."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         network = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family.partition(",")[0], **_COMMON | FAMILIES[family])
+            AutoConfig.for_model(family.partition(",")[0], **_COMMON | FAMILIES[family] | sizes)
         )
         for parameter in network.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -141,7 +142,7 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dic
         sums = learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
         finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
     made = {name: parameter.main_grad for name, parameter in network.named_parameters()}
-    found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups)}
+    found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part.fused_norms)}
     learner.buffered.zero_grad_buffer()
     return found, sums
 
@@ -179,11 +180,10 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     return tensors, metrics
 
 
-def _checkpointed(folder: Path, out: Path, rank: int, layout: Layout, ranks: Ranks, expert: int) -> dict[str, float]:
+def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
     """Whether two updates, a save, and two more in another learner are four updates, to the bit."""
-    model, whole = Model(str(folder)), frozen_batch()
-    groups = join(ranks, expert, torch.device("cpu"), 0)
-    shard = shards_of(whole, Plain(2), layout.data)[ranks.replica]
+    model, whole, ranks = Model(str(folder)), frozen_batch(), groups.ranks
+    shard = shards_of(whole, Plain(2), ranks.layout.data)[ranks.replica]
     batch = whole.at(shard.index)
 
     def train(learner: MegatronLearner) -> None:
@@ -193,7 +193,7 @@ def _checkpointed(folder: Path, out: Path, rank: int, layout: Layout, ranks: Ran
     first = MegatronEngine(groups)
     learner = first.learner(model, OPTIMIZATION)
     train(learner)
-    if rank == 0:
+    if ranks.rank == 0:
         out.mkdir()
     dist.barrier()
     learner.save(out)
@@ -276,9 +276,8 @@ def _as_rank(folder: Path, rank: int, port: int) -> None:
         ("saved by pipeline", "qwen3", Layout(pipeline=2), 1),
     ):
         ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
-        found = _checkpointed(folder / family, folder / name, rank, layout, ranks, expert) | (
-            _vocabulary(rank) if layout.tensor > 1 else {}
-        )
+        found = checkpointed(folder / family, folder / name, join(ranks, expert, torch.device("cpu"), 0))
+        found |= _vocabulary(rank) if layout.tensor > 1 else {}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
         parallel_state.destroy_model_parallel()
         ranks.leave()

@@ -1,0 +1,51 @@
+"""Memory of a GPU that other processes open: also where its owner's allocator has segments that grow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from ops.refit.memory import SharedMemory
+from tests.gpu.processes import each
+
+SIZE = 48 << 20
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+READER = """
+import sys, msgspec, torch
+from ops.refit.memory import Handle, opened
+memory = opened(msgspec.json.decode(sys.argv[1], type=Handle), torch.device("cuda", 0))
+for line in sys.stdin:
+    print(memory.min().item(), memory.max().item(), len(memory), flush=True)
+"""
+
+
+def read_by_another(rank: int) -> list[str]:
+    """What another process reads of memory that this one has written, after each of three times."""
+    device = torch.device("cuda", 0)
+    before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # so that it does not lie at the begin of a segment
+    memory = SharedMemory(SIZE, device)
+    assert memory.bytes.data_ptr() != before.data_ptr()
+    command = [sys.executable, "-c", READER, msgspec.json.encode(memory.handle).decode()]
+    plain = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=plain) as reader:
+        assert reader.stdin is not None and reader.stdout is not None and reader.stderr is not None
+        said = []
+        for value in (0, 3, 5):
+            memory.bytes.fill_(value)
+            torch.cuda.synchronize()
+            print("now", file=reader.stdin, flush=True)
+            said.append(reader.stdout.readline().strip() or reader.stderr.read()[-2000:])
+        reader.stdin.close()
+        return said
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"], ids=["plain", "growing"])
+def test_another_process_reads_what_is_there_at_any_time(gpus: list[str], allocator: str) -> None:
+    (said,) = each(read_by_another, gpus[:1], environment={ALLOCATOR: allocator} if allocator else {})
+    assert said == [f"{value} {value} {SIZE}" for value in (0, 3, 5)]

@@ -1,0 +1,56 @@
+"""Layers of Transformer Engine train as Megatron-core's own do, up to rounding, and go through the same folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.processes import each
+from tests.optional import need
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # what attention on a GPU takes
+MIXTURE = SIZES | {"moe_intermediate_size": 64}
+NEAR = {"sample": 0.02, "gradient": 0.1, "weight": 0.02}  # bfloat16 has 8 bits, and may clip one token more
+
+
+def trained(rank: int, folder: str, family: str, fused: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """What `megatron_cases.measure` finds, and whether a checkpoint gives back the same run."""
+    from stages.backends.megatron import network
+    from tests.engines import megatron_cases as cases
+
+    if not fused:
+        network.has_transformer_engine = lambda groups: False  # type: ignore[assignment]
+    groups = cases.join(cases.Ranks(), 1, torch.device("cuda", 0), 0)
+    case = cases.Case(family, cases.Layout(), microbatching=cases.Packed(64), recompute=family == "llama")
+    tensors, metrics = cases.measure(cases.MegatronEngine(groups), Path(folder), case)
+    names = {name for name, _ in cases.MegatronEngine(groups).network(cases.Model(folder)).named_parameters()}
+    metrics |= cases.checkpointed(Path(folder), Path(folder) / f"saved {fused}", groups)
+    metrics["norms within layers"] = float(any("layer_norm_weight" in name for name in names))
+    return {name: tensor.float().cpu() for name, tensor in tensors.items()}, metrics
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_it_trains_as_the_local_layers_do(gpus: list[str], tmp_path: Path, family: str) -> None:
+    need("transformer_engine", "transformer_engine")
+    from tests.engines import megatron_cases as cases
+
+    folder = cases.make_folder(family, tmp_path / family, **(MIXTURE if "moe" in family else SIZES))
+    both = [each(trained, gpus[:1], str(folder), family, fused)[0] for fused in (False, True)]
+    for found in both:
+        assert not isinstance(found, Exception), found
+    (wanted, local), (made, fused) = both
+    assert made.keys() == wanted.keys()
+    for kind, near in NEAR.items():
+        names = [name for name in wanted if name.startswith(kind)]
+        off = sum(float((made[name] - wanted[name]).square().sum()) for name in names)
+        far = (off / sum(float(wanted[name].square().sum()) for name in names)) ** 0.5
+        print(f"{family}: {kind} {far:.4f}")
+        assert far < near, kind
+    assert (local["norms within layers"], fused["norms within layers"]) == (0.0, 1.0)
+    for metrics in (local, fused):
+        assert (
+            metrics["frozen is as before"] == metrics["trained is unchanged"] == metrics["resumed is the same"] == 1.0
+        )
