@@ -14,6 +14,7 @@ from pipeline.errors import Problem
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30
+_BLOCK_BYTES, _ALIGNMENT = 1 << 30, 512  # of pinned memory
 
 
 def claim(group: WorkerGroup) -> torch.device:
@@ -104,14 +105,38 @@ class Parking:
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> None:
         moved = list(tensors)
+        self._make_places([tensor for tensor in moved if not self._has_place(tensor)])
         for tensor in moved:
-            place = self._places.get(id(tensor))
-            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
-                pinned = self.device.type == "cuda"
-                place = self._places[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            place.copy_(tensor.detach(), non_blocking=True)
+            self._places[id(tensor)].copy_(tensor.detach(), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for tensor in moved:
             tensor.data = self._places[id(tensor)]
         self._parked += moved
+
+    def _has_place(self, tensor: torch.Tensor) -> bool:
+        place = self._places.get(id(tensor))
+        return place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+
+    def _make_places(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Many tensors share a block of pinned memory, which torch rounds up to a power of two."""
+        lot: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if lot and size + _aligned(tensor) > _BLOCK_BYTES:
+                self._make_block(lot, size)
+                lot, size = [], 0
+            lot.append(tensor)
+            size += _aligned(tensor)
+        self._make_block(lot, size)
+
+    def _make_block(self, lot: list[torch.Tensor], size: int) -> None:
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        begin = 0
+        for tensor in lot:
+            self._places[id(tensor)] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            begin += _aligned(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

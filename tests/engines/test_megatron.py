@@ -301,9 +301,37 @@ def test_other_parallel_sizes_and_missing_files_are_refused(
     with pytest.raises(CheckpointError, match=r"learner\.json"):
         learner.restore(tmp_path)
     learner.save(tmp_path)
-    shard = tmp_path / "shard-00000.safetensors"
+    shard = tmp_path / "shard-00000-000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        learner.restore(tmp_path)
+
+
+def test_a_large_state_is_several_files_and_all_of_them_are_needed(
+    cases: Any, engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.backends.megatron import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 20_000)
+    model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    learner = engine.learner(model, cases.OPTIMIZATION)
+
+    def trained() -> str:
+        learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
+        return weight_hash(engine.trained_weights(model))
+
+    trained()
+    learner.save(tmp_path)
+    files = sorted(tmp_path.glob("shard-00000-*.safetensors"))
+    assert len(files) > 4
+    assert max(file.stat().st_size for file in files) < 20_000 + 4 * 131 * 32 + 4_000  # one tensor more, and the header
+    wanted = trained()
+    trained()
+    learner.restore(tmp_path)
+    assert trained() == wanted
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match="are missing"):
         learner.restore(tmp_path)
 
 
@@ -330,7 +358,7 @@ def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     assert gradients == [0] * len(gradients)
     (tmp_path / "asleep").mkdir()
     learner.save(tmp_path / "asleep")
-    name = "shard-00000.safetensors"
+    name = "shard-00000-000.safetensors"
     assert (tmp_path / "asleep" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes()
     engine.wake()
     update()

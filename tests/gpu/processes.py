@@ -21,10 +21,14 @@ def each(
         answers = []
         for rank, gpu in enumerate(gpus):
             seen = {"CUDA_VISIBLE_DEVICES": gpu, **(environment or {})}
-            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os.environ.update, (seen,))
+            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (seen,))
             ended.callback(_kill, pool)
             answers.append(pool.submit(function, rank, *given))
         return [answer.exception(DEADLINE_S) or answer.result() for answer in answers]
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def _kill(pool: ProcessPoolExecutor) -> None:

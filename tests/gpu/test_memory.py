@@ -18,7 +18,7 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 READER = """
 import sys, msgspec, torch
 from ops.refit.memory import Handle, opened
-memory = opened(msgspec.json.decode(sys.argv[1], type=Handle), torch.device("cuda", 0))
+memory = opened(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Handle), torch.device("cuda", 0))
 for line in sys.stdin:
     print(memory.min().item(), memory.max().item(), len(memory), flush=True)
 """
@@ -30,7 +30,7 @@ def read_by_another(rank: int) -> list[str]:
     before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # so that it does not lie at the begin of a segment
     memory = SharedMemory(SIZE, device)
     assert memory.bytes.data_ptr() != before.data_ptr()
-    command = [sys.executable, "-c", READER, msgspec.json.encode(memory.handle).decode()]
+    command = [sys.executable, "-c", READER, msgspec.msgpack.encode(memory.handle).hex()]
     plain = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=plain) as reader:

@@ -23,6 +23,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from stages import PrevLogprobs, Refit, RefLogprobs, Train
+from stages.backends import device
 from stages.backends.device import Parking
 from tests.journal.checker import check
 from tests.unit import toy
@@ -174,6 +175,21 @@ def test_parked_tensors_are_the_same_objects_and_come_back(shared):
             wanted[0].add_(1)
         parking.leave()
         assert all(torch.equal(a, b) for a, b in zip(tensors, wanted))
+
+
+def test_parked_tensors_share_blocks(monkeypatch):
+    monkeypatch.setattr(device, "_BLOCK_BYTES", 2048)
+    parking, sizes = Parking(torch.device("cpu")), [(300,), (), (0, 3), (17, 5), (2000,), (1,)]
+    kinds = [torch.bfloat16, torch.float32, torch.int64, torch.float64, torch.float32, torch.uint8]
+    tensors = [torch.full(size, 7 + i, dtype=kind) for i, (size, kind) in enumerate(zip(sizes, kinds))]
+    wanted = [tensor.clone() for tensor in tensors]
+    parking.park(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted))
+    for i, tensor in enumerate(tensors):  # each has bytes of its own
+        tensor.fill_(20 + i)
+    assert all((tensor == 20 + i).all() for i, tensor in enumerate(tensors))
+    blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sorted(blocks.values()) == [512, 1024, 1536, 8192]
 
 
 def wrong(sampler: WorkerGroup, learner: WorkerGroup, **schedule: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The exact state of a learner as safetensors files, one a rank, and a small JSON; nothing runs code when it is read.
+"""The exact state of a learner as safetensors files of each rank, and a small JSON; nothing runs code when it is read.
 
 A rank writes its share of the master weights and moments, and one rank of each part the weights. The number of
 data-parallel ranks may differ when it is read again: shares are runs of a flattened parameter, and a rank reads from
@@ -25,21 +25,16 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 
 _COUNTERS = "learner.json"
+_FILE_BYTES = 2 << 30  # of one file, which is on the host meanwhile
 _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 
 
 def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
     """All ranks call it together; when it returns, everything is written, `learner.json` last."""
     groups, layout = network.groups, network.groups.layout
-    table = parameters(network.shape, network.part)
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in network.named_parameters():
-        expert = network.part.expert if table[name].expert else 0
-        if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
-            state[f"{_WEIGHT}:{name}:0"] = parameter.detach().reshape(-1)
-    for name, start, found in shares(network, optimizer):
-        state |= {f"{kind}:{name}:{start}": share.detach() for kind, share in found.items()}
-    save_file({key: tensor.cpu().contiguous() for key, tensor in state.items()}, folder / _file(groups.ranks.rank))
+    for number, lot in enumerate(_lots(_state(network, optimizer))):
+        held = {key: tensor.detach().cpu().contiguous() for key, tensor in lot}
+        save_file(held, folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors")
     dist.barrier()
     if groups.ranks.rank == 0:
         written = {
@@ -48,6 +43,32 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
         }
         (folder / _COUNTERS).write_text(json.dumps(written))
     dist.barrier()
+
+
+def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank writes, by `kind:name:start`, where the tensors are."""
+    groups, table = network.groups, parameters(network.shape, network.part)
+    for name, parameter in network.named_parameters():
+        expert = network.part.expert if table[name].expert else 0
+        if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
+            yield f"{_WEIGHT}:{name}:0", parameter.reshape(-1)
+    for name, start, found in shares(network, optimizer):
+        for kind, share in found.items():
+            yield f"{kind}:{name}:{start}", share
+
+
+def _lots(state: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The same in turn, as much at a time as goes into one file."""
+    lot: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for key, tensor in state:
+        lot.append((key, tensor))
+        size += tensor.nbytes
+        if size >= _FILE_BYTES:
+            yield lot
+            lot, size = [], 0
+    if lot:
+        yield lot
 
 
 @torch.no_grad()
@@ -66,7 +87,7 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
                     found.fill(kind, name, start, share)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            _problem(folder, str(error), f"it is {_COUNTERS} and one safetensors file a rank, all whole")
+            _problem(folder, str(error), f"it is {_COUNTERS} and the safetensors files of each rank, all whole")
         ) from error
     _set_steps(optimizer, written["counters"]["updates"] - written["counters"]["skipped"])
     return written["counters"]
@@ -110,11 +131,12 @@ class _Found:
         for rank in range(then.size):
             if (rank % tensor, rank // (tensor * data)) != (mine.tensor, mine.stage):
                 continue
-            file = stack.enter_context(safe_open(folder / _file(rank), "pt"))
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                kind, name, start = key.split(":")
-                if not table[name].expert or then.replica(rank) % experts == mine.expert:
-                    self.places.setdefault((kind, name), []).append((int(start), key, file))
+            for path in sorted(folder.glob(f"{_prefix(rank)}*.safetensors")):
+                file = stack.enter_context(safe_open(path, "pt"))
+                for key in file.keys():  # noqa: SIM118 - it is no dict
+                    kind, name, start = key.split(":")
+                    if not table[name].expert or then.replica(rank) % experts == mine.expert:
+                        self.places.setdefault((kind, name), []).append((int(start), key, file))
 
     def fill(self, kind: str, name: str, start: int, share: torch.Tensor) -> None:
         """`share`, which begins at `start` of the flattened parameter, from the files. Raises CheckpointError where
@@ -144,8 +166,8 @@ def _check_layout(folder: Path, layout: list[int], network: Network) -> None:
         )
 
 
-def _file(rank: int) -> str:
-    return f"shard-{rank:05}.safetensors"
+def _prefix(rank: int) -> str:
+    return f"shard-{rank:05}"
 
 
 def _problem(folder: Path, what: str, why: str) -> Problem:
