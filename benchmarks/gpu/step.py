@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
             Refit(policy, source=learner, target=sampler),
         ),
         schedule=Schedule(
-            steps=options.steps, max_staleness=staleness, refit="in_flight" if staleness else "drain", keep_groups=0
+            steps=options.steps + 1, max_staleness=staleness, refit="in_flight" if staleness else "drain", keep_groups=0
         ),
     )  # fmt: skip
 
@@ -167,8 +168,8 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """One run, as the last of the rows; what there is of it is written at every step, since the checkpoint at the end
-    of a large model takes minutes."""
+    """One run, as the last of the rows. It has one step more, which is given up, since the checkpoint at the end of a
+    large model takes minutes."""
     from pipeline.executors.ray import RayExecutor
 
     graph = described(options, staleness, policy)
@@ -181,8 +182,15 @@ def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path
             row = {"model": options.model, "max_staleness": staleness}
             rows[-1] = row | measured(run_dir, options, published[0] - begun_s)
             _write(rows, options)
+        if step + 1 == options.steps:
+            raise EnoughError
 
-    Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
+    with suppress(EnoughError):
+        Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
+
+
+class EnoughError(Exception):
+    """All steps that count are done."""
 
 
 def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
