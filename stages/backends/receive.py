@@ -113,11 +113,12 @@ def slowest(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: join[name](record.get(name, 0.0) for record in records) for name in sorted(names)}
 
 
-def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed]) -> str:
-    """The hash of what the ranks of one copy hold. Raises NotAsOfferedError where it is not what was offered."""
-    tensors, offered = layout_of(shares).tensors, digest_of(shares)
+def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed], offered: str = "") -> str:
+    """The hash of what the ranks of one copy hold; `offered` is that of the shares, where it is known already. Raises
+    NotAsOfferedError where they differ."""
+    offered = offered or digest_of(shares)
     try:
-        found = digest(tensors, ranks)
+        found = digest(layout_of(shares).tensors, ranks)
     except ValueError as error:
         raise NotAsOfferedError(_broken(str(error))) from error
     if found != offered:

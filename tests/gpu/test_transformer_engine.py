@@ -13,7 +13,7 @@ from tests.optional import need
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # what attention on a GPU takes
 MIXTURE = SIZES | {"moe_intermediate_size": 64}
-NEAR = {"sample": 0.02, "gradient": 0.1, "weight": 0.02}  # bfloat16 has 8 bits, and may clip one token more
+NEAR = {"before": 0.01, "gradient": 0.1, "weight": 0.02, "after": 0.05}  # bfloat16 has 8 bits, and may clip one token more
 
 
 def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[str, float]]:
@@ -45,7 +45,7 @@ def test_it_trains_as_the_local_layers_do(gpus: list[str], tmp_path: Path, famil
     (wanted, local), (made, fused) = both
     assert made.keys() == wanted.keys()
     for kind, near in NEAR.items():
-        names = [name for name in wanted if name.startswith(kind)]
+        names = [name for name in wanted if name.startswith(kind) or name.endswith(kind)]
         off = sum(float((made[name] - wanted[name]).square().sum()) for name in names)
         far = (off / sum(float(wanted[name].square().sum()) for name in names)) ** 0.5
         print(f"{family}: {kind} {far:.4f}")

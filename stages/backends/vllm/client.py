@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ops.refit.share import digest_of
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem, Unfit, told
 from stages.backends.interface import Served
@@ -280,9 +281,12 @@ class Client:
         try:
             if self._asleep is llm:  # its weights are nowhere on the GPU
                 await self._turn(awake=True)
-            await self._answer(llm, versions.pause(llm))
-            times_s.append(time.perf_counter())
-            served, counts = await self._received(llm, weights)
+            paused = asyncio.ensure_future(self._answer(llm, versions.pause(llm)))
+            paused.add_done_callback(lambda _: times_s.append(time.perf_counter()))
+            if self._live:  # they have tokens to come of the step that is under way; else the engine pauses at once
+                await paused
+            received = self._received(llm, weights)
+            served, counts = (await asyncio.gather(paused, received))[1]
             times_s.append(time.perf_counter())
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), weights.version))
@@ -301,9 +305,10 @@ class Client:
 
     async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
         """Have all ranks bring a version, and check it; also, how many tokens each live request has."""
-        offered = weights.told()
-        received, self.loaded, counts = await self._answer(llm, versions.receive(llm, offered, list(self._live)))
-        sha256 = acknowledged(weights.shares, [each.summed for each in received])
+        receiving = versions.receive(llm, weights.told(), list(self._live))
+        hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine is at it
+        (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
+        sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
         return Served(sha256, slowest([each.record for each in received])), counts
 
     async def _turn(self, *, awake: bool) -> tuple[int, int]:
