@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -47,7 +48,7 @@ def report(
         console.print(f"The hypervisor gave {percent} % of the wanted CPU time to others.", markup=False)
     result = {
         "name": name,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
         "notes": notes,
         "hardware": hardware(),
         "stolen_percent": stolen(),

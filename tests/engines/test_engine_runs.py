@@ -68,7 +68,7 @@ from stages import PrevLogprobs, Refit, Train
 def graph(every: int = 3) -> Graph:
     made = quickstart.graph(steps=7, evaluate_every=7, warm_start_steps=20, prompts_per_step=8, samples_per_prompt=4,
                             threads=1, trainer="megatron")
-    learner = WorkerGroup("learner", backend="megatron", workers=2, threads=1{given})
+    learner = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2, threads=1)
     stages = [replace(s, source=learner) if isinstance(s, Refit) else
               replace(s, on=learner) if isinstance(s, (PrevLogprobs, Train)) else s for s in made.stages]
     return replace(made, stages=tuple(stages), schedule=replace(made.schedule, checkpoint_every=every))
@@ -114,10 +114,9 @@ def test_both_engines_take_turns_where_they_are_colocated(tmp_path, ray_session)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("given", ["", ", tensor_parallel=2"], ids=["data", "tensor"])
-def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_path, ray_session, given):
+def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_path, ray_session):
     file = tmp_path / "two.py"
-    file.write_text(TWO_RANKS.format(given=given))
+    file.write_text(TWO_RANKS)
     command = [sys.executable, "-c", MAIN, str(file), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

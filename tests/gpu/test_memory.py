@@ -30,6 +30,8 @@ def read_by_another(rank: int) -> list[str]:
     before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # so that it does not lie at the begin of a segment
     memory = SharedMemory(SIZE, device)
     assert memory.bytes.data_ptr() != before.data_ptr()
+    grows = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    assert grows == {ALLOCATOR in os.environ}
     command = [sys.executable, "-c", READER, msgspec.msgpack.encode(memory.handle).hex()]
     plain = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
     pipe = subprocess.PIPE
