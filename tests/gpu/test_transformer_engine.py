@@ -13,7 +13,8 @@ from tests.optional import need
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # what attention on a GPU takes
 MIXTURE = SIZES | {"moe_intermediate_size": 64}
-NEAR = {"before": 0.01, "gradient": 0.1, "weight": 0.02, "after": 0.1}  # bfloat16 has 8 bits; Adam makes whole steps of tiny gradients
+# Relative. bfloat16 has 8 bits, and Adam makes whole steps of tiny gradients.
+NEAR = {"before": 0.01, "gradient": 0.1, "weight": 0.02, "after": 0.1}
 
 
 def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[str, float]]:
