@@ -36,6 +36,7 @@ from pipeline.plan import plan
 from pipeline.rundir import RunDir
 from pipeline.sharding import Packed
 from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
+from stages.refit import TRANSPORTS
 from stages.tasks import Generated
 
 ENGINES = ("rollout", "prev_logprobs", "train")
@@ -72,7 +73,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
                 policy, on=learner, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-6, minibatches=2,
                 microbatch=cut,
             ),
-            Refit(policy, source=learner, target=sampler),
+            Refit(policy, source=learner, target=sampler, transport=options.transport),
         ),
         schedule=Schedule(
             steps=options.steps + 1, max_staleness=staleness, refit="in_flight" if staleness else "drain", keep_groups=0
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
     parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how weights go over")
     parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
     parser.add_argument("--steps", type=int, default=4)
