@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.simulation.sharing import Lane, Machine
 
 STEP_S = 1e-3
+MEET_S = 6 * STEP_S
 
 
 def ends_by_small_steps(jobs, cores):
@@ -66,11 +67,18 @@ JOBS = st.lists(
 )
 
 
+def meet(stream, end_s, task):
+    """Whether a task begins just as a stream of its lane ends: a moment earlier, and the stream waits for all of it."""
+    return task[4] and not stream[4] and task[0] == stream[0] and abs(end_s - task[1]) < MEET_S
+
+
 @settings(max_examples=40, deadline=None)
 @given(JOBS, st.sampled_from([1.0, 2.0, 3.0]))
 def test_clocks_agree_with_small_steps(jobs, cores):
     expected = ends_by_small_steps(jobs, cores)
     found = ends_by_clocks(jobs, cores)
+    for ends in (expected, found):
+        assume(not any(meet(stream, end_s, task) for stream, end_s in zip(jobs, ends) for task in jobs))
     assert all(abs(a - b) < 0.02 for a, b in zip(expected, found)), (expected, found)
 
 
