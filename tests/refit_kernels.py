@@ -8,36 +8,24 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 
-from ops.refit import tiles
+from ops.refit import sums, tiles
 from ops.refit.kernel import add, move
 from ops.refit.layout import Layout
-from ops.refit.move import Moves
 from ops.refit.plan import build
 from ops.refit.sums import SEEDS, Sums
-from tests.unit.refit_layouts import buffers, filled, sides
+from tests.unit.refit_layouts import buffers, filled, moves, on, sides
 
 SIGNED = tuple(int(np.uint64(seed).view(np.int64)) for seed in SEEDS)
-
-
-def flat(memory: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in memory.items()}
 
 
 @given(sides())
 @settings(max_examples=25, deadline=None)
 def moved(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
-    plan, given_ = build(source, destination, segment_bytes=32), [flat(memory) for memory in filled(source)]
-    for rank in range(len(destination.ranks)):
-        made, wanted = flat(buffers(destination)[rank]), flat(buffers(destination)[rank])
-        ways = [
-            Moves(
-                plan.copies(rank),
-                lambda c: given_[c.source][c.source_buffer],
-                lambda c, to=to: to[c.destination_buffer],
-            )
-            for to in (made, wanted)
-        ]
+    plan, given_ = build(source, destination, segment_bytes=32), [on("cpu", memory) for memory in filled(source)]
+    for rank, memory in enumerate(buffers(destination)):
+        made, wanted = on("cpu", {name: array.copy() for name, array in memory.items()}), on("cpu", memory)
+        ways = [moves(plan, rank, given_, own) for own in (made, wanted)]
         for word, table in ways[0].described(rank) if plan.copies(rank) else ():
             move(table, word)
         ways[1].run()
@@ -49,16 +37,16 @@ def moved(pair: tuple[Layout, Layout]) -> None:
 def summed(pair: tuple[Layout, Layout]) -> None:
     layout = pair[0]
     for places, memory in zip(layout.ranks, filled(layout)):
-        held = flat(memory)
+        held = on("cpu", memory)
         ours = Sums(layout.tensors, places, held.__getitem__)
         made = torch.zeros((len(places), 2), dtype=torch.int64)
         for word, table in ours.described(layout.tensors, places):
-            add(torch.from_numpy(np.ascontiguousarray(table)), word, made, SIGNED)
+            add(torch.from_numpy(np.ascontiguousarray(table)), word, made, SIGNED, 8 * sums.BLOCK)
         assert made.numpy().tobytes() == ours.now().sums
 
 
 def main() -> None:
-    tiles.TILE_BYTES = 24  # so that small tensors are many tiles
+    tiles.TILE_BYTES, sums.BLOCK = 24, 2  # so that small tensors are many tiles and blocks
     moved()
     summed()
 

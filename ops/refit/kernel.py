@@ -38,28 +38,38 @@ def _mixed(word):
 
 
 @triton.jit
-def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, AT_ONCE: tl.constexpr):
+def _factor(number, seed):
+    return _mixed(number.to(tl.uint64) + seed.to(tl.uint64, bitcast=True)) | 1
+
+
+@triton.jit
+def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, BLOCK: tl.constexpr):
+    """Block by block of the tensor: all of a block has one factor, and a lane is at one place of every block. `BLOCK`
+    is in words of WORD bytes."""
     tile = table + tl.program_id(0).to(tl.int64) * 8
-    slot, salt = tl.load(tile), tl.load(tile + 1).to(tl.uint64, bitcast=True)
+    slot, salt = tl.load(tile), tl.load(tile + 1)
     start, here = tl.load(tile + 2), tl.load(tile + 3).to(like.dtype)
-    run = tl.load(tile + 5).to(tl.int32)
-    total = tl.load(tile + 4).to(tl.int32) * run
+    rows, run = tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32)
     step, here_step = tl.load(tile + 6), tl.load(tile + 7)
-    first_sum = tl.zeros((AT_ONCE,), tl.uint64)
-    second_sum = tl.zeros((AT_ONCE,), tl.uint64)
-    for first in range(0, total, AT_ONCE):
-        word = first + tl.arange(0, AT_ONCE)
-        row = word // run
-        column = word - row * run
-        value = tl.load(here + row * here_step + column, mask=word < total, other=0)
-        value = value.to(tl.uint64, bitcast=True) if WORD == 8 else value.to(tl.uint64) & ((1 << (8 * WORD)) - 1)
-        byte = start + row * step + column * WORD
-        value = value << ((byte % 8) * 8).to(tl.uint64)
-        position = (byte // 8).to(tl.uint64) + salt
-        first_sum += value * (_mixed(position + first_seed.to(tl.uint64, bitcast=True)) | 1)
-        second_sum += value * (_mixed(position + second_seed.to(tl.uint64, bitcast=True)) | 1)
-    tl.atomic_add(sums + slot * 2, tl.sum(first_sum, 0).to(tl.int64, bitcast=True))
-    tl.atomic_add(sums + slot * 2 + 1, tl.sum(second_sum, 0).to(tl.int64, bitcast=True))
+    lane = tl.arange(0, BLOCK)
+    first_sum = tl.zeros((BLOCK,), tl.uint64)
+    second_sum = tl.zeros((BLOCK,), tl.uint64)
+    for row in range(rows):
+        begin = (start + row * step) // WORD
+        for block in range(begin // BLOCK, (begin + run + BLOCK - 1) // BLOCK):
+            column = (block * BLOCK - begin).to(tl.int32) + lane
+            inside = (column >= 0) & (column < run)
+            value = tl.load(here + row * here_step + column, mask=inside, other=0)
+            if WORD == 8:
+                value = value.to(tl.uint64, bitcast=True)
+            else:
+                value = (value.to(tl.uint64) & ((1 << (8 * WORD)) - 1)) << (lane * WORD % 8 * 8).to(tl.uint64)
+            first_sum += value * _factor(block + salt, first_seed)
+            second_sum += (value << 32 | value >> 32) * _factor(block + salt, second_seed)
+    place = lane * WORD // 8
+    first, second = first_sum * _factor(place, first_seed), second_sum * _factor(place, second_seed)
+    tl.atomic_add(sums + slot * 2, tl.sum(first, 0).to(tl.int64, bitcast=True))
+    tl.atomic_add(sums + slot * 2 + 1, tl.sum(second, 0).to(tl.int64, bitcast=True))
 
 
 def move(table: torch.Tensor, word: int) -> None:
@@ -68,10 +78,11 @@ def move(table: torch.Tensor, word: int) -> None:
     _move[(len(table),)](table, torch.empty(0, dtype=_TYPES[word], device=table.device), AT_ONCE=AT_ONCE)
 
 
-def add(table: torch.Tensor, word: int, sums: torch.Tensor, seeds: tuple[int, int]) -> None:
-    """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes.
+def add(table: torch.Tensor, word: int, sums: torch.Tensor, seeds: tuple[int, int], block: int) -> None:
+    """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes; `block` is in bytes.
 
     The table is int64 [N, 8]: slot, salt, first byte in the tensor, address, rows, words of a run, and from row to row
     bytes in the tensor and words here."""
     like = torch.empty(0, dtype=_TYPES[word], device=table.device)
-    _add[(len(table),)](table, like, sums, *seeds, WORD=word, AT_ONCE=AT_ONCE)
+    warps = max(1, block // word // 256)
+    _add[(len(table),)](table, like, sums, *seeds, WORD=word, BLOCK=block // word, num_warps=warps)

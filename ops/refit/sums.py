@@ -7,6 +7,10 @@ A tensor's bytes, in the order of its canonical coordinates, are 8-byte words; a
 its position gives (multiply-shift hashing; Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair
 Problem, 1997), and sums are modulo 2^64. So the sums of disjoint boxes add up to that of the tensor, even where a box
 begins within a word; an odd factor loses nothing, so a word that differs always shows. It detects faults, not forgery.
+
+A factor is that of the word's block times that of its place there, so that a GPU reads as fast as its memory gives.
+Differences in the highest bits alone leave a product few bits to show in: the second sum has each word's halves
+exchanged.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
 SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of the two sums
+BLOCK = 256  # words
 KEPT_BYTES = 64 << 20  # of buffers on the CPU, up to which the factors of their words are kept
 
 
@@ -74,12 +79,12 @@ class Sums:
 
             on_device = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
             for word, table in self._on_device:
-                add(table, word, on_device, (_signed(SEEDS[0]), _signed(SEEDS[1])))
+                add(table, word, on_device, (_signed(SEEDS[0]), _signed(SEEDS[1])), 8 * BLOCK)
             sums = on_device.cpu().numpy()
         else:
             sums = np.zeros((self._count, 2), np.int64)
             for tile in self._here:
-                sums[tile.slot] += tile.now()
+                sums[tile.slot] += np.array(tile.now())
         return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
@@ -120,20 +125,29 @@ class _Tile:
         self._where = start, step, word
         self._kept = self._numbers() if keeps else None
 
-    def now(self) -> np.ndarray:
+    def now(self) -> tuple[int, int]:
         """Both sums."""
-        factors, shift = self._kept or self._numbers()
-        values = self._here.astype(np.uint64) << shift
-        return (values * factors).sum((1, 2), dtype=np.uint64).view(np.int64)
+        (first, second), shift = self._kept or self._numbers()
+        words = self._here.astype(np.uint64) << shift
+        exchanged = words << np.uint64(32) | words >> np.uint64(32)
+        return _added(words * first), _added(exchanged * second)
 
-    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each word its two factors, and by how many bits it is behind the start of 8 bytes."""
+    def _numbers(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Of each word its factor in both sums, and by how many bits it is behind the start of 8 bytes."""
         start, step, word = self._where
         rows, run = self._here.shape
         byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
-        position = (byte // 8 + self._salt).astype(np.uint64)
-        factors = [_mixed(position + np.uint64(seed)) | np.uint64(1) for seed in SEEDS]
-        return np.stack(factors), (byte % 8 * 8).astype(np.uint64)
+        block, place = np.divmod(byte // 8, BLOCK)
+        factors = [_factor(block + self._salt, seed) * _factor(place, seed) for seed in SEEDS]
+        return factors, (byte % 8 * 8).astype(np.uint64)
+
+
+def _factor(numbers: np.ndarray, seed: int) -> np.ndarray:
+    return _mixed(numbers.astype(np.uint64) + np.uint64(seed)) | np.uint64(1)
+
+
+def _added(products: np.ndarray) -> int:
+    return _signed(int(products.sum(dtype=np.uint64)))
 
 
 def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 
-from ops.refit.layout import Layout
-from ops.refit.move import Moves
+from ops.refit import sums
+from ops.refit.layout import Layout, Tensor, dense, size
 from ops.refit.plan import build
 from ops.refit.sums import Sums
-from tests.unit.refit_layouts import buffers, filled, sides
-
-
-def on(device: str, memory: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array.copy()).to(device) for name, array in memory.items()}
+from tests.unit.refit_layouts import buffers, filled, moves, on, sides
 
 
 @given(sides())
@@ -27,20 +24,30 @@ def test_moves(pair: tuple[Layout, Layout]) -> None:
         given_ = [on(device, memory) for memory in filled(source)]
         held = [on(device, memory) for memory in buffers(destination)]
         for rank, own in enumerate(held):
-            Moves(
-                plan.copies(rank),
-                lambda c, given_=given_: given_[c.source][c.source_buffer],
-                lambda c, own=own: own[c.destination_buffer],
-            ).run()
+            moves(plan, rank, given_, own).run()
         made[device] = [{name: tensor.cpu() for name, tensor in own.items()} for own in held]
     for wanted, found in zip(made["cpu"], made["cuda"]):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@given(sides())
+@pytest.mark.parametrize("block", [2, sums.BLOCK])
+@given(pair=sides())
 @settings(max_examples=40, deadline=None)
-def test_sums(pair: tuple[Layout, Layout]) -> None:
+def test_sums(block: int, pair: tuple[Layout, Layout]) -> None:
     layout = pair[0]
-    for places, memory in zip(layout.ranks, filled(layout)):
-        ways = [Sums(layout.tensors, places, on(device, memory).__getitem__) for device in ("cpu", "cuda")]
-        assert ways[0].now() == ways[1].now()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "BLOCK", block)
+        for places, memory in zip(layout.ranks, filled(layout)):
+            ways = [Sums(layout.tensors, places, on(device, memory).__getitem__) for device in ("cpu", "cuda")]
+            assert ways[0].now() == ways[1].now()
+
+
+def test_sums_of_many_tiles_and_blocks() -> None:
+    """Columns of a matrix, which begin and end within a block."""
+    tensors = {"t": Tensor((1000, 5000), "bfloat16")}
+    box = ((3, 900), (1204, 3700))
+    memory = {"t": np.random.default_rng(0).integers(0, 256, 2 * size(box), np.uint8)}
+    found = [
+        Sums(tensors, [dense("t", box, 2, "t")], on(device, memory).__getitem__).now() for device in ("cpu", "cuda")
+    ]
+    assert found[0] == found[1]

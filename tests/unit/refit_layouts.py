@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from ops.refit.layout import Box, Layout, Place, Tensor, dense
+from ops.refit.move import Moves
+from ops.refit.plan import Plan
 
 POISON = 0xEE
 
@@ -92,3 +95,17 @@ def filled(layout: Layout, *, mark: bool = False) -> list[dict[str, np.ndarray]]
             held = view(made[rank][place.buffer], place, item_bytes)
             held[...] = 1 if mark else cut(model[place.tensor], place.box)
     return made
+
+
+def moves(plan: Plan, rank: int, source: list[dict[str, torch.Tensor]], own: dict[str, torch.Tensor]) -> Moves:
+    """A receiver's part of a plan, between the memory of all senders and its own."""
+    return Moves(
+        plan.copies(rank),
+        lambda copy: source[copy.source][copy.source_buffer],
+        lambda copy: own[copy.destination_buffer],
+    )
+
+
+def on(device: str, memory: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Memory as tensors: of the same bytes on the CPU, of a copy elsewhere."""
+    return {name: torch.from_numpy(array).to(device) for name, array in memory.items()}

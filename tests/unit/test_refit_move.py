@@ -10,30 +10,23 @@ from ops.refit.layout import Layout
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
 from ops.refit.tiles import TILE_BYTES, in_turns, tiles, word_bytes
-from tests.unit.refit_layouts import buffers, filled, sides
+from tests.unit.refit_layouts import buffers, filled, moves, on, sides
 
 
 @given(sides())
 @settings(max_examples=150, deadline=None)
 def test_moved_twice_everything_is_in_its_place(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
-    given_ = [{name: torch.from_numpy(a) for name, a in memory.items()} for memory in filled(source)]
-    taken = [{name: torch.from_numpy(a) for name, a in memory.items()} for memory in buffers(destination)]
+    given_ = [on("cpu", memory) for memory in filled(source)]
+    taken = [on("cpu", memory) for memory in buffers(destination)]
     plan = build(source, destination, segment_bytes=32)
-    moves = [
-        Moves(
-            plan.copies(r),
-            lambda c: given_[c.source][c.source_buffer],
-            lambda c: taken[c.destination][c.destination_buffer],
-        )
-        for r in range(len(taken))
-    ]
-    assert [each.size for each in moves] == plan.received.tolist()
+    carried = [moves(plan, rank, given_, own) for rank, own in enumerate(taken)]
+    assert [each.size for each in carried] == plan.received.tolist()
     for version in (1, 7):
         for memory in given_:
             for name in memory:
                 memory[name] *= version
-        for each in moves:
+        for each in carried:
             each.run()
         for rank, memory in enumerate(filled(destination)):
             poison = buffers(destination)[rank]

@@ -29,6 +29,7 @@ def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
 def test_the_digest_is_the_same_in_every_layout(kept_bytes: int, pair: tuple[Layout, Layout]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "KEPT_BYTES", kept_bytes)
+        patch.setattr(sums, "BLOCK", 4)
         assert told(pair[0], filled(pair[0])) == told(pair[1], filled(pair[1]))
 
 
@@ -48,7 +49,7 @@ def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) ->
         assert "have different bytes there" in str(error)
 
 
-@given(st.binary(min_size=1, max_size=200))
+@given(st.binary(min_size=1, max_size=9 * sums.BLOCK))
 @settings(max_examples=60, deadline=None)
 def test_they_are_the_sums_by_hand(raw: bytes) -> None:
     tensors = {"t": Tensor((len(raw),), "uint8")}
@@ -63,9 +64,11 @@ def test_they_are_the_sums_by_hand(raw: bytes) -> None:
 
     padded, wanted = raw + bytes(-len(raw) % 8), [0, 0]
     for position in range(len(padded) // 8):
+        block, place = divmod(position, sums.BLOCK)
         word = int.from_bytes(padded[8 * position : 8 * position + 8], "little")
         for i, seed in enumerate(sums.SEEDS):
-            wanted[i] += word * (mixed(position + salt + seed & mask) | 1)
+            wanted[i] += word * (mixed(block + salt + seed & mask) | 1) * (mixed(place + seed & mask) | 1)
+            word = word >> 32 | word << 32 & mask
     assert np.frombuffer(found.sums, np.uint64).tolist() == [value & mask for value in wanted]
 
 
@@ -80,6 +83,21 @@ def test_elements_that_change_places_show(shape: tuple[int, ...], dtype: str) ->
     changed = elements.copy()
     changed[[0, -1]] = changed[[-1, 0]]
     assert told(layout, [{"t": changed.ravel()}]) != before
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_one_bit_of_any_two_words_shows(bit: int) -> None:
+    """Also the highest: the product of a factor and a word keeps only one bit of it, and two of them cancel out."""
+    words = np.zeros(2 * sums.BLOCK + 2, np.uint64)
+    tensors = {"t": Tensor(words.shape, "int64")}
+    held = Sums(tensors, [dense("t", whole(words.shape), 8, "t")], lambda _: torch.from_numpy(words.view(np.uint8)))
+    found = set()
+    for other in range(1, len(words)):
+        words[:] = 0
+        words[[0, other]] = 1 << bit
+        found.add(held.now().sums)
+    assert len(found) == len(words) - 1
+    assert bytes(16) not in found
 
 
 def test_two_tensors_with_each_others_bytes_show() -> None:
