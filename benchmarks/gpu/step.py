@@ -1,14 +1,15 @@
 """A whole GRPO step on GPUs: vLLM samples, Megatron-core trains, weights of true shape drawn at random.
 
 python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--colocated] [--peer]
-                              [--steps 4] [--out FILE]
+                              [--transport auto] [--steps 4] [--out FILE]
 
 Every response has all its tokens, since a random model hardly ever ends one. Reported, as means over the steps behind
 the first: seconds a step and of each stage, tokens/s a GPU in rollout (response tokens) and in training (prompt and
 response tokens, previous-policy logprobs included), model FLOP utilisation of training (no padding, no recomputation;
-dense bfloat16 peak), the share of the step in which neither engine works, and the mismatch of rollout and trainer
+dense bfloat16 peak), the share of the time in which neither engine works, and the mismatch of rollout and trainer
 logprobs. `--colocated` has sampler and learner on the same GPUs, in turns; then also the seconds of a step in which
-memory changes hands, and what is in use on a GPU in each turn. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on
+memory changes hands, and what is in use on a GPU in each turn. These and that share leave out the last step, which is
+given up before its refit. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on
 the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
@@ -103,7 +104,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
         "start s": round(start_s, 1),
         "step s": round(step_s, 2),
         **{f"{stage} s": round(took_s, 2) for stage, took_s in seconds.items()},
-        **(turned(turns, len(lines)) if options.colocated else {}),
+        **(turned(turns, len(published) - 2) if options.colocated else {}),
         "tokens/s/GPU": round(response / step_s / (options.sampler + learner_gpus)),
         "rollout tokens/s/GPU": round(response / seconds["rollout"] / options.sampler),
         "training tokens/s/GPU": round((response + options.groups * options.samples * 6) / trained_s / options.learner),
@@ -154,6 +155,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
+    if options.steps < 3:
+        parser.error(
+            f"--steps {options.steps}: the first warms up and the last is given up before its refit; at least 3"
+        )
     if options.cpu:
         options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
     rows: list[dict[str, Any]] = []

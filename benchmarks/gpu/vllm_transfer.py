@@ -71,11 +71,9 @@ def measured(engine: str, options: Namespace, path: str, gpus: list[str], rounds
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
-    wire, theirs = multiprocessing.get_context("spawn").Pipe()
-    world = 1 + options.tensor
-    process = multiprocessing.get_context("spawn").Process(
-        target=trainer, args=(theirs, gpus[0], path, engine, port, world), daemon=True
-    )
+    context, world = multiprocessing.get_context("spawn"), 1 + options.tensor
+    wire, theirs = context.Pipe()
+    process = context.Process(target=trainer, args=(theirs, gpus[0], path, engine, port, world), daemon=True)
     process.start()
     first = 0 if engine == "ipc" else 1
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + options.tensor])

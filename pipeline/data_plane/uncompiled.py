@@ -1,4 +1,4 @@
-"""tensordict without torch's compiler, which is 2 of the 5 CPU seconds in which a worker starts.
+"""tensordict without torch's compiler, which is 2 of the 4 or 5 CPU seconds that importing TransferQueue takes.
 
 tensordict, which TransferQueue imports, marks a few of its functions for `torch.compile` as it is imported, and the
 marking loads the whole compiler. Nothing here compiles tensordict's functions. Who does, in a stage of their own,

@@ -11,6 +11,7 @@ import torch
 
 from pipeline import StageError, WorkerGroup
 from pipeline.errors import Problem
+from stages.backends.lots import lots
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30
@@ -105,7 +106,7 @@ class Parking:
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> None:
         moved = list(tensors)
-        self._make_places([tensor for tensor in moved if not self._has_place(tensor)])
+        self._make_places(tensor for tensor in moved if not self._has_place(tensor))
         for tensor in moved:
             self._places[id(tensor)].copy_(tensor.detach(), non_blocking=True)
         if self.device.type == "cuda":
@@ -120,22 +121,12 @@ class Parking:
 
     def _make_places(self, tensors: Iterable[torch.Tensor]) -> None:
         """Many tensors share a block of pinned memory, which torch rounds up to a power of two."""
-        lot: list[torch.Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if lot and size + _aligned(tensor) > _BLOCK_BYTES:
-                self._make_block(lot, size)
-                lot, size = [], 0
-            lot.append(tensor)
-            size += _aligned(tensor)
-        self._make_block(lot, size)
-
-    def _make_block(self, lot: list[torch.Tensor], size: int) -> None:
-        block = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        begin = 0
-        for tensor in lot:
-            self._places[id(tensor)] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            begin += _aligned(tensor)
+        for lot in lots(tensors, _aligned, _BLOCK_BYTES):
+            block = torch.empty(sum(map(_aligned, lot)), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            begin = 0
+            for tensor in lot:
+                self._places[id(tensor)] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                begin += _aligned(tensor)
 
 
 def _aligned(tensor: torch.Tensor) -> int:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError, Problem
 from pipeline.ranks import Layout
+from stages.backends.lots import lots
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 
@@ -32,9 +33,9 @@ _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
     """All ranks call it together; when it returns, everything is written, `learner.json` last."""
     groups, layout = network.groups, network.groups.layout
-    for number, lot in enumerate(_lots(_state(network, optimizer))):
-        held = {key: tensor.detach().cpu().contiguous() for key, tensor in lot}
-        save_file(held, folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors")
+    for number, lot in enumerate(lots(_state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
+        path = folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors"
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in lot}, path)
     dist.barrier()
     if groups.ranks.rank == 0:
         written = {
@@ -55,20 +56,6 @@ def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str
     for name, start, found in shares(network, optimizer):
         for kind, share in found.items():
             yield f"{kind}:{name}:{start}", share
-
-
-def _lots(state: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The same in turn, as much at a time as goes into one file."""
-    lot: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for key, tensor in state:
-        lot.append((key, tensor))
-        size += tensor.nbytes
-        if size >= _FILE_BYTES:
-            yield lot
-            lot, size = [], 0
-    if lot:
-        yield lot
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from stages.backends.decoder import Decoder
+from stages.backends.lots import lots
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, Part, parameters
 from stages.backends.shards import INDEX, Shards
@@ -105,17 +106,15 @@ def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Pat
 
     All ranks call it; rank 0 writes, and holds one file's tensors at a time.
     """
-    files: list[dict[str, tuple[int, ...]]] = []
-    pending: dict[str, torch.Tensor] = {}
+    files: list[list[str]] = []
     total = 0
-    for name, tensor in tensors:
-        pending[name] = tensor
-        total += tensor.numel() * tensor.element_size()
-        if sum(each.numel() * each.element_size() for each in pending.values()) >= _FILE_BYTES:
-            _flush(pending, files, folder)
+    for lot in lots(tensors, lambda entry: entry[1].nbytes, _FILE_BYTES):
+        save_file(dict(lot), folder / _part(len(files)), metadata={"format": "pt"})
+        files.append([name for name, _ in lot])
+        total += sum(tensor.nbytes for _, tensor in lot)
+        lot.clear()
     if rank:
         return
-    _flush(pending, files, folder)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     for i, name in enumerate(names):
         (folder / _part(i)).rename(folder / name)
@@ -126,13 +125,6 @@ def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Pat
     for path in origin.iterdir():
         if path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and path.name != INDEX:
             shutil.copy(path, folder / path.name)
-
-
-def _flush(pending: dict[str, torch.Tensor], files: list[dict[str, tuple[int, ...]]], folder: Path) -> None:
-    if pending:
-        save_file(pending, folder / _part(len(files)), metadata={"format": "pt"})
-        files.append({name: tuple(tensor.shape) for name, tensor in pending.items()})
-        pending.clear()
 
 
 def _part(number: int) -> str:
