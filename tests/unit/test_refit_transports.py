@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ops.comm.stateless_group import CHECKED, GroupError, StatelessGroup
 from ops.refit.layout import Layout, Tensor, dense, whole
-from ops.refit.transports.broadcast import Broadcast
+from ops.refit.transports.broadcast import Broadcast, _in_turns
 from tests.refit_ranks import CASES, SIZE, TRANSPORTS
 from tests.unit.refit_models import SERVING
 
@@ -105,6 +107,38 @@ def test_ranks_that_do_not_come_are_told() -> None:
     port = free_ports(1)
     with pytest.raises(GroupError, match=rf"rank 1 did not meet the other 1 at 127.0.0.1:{port}"):
         StatelessGroup.join("127.0.0.1", port, rank=1, ranks=2, device=torch.device("cpu"), deadline_s=1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(1, 4), st.integers(1, 2), st.integers(1, 20),
+)  # fmt: skip
+def test_pipeline_stages_keep_to_their_streams(
+    drawn: list[tuple[int, int]], streams: int, data: int, limit: int
+) -> None:
+    """Each of the `data` replicas of a stage holds all of it."""
+    stage_of = {f"t{i}": stage for i, (stage, _) in enumerate(drawn)}
+    tensors = {f"t{i}": Tensor((size,), "uint8") for i, (_, size) in enumerate(drawn)}
+    ranks = [
+        [
+            dense(name, whole(tensor.shape), 1, name)
+            for name, tensor in tensors.items()
+            if stage_of[name] == rank // data
+        ]
+        for rank in range(4 * data)
+    ]
+    buckets = list(_in_turns(Layout(tensors, ranks), tensors, limit, streams))
+    assert sorted(name for _, bucket in buckets for name, _, _ in bucket) == sorted(tensors)
+    used: dict[int, set[int]] = {}
+    for stream, bucket in buckets:
+        assert stream < streams
+        (stage,) = {stage_of[name] for name, _, _ in bucket}
+        used.setdefault(stage, set()).add(stream)
+    if len(used) <= streams:
+        assert sum(map(len, used.values())) == len(set().union(*used.values()))
+    else:
+        assert all(len(streams_of) == 1 for streams_of in used.values())
+    assert len({stage_of[bucket[0][0]] for _, bucket in buckets[: len(used)]}) == len(used), "they take turns"
 
 
 @pytest.mark.parametrize("sizes", [{"bucket_bytes": "abc"}, {"bucket_bytes": 0}, {"buckets": -1}, {"buckets": True}])

@@ -1,7 +1,8 @@
 """The common way, as a baseline: whole tensors are gathered on one rank and broadcast in buckets to all receivers.
 
 Several buckets are under way at a time, each on a stream of its own, so that gathering, sending and taking apart
-overlap (NVIDIA-NeMo/RL, pull request 1379). A receiver gets all of the model, whatever part it needs.
+overlap (NVIDIA-NeMo/RL, pull request 1379). A pipeline stage keeps to its streams and stages take turns, so that one
+stage's tensors are gathered while another's are sent. A receiver gets all of the model, whatever part it needs.
 """
 
 from __future__ import annotations
@@ -51,17 +52,15 @@ class Broadcast:
         self._number, self._receives, self._buffers = number, receives, buffers
         self._senders, self._receivers = senders, receivers
         self._device = next(iter(buffers.values())).device
-        groups = list(_buckets(destination.tensors, bucket_bytes))
-        largest = max(at + tensor_bytes for group in groups for _, at, tensor_bytes in group)
+        groups = list(_in_turns(source, destination.tensors, bucket_bytes, buckets))
+        largest = max(at + tensor_bytes for _, group in groups for _, at, tensor_bytes in group)
         root = not receives and number == 0
         slots = [
             torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
-            for _ in range(min(buckets, len(groups)))
+            for _ in range(1 + max(slot for slot, _ in groups))
         ]
         self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
-        self._buckets = [
-            self._planned(source, destination, groups[i], slots, i % len(slots)) for i in range(len(groups))
-        ]
+        self._buckets = [(slot, self._planned(source, destination, group, slots, slot)) for slot, group in groups]
         on_gpu = self._device.type == "cuda"
         self._streams = [torch.cuda.Stream(self._device) if on_gpu else None for _ in slots]
 
@@ -70,8 +69,8 @@ class Broadcast:
         for stream in self._streams:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
-        for index, bucket in enumerate(self._buckets):
-            stream = self._streams[index % len(self._streams)]
+        for slot, bucket in self._buckets:
+            stream = self._streams[slot]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 self._carry(bucket)
         for stream in self._streams:
@@ -133,6 +132,26 @@ class Broadcast:
         if len(self._messages.get((slot, peer), ())) < size:
             self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._messages[slot, peer][:size]
+
+
+def _in_turns(
+    source: Layout, tensors: Mapping[str, Tensor], limit: int, streams: int
+) -> Iterable[tuple[int, list[tuple[str, int, int]]]]:
+    """Buckets of all tensors, each with its stream: those of a pipeline stage, which is all that the same senders hold,
+    on the same ones, and no other stage's on them where there are as many streams as stages."""
+    holders: dict[str, tuple[int, ...]] = {}
+    for rank, places in enumerate(source.ranks):
+        for name in dict.fromkeys(place.tensor for place in places):
+            holders[name] = (*holders.get(name, ()), rank)
+    stages = [
+        list(_buckets({name: tensor for name, tensor in tensors.items() if holders.get(name) == stage}, limit))
+        for stage in dict.fromkeys(map(holders.get, tensors))
+    ]
+    for turn in range(max(map(len, stages))):
+        for stage, made in enumerate(stages):
+            own = list(range(stage % streams, streams, len(stages)))
+            if turn < len(made):
+                yield own[turn % len(own)], made[turn]
 
 
 def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[str, int, int]]]:
