@@ -1,6 +1,6 @@
 """How fast a training layout becomes a serving layout on the GPUs of one host, by every transport.
 
-python -m benchmarks.gpu.refit [--models 4B 8B 30B-A3B] [--timed 20] [--out FILE] [--cpu]
+python -m benchmarks.gpu.refit [--models 4B 8B 30B-A3B] [--timed 20] [--trace FOLDER] [--out FILE] [--cpu]
 
 Half of the GPUs hold a model as Megatron-core's ranks do, the other half take it as vLLM's ranks do, each in a process
 that sees its own GPU only, as under Ray. Values say which tensor and where in it they belong. Transports run in turn, a
@@ -8,7 +8,8 @@ round of each at a time, after 5 rounds that are not counted; a round's time is 
 to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes a second that a receiver got;
 `publish` is what the trainer does before a pull: it copies its part into memory that others open, and adds it up. Every
 destination is poisoned before the first round of a transport, and its checksum compared with the senders' after the
-last.
+last. `--trace` writes what one more broadcast does on each rank's streams, and reports how much of the packing and
+taking apart is hidden behind another bucket (`hidden_percent`, of each rank).
 
 Aims (8 H200): pull at 345 GB/s a receiver or more, 365 where runs are long; 4B TP2 PP2 -> TP4 in 5.8 ms.
 """
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.overlap import hidden_percent, traced
 from benchmarks.refit_plan import QWEN3_4B, QWEN3_30B, qwen3, split
 from benchmarks.report import report
 from ops.comm.stateless_group import StatelessGroup
@@ -117,7 +119,7 @@ class Rank:
         if not options.cpu:
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(0)
-        self.port, self.timed = options.port, options.timed
+        self.port, self.timed, self.traces = options.port, options.timed, options.trace
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{self.port}", rank=self.number, world_size=self.ranks,
             timeout=timedelta(seconds=300),
@@ -156,7 +158,14 @@ class Rank:
                 )
         flat = {n: bytes_of(t) for n, t in held.items()}
         arms, publish = self._arms(source, destination, held, flat)
-        return self._timed(model, name, arms, publish, tensors, destination, flat, tensor)
+        rows = self._timed(model, name, arms, publish, tensors, destination, flat, tensor)
+        if self.traces:
+            path = Path(self.traces) / f"{model} {name} {self.number}.json".replace(" -> ", "-").replace(" ", "-")
+            traced(arms["broadcast"], path)
+            hidden: list[Any] = [None] * self.ranks
+            dist.all_gather_object(hidden, round(hidden_percent(path)))
+            next(row for row in rows if row["arm"] == "broadcast")["hidden_percent"] = hidden
+        return rows
 
     def _arms(
         self, source: Layout, destination: Layout, held: dict[str, torch.Tensor], flat: dict[str, torch.Tensor]
@@ -263,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["4B", "8B", "30B-A3B"])
     parser.add_argument("--timed", type=int, default=20, help="rounds that count")
+    parser.add_argument("--trace", default="", help="a folder for a trace of each rank's streams in a broadcast")
     parser.add_argument("--ranks", type=int, default=0, help="processes; all GPUs by default")
     parser.add_argument("--cpu", action="store_true", help="tiny models over gloo, to try the script")
     parser.add_argument("--out", help="write JSON here")
@@ -276,11 +286,14 @@ def main() -> None:
     if options.cpu:
         options.models, options.timed, options.ranks = ["tiny", "tiny-moe"], 3, options.ranks or 4
     ranks = options.ranks or torch.cuda.device_count()
+    if options.trace:
+        Path(options.trace).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [
             sys.executable, "-m", "benchmarks.gpu.refit", "--models", *options.models, "--timed", str(options.timed),
-            "--ranks", str(ranks), "--port", "29710", "--rows", str(rows), *(["--cpu"] if options.cpu else []),
+            "--ranks", str(ranks), "--port", "29710", "--rows", str(rows), "--trace", options.trace,
+            *(["--cpu"] if options.cpu else []),
         ]  # fmt: skip
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
         processes = [

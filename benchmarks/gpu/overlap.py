@@ -1,0 +1,40 @@
+"""What streams of a GPU do at the same time, from a trace of torch's profiler (Chrome's format)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def traced(run: Callable[[], Any], path: Path) -> None:
+    """Write a trace of one run, to the end of its work on the GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    trace.export_chrome_trace(str(path))
+
+
+def hidden_percent(path: Path) -> float:
+    """Of the time of all kernels that are not NCCL's, how much has a kernel of another stream beside it."""
+    spans = [
+        (event["args"]["stream"], event["name"].startswith("nccl"), event["ts"], event["ts"] + event["dur"])
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    total_us = hidden_us = 0.0
+    for stream, is_nccl, begin_us, end_us in spans:
+        if is_nccl:
+            continue
+        total_us += end_us - begin_us
+        at_us = begin_us
+        for other, _, first_us, last_us in sorted(spans, key=lambda span: span[2]):
+            if other != stream and last_us > at_us and first_us < end_us:
+                hidden_us += min(end_us, last_us) - max(at_us, first_us)
+                at_us = min(end_us, last_us)
+    return 100 * hidden_us / total_us if total_us else 0.0
