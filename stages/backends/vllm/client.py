@@ -286,7 +286,7 @@ class Client:
             if self._live:  # they have tokens to come of the step that is under way; else the engine pauses at once
                 await paused
             received = self._received(llm, weights)
-            served, counts = (await asyncio.gather(paused, received))[1]
+            served, counts = (await asyncio.gather(self._forget(llm, paused), received))[1]
             times_s.append(time.perf_counter())
             for name, request in self._live.items():
                 request.spans.append((counts.get(name, 0), weights.version))
@@ -302,6 +302,11 @@ class Client:
         times_s.append(time.perf_counter())
         phases = zip(("pause_ms", "receive_ms", "resume_ms"), pairwise(times_s))
         return replace(served, record={**served.record, **{name: 1e3 * (end - begun) for name, (begun, end) in phases}})
+
+    async def _forget(self, llm: versions.AsyncLLM, paused: asyncio.Future[None]) -> None:
+        """Clear the cache of an engine, as soon as it is paused."""
+        await paused
+        await self._answer(llm, versions.forget(llm))
 
     async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
         """Have all ranks bring a version, and check it; also, how many tokens each live request has."""

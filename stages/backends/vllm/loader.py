@@ -3,6 +3,9 @@ comes the weight transfer engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from stages.backends.device import bytes_in_use
@@ -18,6 +21,9 @@ class Loader:
 
     device: torch.device
     weight_transfer_engine: transfer.Transfer
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def sluice_bytes_in_use(self) -> int:
         """Of this rank's GPU, by all processes."""
@@ -31,9 +37,13 @@ class Loader:
         """`Transfer.differing`."""
         return self.weight_transfer_engine.differing()
 
-    def sluice_acknowledged(
-        self, names: list[str]
+    def sluice_receive(
+        self, offered: dict[str, Any], names: list[str]
     ) -> tuple[list[bytes], dict[str, float], list[str], str, dict[str, int]]:
-        """`Transfer.acknowledged`, and how many tokens each of these requests has: none of them runs meanwhile, so
+        """A version, by the three calls that vLLM has for it, in one, since each takes a way to every rank and back.
+        Returns `Transfer.acknowledged`, and how many tokens each of these requests has: none of them runs meanwhile, so
         these are the tokens that the old weights computed."""
+        self.start_weight_update()
+        self.update_weights(offered)
+        self.finish_weight_update()
         return *self.weight_transfer_engine.acknowledged(), tokens_of(names)

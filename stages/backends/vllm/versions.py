@@ -6,7 +6,6 @@ with requests kept, and outputs that count their tokens.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferInitRequest,
     WeightTransferUpdateInfo,
-    WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -49,6 +47,7 @@ __all__ = [
     "bytes_in_use",
     "computes_on_cpu",
     "differing",
+    "forget",
     "join_transfer",
     "load_anew",
     "logprobs",
@@ -172,13 +171,20 @@ async def bytes_in_use(llm: AsyncLLM) -> int:
 
 
 async def pause(llm: AsyncLLM) -> None:
-    """Hold all requests between two steps, and clear the cache. `AsyncLLM.pause_generation` does the same and then
-    sleeps for 20 ms, so that outputs come before it returns, which nobody here waits for."""
+    """Hold all requests between two steps. `AsyncLLM.pause_generation` does the same and then sleeps for 20 ms, so that
+    outputs come before it returns, which nobody here waits for."""
     core: Any = llm.engine_core
     if hasattr(core, "pause_scheduler_async"):
-        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
     else:
-        await llm.pause_generation(mode="keep", clear_cache=True)
+        await llm.pause_generation(mode="keep", clear_cache=False)
+
+
+async def forget(llm: AsyncLLM) -> None:
+    """Clear the keys and values of a paused engine, those of its requests too. Pausing can do so itself, and then asks
+    all ranks twice about the caches of images, which these models have not."""
+    if not await llm.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("vLLM has not cleared its cache")
 
 
 async def differing(llm: AsyncLLM) -> list[str]:
@@ -194,15 +200,10 @@ async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:
 async def receive(
     llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
 ) -> tuple[list[Received], list[str], dict[str, int]]:
-    """Have all ranks bring a version (`transfer.Offered`): what they say of it, and what all have alike, of the first:
-    tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost where it
-    did not get through to a rank."""
-    *_, answers = await asyncio.gather(  # sent at once; vLLM's core takes them in this order, one after the other
-        llm.start_weight_update(),
-        llm.update_weights(WeightTransferUpdateRequest(update_info=offered)),
-        llm.finish_weight_update(),
-        llm.collective_rpc("sluice_acknowledged", args=(list(names),)),
-    )
+    """`Loader.sluice_receive` of all ranks (`transfer.Offered`): what they say of it, and what all have alike, of the
+    first: tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost
+    where it did not get through to a rank."""
+    answers = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
     for _, _, _, lost, _ in answers:
         if lost:
             raise peer_lost(lost)
