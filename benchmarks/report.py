@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 STAT = Path("/proc/stat")
+WRITTEN = ("--out", "--trace")  # where to
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core", "trl")
 
 
@@ -64,9 +65,9 @@ def report(
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --out and its file, which is a path of one machine."""
+    """The arguments without those that say where to write, which are paths of one machine."""
     pairs = zip(["", *arguments], arguments)
-    return [given for before, given in pairs if before != "--out" and given.partition("=")[0] != "--out"]
+    return [given for before, given in pairs if before not in WRITTEN and given.partition("=")[0] not in WRITTEN]
 
 
 def stolen() -> float | None:
