@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import functools
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +19,16 @@ VOCABULARY_BYTES = 32 << 20
 IDS, LOGPROBS = "response_ids", "rollout_logprobs"
 FILES = 400  # of a run, the last ones, that are read for its prompts
 PROMPTS = 200
+
+
+T = TypeVar("T")
+
+
+class Scored(msgspec.Struct):
+    """What a list of prompts needs of a sample; the rest of its line is not decoded."""
+
+    prompt: Any = None
+    reward: Any = None
 
 
 class Prompt(msgspec.Struct, kw_only=True):
@@ -47,7 +58,7 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
     `tokens` are those of the response with their logprobs, where both were kept: [text, nats] each. A character that is
     made of several tokens is the last one's."""
     rows, vocabulary = [], _vocabulary(RunDir(run).vocabulary)
-    for row in _lines(RunDir(run).samples(step)):
+    for row in _lines(RunDir(run).samples(step), dict[str, Any]):
         group = str(row.get("key", "")).partition("_")[0]
         tokens = _tokens(row.pop(IDS, None), row.pop(LOGPROBS, None), vocabulary)
         rows.append({name: _cut(value) for name, value in row.items()} | {"group": group} | tokens)
@@ -58,8 +69,8 @@ def prompts(run: Path) -> list[dict[str, Any]]:
     """The prompts that were kept, those whose best reward is lowest first."""
     found: dict[str, Prompt] = {}
     for step in steps(run)[-FILES:]:
-        for row in _lines(RunDir(run).samples(step)):
-            text, reward = row.get("prompt"), row.get("reward")
+        for row in _lines(RunDir(run).samples(step), Scored):
+            text, reward = row.prompt, row.reward
             if not isinstance(text, str) or not isinstance(reward, int | float):
                 continue
             of = found.setdefault(text, Prompt(prompt=text, first=step))
@@ -81,20 +92,16 @@ def prompts(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, kind: type[T]) -> list[T]:
     """The whole lines of a file of samples; one that is no JSON object is left out, as is what is too much."""
     if not path.is_file() or path.is_symlink():
         return []
     with path.open("rb") as file:
         text = file.read(FILE_BYTES)
-    rows = []
+    decoder, rows = msgspec.json.Decoder(kind), []
     for line in text.split(b"\n"):
-        try:
-            row = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+        with suppress(msgspec.DecodeError):
+            rows.append(decoder.decode(line))
     return rows
 
 

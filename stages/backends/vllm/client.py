@@ -280,7 +280,7 @@ class Client:
         goes_on, times_s = False, [time.perf_counter()]
         try:
             if self._asleep is llm:  # its weights are nowhere on the GPU
-                await self._turn(awake=True)
+                await self._rouse(llm)
             paused = asyncio.ensure_future(self._answer(llm, versions.pause(llm)))
             paused.add_done_callback(lambda _: times_s.append(time.perf_counter()))
             if self._live:  # they have tokens to come of the step that is under way; else the engine pauses at once
@@ -321,9 +321,16 @@ class Client:
         if llm is None or llm.errored:
             return 0, 0  # whoever needs it starts it, awake
         before_bytes = await self._answer(llm, versions.bytes_in_use(llm))
-        await self._answer(llm, llm.wake_up() if awake else llm.sleep(level=1))
-        self._asleep = None if awake else llm
+        if awake:
+            await self._rouse(llm)
+        else:
+            await self._answer(llm, llm.sleep(level=1))
+            self._asleep = llm
         return before_bytes, await self._answer(llm, versions.bytes_in_use(llm))
+
+    async def _rouse(self, llm: versions.AsyncLLM) -> None:
+        await self._answer(llm, llm.wake_up())
+        self._asleep = None
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
         """What an engine answers. Raises EngineDeadError where it dies meanwhile: vLLM leaves such callers waiting."""
