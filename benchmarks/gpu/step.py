@@ -9,8 +9,8 @@ response tokens, previous-policy logprobs included), model FLOP utilisation of t
 dense bfloat16 peak), the share of the time in which neither engine works, and the mismatch of rollout and trainer
 logprobs. `--colocated` has sampler and learner on the same GPUs, in turns; then also the seconds of a step in which
 memory changes hands, and what is in use on a GPU in each turn. These and that share leave out the last step, which is
-given up before its refit. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on
-the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
+given up before its refit. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on the same work and one GPU
+(benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """
