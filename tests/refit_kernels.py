@@ -41,7 +41,7 @@ def summed(pair: tuple[Layout, Layout]) -> None:
         ours = Sums(layout.tensors, places, held.__getitem__)
         made = torch.zeros((len(places), 2), dtype=torch.int64)
         for word, table in ours.described(layout.tensors, places):
-            add(torch.from_numpy(np.ascontiguousarray(table)), word, made, SIGNED, 8 * sums.BLOCK)
+            add(torch.from_numpy(np.ascontiguousarray(table)), word, made, SIGNED, sums.BLOCK)
         assert made.numpy().tobytes() == ours.now().sums
 
 

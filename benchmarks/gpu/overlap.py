@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline.analysis import covered_s
+
 
 def traced(run: Callable[[], Any], path: Path) -> None:
     """Write a trace of one run, to the end of its work on the GPU."""
@@ -29,12 +31,11 @@ def hidden_percent(path: Path) -> float:
     ]
     total_us = hidden_us = 0.0
     for stream, is_nccl, begin_us, end_us in spans:
-        if is_nccl:
-            continue
-        total_us += end_us - begin_us
-        at_us = begin_us
-        for other, _, first_us, last_us in sorted(spans, key=lambda span: span[2]):
-            if other != stream and last_us > at_us and first_us < end_us:
-                hidden_us += min(end_us, last_us) - max(at_us, first_us)
-                at_us = min(end_us, last_us)
+        if not is_nccl:
+            total_us += end_us - begin_us
+            hidden_us += covered_s(
+                (max(begin_us, first_us), min(end_us, last_us))
+                for other, _, first_us, last_us in spans
+                if other != stream and last_us > begin_us and first_us < end_us
+            )
     return 100 * hidden_us / total_us if total_us else 0.0

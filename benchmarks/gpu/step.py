@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from typing import Any
 from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
 from pipeline import Graph, Model, Schedule, WorkerGroup, trace
+from pipeline.analysis import covered_s
 from pipeline.engine import Engine
 from pipeline.plan import plan
 from pipeline.rundir import RunDir
@@ -89,7 +89,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
     published = [event.at_s for event in events if isinstance(event, trace.Published)]
     spans = [(e.start_s, e.end_s) for e in events if isinstance(e, trace.Ran) and e.stage in ENGINES]
     lo, hi = published[1], published[-1]
-    busy_s = covered((max(lo, a), min(hi, b)) for a, b in spans if b > lo and a < hi)
+    busy_s = covered_s((max(lo, a), min(hi, b)) for a, b in spans if b > lo and a < hi)
     turns = [event for event in events if isinstance(event, trace.Turned) and lo <= event.start_s < hi]
 
     def mean(name: str) -> float:
@@ -119,22 +119,13 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
 
 def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
     """Seconds of a step in which memory changes hands, and GiB in use on a GPU, by all processes, in each turn."""
-    made: dict[str, Any] = {"turns s": round(covered((turn.start_s, turn.end_s) for turn in turns) / steps, 2)}
+    made: dict[str, Any] = {"turns s": round(covered_s((turn.start_s, turn.end_s) for turn in turns) / steps, 2)}
     for awake, state, changes in ((True, "awake", "wakes"), (False, "asleep", "sleeps")):
         for group in ("sampler", "learner"):
             of = [turn for turn in turns if (turn.group, turn.awake) == (group, awake)]
             made[f"{group} {changes} s"] = round(sum(turn.end_s - turn.start_s for turn in of) / steps, 2)
             made[f"{group} {state} GiB"] = round(max((turn.memory_bytes for turn in of), default=0) / 2**30, 1)
     return made
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in at least one of the spans."""
-    total_s, end_s = 0.0, float("-inf")
-    for start_s, stop_s in sorted(spans):
-        total_s += max(0.0, stop_s - max(start_s, end_s))
-        end_s = max(end_s, stop_s)
-    return total_s
 
 
 def main() -> None:

@@ -79,10 +79,10 @@ def move(table: torch.Tensor, word: int) -> None:
 
 
 def add(table: torch.Tensor, word: int, sums: torch.Tensor, seeds: tuple[int, int], block: int) -> None:
-    """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes; `block` is in bytes.
+    """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes; `block` is in words of 8 bytes.
 
     The table is int64 [N, 8]: slot, salt, first byte in the tensor, address, rows, words of a run, and from row to row
     bytes in the tensor and words here."""
     like = torch.empty(0, dtype=_TYPES[word], device=table.device)
-    warps = max(1, block // word // 256)
-    _add[(len(table),)](table, like, sums, *seeds, WORD=word, BLOCK=block // word, num_warps=warps)
+    lanes = block * 8 // word
+    _add[(len(table),)](table, like, sums, *seeds, WORD=word, BLOCK=lanes, num_warps=max(1, lanes // 256))

@@ -79,12 +79,12 @@ class Sums:
 
             on_device = torch.zeros((self._count, 2), dtype=torch.int64, device=self._device)
             for word, table in self._on_device:
-                add(table, word, on_device, (_signed(SEEDS[0]), _signed(SEEDS[1])), 8 * BLOCK)
+                add(table, word, on_device, (_signed(SEEDS[0]), _signed(SEEDS[1])), BLOCK)
             sums = on_device.cpu().numpy()
         else:
             sums = np.zeros((self._count, 2), np.int64)
             for tile in self._here:
-                sums[tile.slot] += np.array(tile.now())
+                sums[tile.slot] += tile.now()
         return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
@@ -125,12 +125,12 @@ class _Tile:
         self._where = start, step, word
         self._kept = self._numbers() if keeps else None
 
-    def now(self) -> tuple[int, int]:
+    def now(self) -> np.ndarray:
         """Both sums."""
         (first, second), shift = self._kept or self._numbers()
         words = self._here.astype(np.uint64) << shift
         exchanged = words << np.uint64(32) | words >> np.uint64(32)
-        return _added(words * first), _added(exchanged * second)
+        return np.array([(words * first).sum(), (exchanged * second).sum()]).view(np.int64)
 
     def _numbers(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Of each word its factor in both sums, and by how many bits it is behind the start of 8 bytes."""
@@ -144,10 +144,6 @@ class _Tile:
 
 def _factor(numbers: np.ndarray, seed: int) -> np.ndarray:
     return _mixed(numbers.astype(np.uint64) + np.uint64(seed)) | np.uint64(1)
-
-
-def _added(products: np.ndarray) -> int:
-    return _signed(int(products.sum(dtype=np.uint64)))
 
 
 def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:

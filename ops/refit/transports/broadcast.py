@@ -55,25 +55,25 @@ class Broadcast:
         groups = list(_in_turns(source, destination.tensors, bucket_bytes, buckets))
         largest = max(at + tensor_bytes for _, group in groups for _, at, tensor_bytes in group)
         root = not receives and number == 0
-        slots = [
-            torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
-            for _ in range(1 + max(slot for slot, _ in groups))
-        ]
+        slots = {
+            slot: torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
+            for slot in sorted({slot for slot, _ in groups})
+        }
         self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
         self._buckets = [(slot, self._planned(source, destination, group, slots, slot)) for slot, group in groups]
         on_gpu = self._device.type == "cuda"
-        self._streams = [torch.cuda.Stream(self._device) if on_gpu else None for _ in slots]
+        self._streams = {slot: torch.cuda.Stream(self._device) if on_gpu else None for slot in slots}
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
         for slot, bucket in self._buckets:
             stream = self._streams[slot]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 self._carry(bucket)
-        for stream in self._streams:
+        for stream in self._streams.values():
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
 
@@ -97,7 +97,7 @@ class Broadcast:
 
     def _planned(
         self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]],
-        slots: Sequence[torch.Tensor], slot: int,
+        slots: Mapping[int, torch.Tensor], slot: int,
     ) -> _Bucket:  # fmt: skip
         tensors = {name: destination.tensors[name] for name, _, _ in group}
         middle = Layout(tensors, [[_placed(tensors, name, at) for name, at, _ in group]])
@@ -149,7 +149,7 @@ def _in_turns(
     ]
     for turn in range(max(map(len, stages))):
         for stage, made in enumerate(stages):
-            own = list(range(stage % streams, streams, len(stages)))
+            own = range(stage % streams, streams, len(stages))
             if turn < len(made):
                 yield own[turn % len(own)], made[turn]
 
