@@ -8,7 +8,6 @@ stage's tensors are gathered while another's are sent. A receiver gets all of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +17,7 @@ from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
 from ops.refit.message import Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
+from ops.refit.streams import Slot, Streams, in_order
 
 BUCKET_BYTES, BUCKETS = 512 << 20, 2
 ALIGNED = 256
@@ -61,39 +61,29 @@ class Broadcast:
         }
         self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
         self._buckets = [(slot, self._planned(source, destination, group, slots, slot)) for slot, group in groups]
-        on_gpu = self._device.type == "cuda"
-        self._streams = {slot: torch.cuda.Stream(self._device) if on_gpu else None for slot in slots}
+        self._slots = {slot: Slot(Streams(self._device)) for slot in slots}
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
-        for stream in self._streams.values():
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-        for slot, bucket in self._buckets:
-            stream = self._streams[slot]
-            with torch.cuda.stream(stream) if stream is not None else nullcontext():
-                self._carry(bucket)
-        for stream in self._streams.values():
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        with in_order(list(self._slots.values())):
+            for slot, bucket in self._buckets:
+                self._carry(self._slots[slot], bucket)
 
-    def _carry(self, bucket: _Bucket) -> None:
+    def _carry(self, slot: Slot, bucket: _Bucket) -> None:
         if bucket.sent is not None:
-            for moves in bucket.before:
-                moves.run()
+            _copy(slot, bucket.before)
         if self._senders is not None and (bucket.sent is not None or bucket.received):
-            with self._senders.together():
+            with slot.step(slot.streams.transfers), self._senders.together():
                 if bucket.sent is not None:
                     self._senders.send(bucket.sent, 0)
                 for peer, memory in bucket.received:
                     self._senders.recv(memory, peer)
         if bucket.sent is None:
-            for moves in bucket.before:
-                moves.run()
+            _copy(slot, bucket.before)
         if self._receivers is not None:
-            self._receivers.broadcast(bucket.memory, 0)
-        for moves in bucket.after:
-            moves.run()
+            with slot.step(slot.streams.transfers):
+                self._receivers.broadcast(bucket.memory, 0)
+        _copy(slot, bucket.after)
 
     def _planned(
         self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]],
@@ -132,6 +122,12 @@ class Broadcast:
         if len(self._messages.get((slot, peer), ())) < size:
             self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._messages[slot, peer][:size]
+
+
+def _copy(slot: Slot, moves: Sequence[Moves]) -> None:
+    with slot.step(slot.streams.copies):
+        for each in moves:
+            each.run()
 
 
 def _in_turns(

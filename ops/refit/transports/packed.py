@@ -14,6 +14,7 @@ from ops.comm.stateless_group import StatelessGroup
 from ops.refit.message import ALIGNED, Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, Plan
+from ops.refit.streams import Slot, Streams, in_order
 
 SLOT_BYTES, SLOTS = 96 << 20, 3
 
@@ -33,16 +34,18 @@ class Exchange:
         device = next(iter(buffers.values())).device
         rounds = {peer: _messages(own, message_bytes) for peer, own in copies.items()}
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
-        self._slots: list[dict[int, torch.Tensor]] = [
+        streams = Streams(device)
+        self._slots = [Slot(streams) for _ in range(min(slots, self.rounds))]
+        memories: list[dict[int, torch.Tensor]] = [
             {
                 peer: torch.empty(max(message.size for message in messages), dtype=torch.uint8, device=device)
                 for peer, messages in rounds.items()
             }
-            for _ in range(min(slots, self.rounds))
+            for _ in self._slots
         ]
         self._rounds: list[list[tuple[int, torch.Tensor, Moves]]] = []
         for index in range(self.rounds):
-            memory = self._slots[index % slots]
+            memory = memories[index % slots]
             self._rounds.append([])
             for peer, messages in sorted(rounds.items()):
                 if index < len(messages):
@@ -52,33 +55,23 @@ class Exchange:
                     else:
                         moves = message.pack(lambda copy: buffers[copy.source_buffer], memory[peer])
                     self._rounds[-1].append((peer, memory[peer][: message.size], moves))
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
-        steps = (self._carry, self._move) if self._receives else (self._move, self._carry)
-        if not self._streams:
-            for messages in self._rounds:
-                for step in steps:
-                    step(messages)
-            return
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        done: dict[int, torch.cuda.Event] = {}  # by slot: what was done last with its memory
-        for index, messages in enumerate(self._rounds):
-            slot = index % len(self._slots)
-            for stream, step in zip(self._streams, steps):
-                with torch.cuda.stream(stream):
-                    if slot in done:
-                        stream.wait_event(done[slot])
-                    step(messages)
-                    done[slot] = stream.record_event()
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        with in_order(self._slots):
+            for index, messages in enumerate(self._rounds):
+                slot = self._slots[index % len(self._slots)]
+                if not self._receives:
+                    self._move(slot, messages)
+                with slot.step(slot.streams.transfers):
+                    self._carry(messages)
+                if self._receives:
+                    self._move(slot, messages)
 
-    def _move(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
-        for _, _, moves in messages:
-            moves.run()
+    def _move(self, slot: Slot, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
+        with slot.step(slot.streams.copies):
+            for _, _, moves in messages:
+                moves.run()
 
     def _carry(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
         with self._group.together():

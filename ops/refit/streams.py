@@ -1,0 +1,52 @@
+"""Copies and transfers beside each other: a GPU's stream for either, and slots of memory that their steps take in turn.
+
+Transfers have the higher priority. A copy has thousands of small blocks and NCCL's kernel a few large ones, which would
+otherwise find no room until the last of the copy's has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+class Streams:
+    """A stream for copies and one for transfers. There is none on the CPU, where all is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.copies = torch.cuda.Stream(device) if on_gpu else None
+        self.transfers = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+
+
+class Slot:
+    """Memory that steps on both streams use: each begins when the one before it is done."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._done: torch.cuda.Event | None = None
+
+    @contextmanager
+    def step(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """What is issued inside is the next step, on this one of its streams."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(stream):
+            if self._done is not None:
+                stream.wait_event(self._done)
+            yield
+            self._done = stream.record_event()
+
+
+@contextmanager
+def in_order(slots: Sequence[Slot]) -> Iterator[None]:
+    """All steps issued inside are, as the current stream sees it, done here: after what it has, before what it gets."""
+    found = dict.fromkeys(stream for slot in slots for stream in (slot.streams.copies, slot.streams.transfers))
+    for stream in filter(None, found):
+        stream.wait_stream(torch.cuda.current_stream())
+    yield
+    for stream in filter(None, found):
+        torch.cuda.current_stream().wait_stream(stream)
