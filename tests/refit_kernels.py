@@ -7,13 +7,14 @@ compared with what the CPU's own way does with the same copies and places.
 import numpy as np
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ops.refit import sums, tiles
 from ops.refit.kernel import add, move
 from ops.refit.layout import Layout
 from ops.refit.plan import build
 from ops.refit.sums import SEEDS, Sums
-from tests.unit.refit_layouts import buffers, filled, moves, on, sides
+from tests.unit.refit_layouts import buffers, filled, moves, on, shifted, sides
 
 SIGNED = tuple(int(np.uint64(seed).view(np.int64)) for seed in SEEDS)
 
@@ -45,10 +46,26 @@ def summed(pair: tuple[Layout, Layout]) -> None:
         assert made.numpy().tobytes() == ours.now().sums
 
 
+@given(sides(), st.integers(0, 8))
+@settings(max_examples=25, deadline=None)
+def summed_and_copied(pair: tuple[Layout, Layout], shift: int) -> None:
+    layout = pair[0]
+    for places, memory, empty in zip(layout.ranks, filled(layout), buffers(layout)):
+        held = {name: shifted(array, shift) for name, array in memory.items()}
+        copies = [on("cpu", {name: array.copy() for name, array in empty.items()}) for _ in range(2)]
+        ways = [Sums(layout.tensors, places, copy.__getitem__, held.__getitem__) for copy in copies]
+        made = torch.zeros((len(places), 2), dtype=torch.int64)
+        for word, table in ways[0].described(layout.tensors, places):
+            add(torch.from_numpy(np.ascontiguousarray(table)), word, made, SIGNED, sums.BLOCK)
+        assert made.numpy().tobytes() == ways[1].now().sums
+        assert all(torch.equal(copies[0][name], copies[1][name]) for name in held)
+
+
 def main() -> None:
     tiles.TILE_BYTES, sums.BLOCK = 24, 2  # so that small tensors are many tiles and blocks
     moved()
     summed()
+    summed_and_copied()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The two kernels that go through a table of tiles, one a program, in Triton: one moves bytes, the other adds them up.
+"""The two kernels that go through a table of tiles, one a program, in Triton: one moves bytes, the other adds them up
+(and may move them, too).
 
 A tile's words are numbered row by row, so that every lane has one however short the rows are. What is moved may lie on
 another GPU of the machine that is mapped here (NVLink): the kernel only loads there.
@@ -46,11 +47,11 @@ def _factor(number, seed):
 def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, BLOCK: tl.constexpr):
     """Block by block of the tensor: all of a block has one factor, and a lane is at one place of every block. `BLOCK`
     is in words of WORD bytes."""
-    tile = table + tl.program_id(0).to(tl.int64) * 8
+    tile = table + tl.program_id(0).to(tl.int64) * 9
     slot, salt = tl.load(tile), tl.load(tile + 1)
     start, here = tl.load(tile + 2), tl.load(tile + 3).to(like.dtype)
     rows, run = tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32)
-    step, here_step = tl.load(tile + 6), tl.load(tile + 7)
+    step, here_step, further = tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
     lane = tl.arange(0, BLOCK)
     first_sum = tl.zeros((BLOCK,), tl.uint64)
     second_sum = tl.zeros((BLOCK,), tl.uint64)
@@ -59,15 +60,18 @@ def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, BLOCK: 
         for block in range(begin // BLOCK, (begin + run + BLOCK - 1) // BLOCK):
             column = (block * BLOCK - begin).to(tl.int32) + lane
             inside = (column >= 0) & (column < run)
-            value = tl.load(here + row * here_step + column, mask=inside, other=0)
+            place = here + row * here_step + column
+            value = tl.load(place, mask=inside, other=0)
+            if further != 0:
+                tl.store(place + further, value, mask=inside)
             if WORD == 8:
                 value = value.to(tl.uint64, bitcast=True)
             else:
                 value = (value.to(tl.uint64) & ((1 << (8 * WORD)) - 1)) << (lane * WORD % 8 * 8).to(tl.uint64)
             first_sum += value * _factor(block + salt, first_seed)
             second_sum += (value << 32 | value >> 32) * _factor(block + salt, second_seed)
-    place = lane * WORD // 8
-    first, second = first_sum * _factor(place, first_seed), second_sum * _factor(place, second_seed)
+    within = lane * WORD // 8
+    first, second = first_sum * _factor(within, first_seed), second_sum * _factor(within, second_seed)
     tl.atomic_add(sums + slot * 2, tl.sum(first, 0).to(tl.int64, bitcast=True))
     tl.atomic_add(sums + slot * 2 + 1, tl.sum(second, 0).to(tl.int64, bitcast=True))
 
@@ -81,8 +85,8 @@ def move(table: torch.Tensor, word: int) -> None:
 def add(table: torch.Tensor, word: int, sums: torch.Tensor, seeds: tuple[int, int], block: int) -> None:
     """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes; `block` is in words of 8 bytes.
 
-    The table is int64 [N, 8]: slot, salt, first byte in the tensor, address, rows, words of a run, and from row to row
-    bytes in the tensor and words here."""
+    The table is int64 [N, 9]: slot, salt, first byte in the tensor, address, rows, words of a run, and from row to row
+    bytes in the tensor and words here; and how many words further they are copied to, or 0."""
     like = torch.empty(0, dtype=_TYPES[word], device=table.device)
     lanes = block * 8 // word
     _add[(len(table),)](table, like, sums, *seeds, WORD=word, BLOCK=lanes, num_warps=max(1, lanes // 256))

@@ -24,8 +24,7 @@ import torch
 
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.memory import Handle, Kept, SharedMemory, opened
-from ops.refit.move import Moves, flat
-from ops.refit.plan import Copy
+from ops.refit.move import flat
 from ops.refit.sums import Summed, Sums, digest
 
 ALIGNED = 256  # bytes; every parameter begins at a multiple
@@ -88,33 +87,31 @@ class _Copy:
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
         self.memory = SharedMemory(size, next(iter(parameters.values())).device)
         self.kept = Kept(os.urandom(8).hex())
-        self._copies: list[Copy] = []  # of parameters, by their names, that the copy has the bytes of
-        self._cast: dict[str, torch.Tensor] = {}  # copies of those that have another dtype
+        self._own: dict[str, torch.Tensor] = {}  # flat bytes of the copies, by the parameters' names
+        self._cast: dict[str, torch.Tensor] = {}  # copies of parameters that have another dtype
         for name, start in starts.items():
             parameter, dtype = parameters[name], dtypes[name]
-            length = parameter.numel() * dtype.itemsize
-            if parameter.dtype == dtype:
-                self._copies.append(Copy(0, 0, name, "", 0, start, length, 1, length, length))
-            else:
-                self._cast[name] = self.memory.bytes[start : start + length].view(dtype).view(parameter.shape)
-        self._moves: Moves | None = None
+            self._own[name] = self.memory.bytes[start : start + parameter.numel() * dtype.itemsize]
+            if parameter.dtype != dtype:
+                self._cast[name] = self._own[name].view(dtype).view(parameter.shape)
+        self._tensors, self._places = tensors, places
+        self._sums: Sums | None = None
         self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
-        self._sums = Sums(tensors, placed, lambda _: self.memory.bytes)
         self._layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # it goes along with every version
 
     @torch.no_grad()
     def filled(self, parameters: Mapping[str, torch.Tensor], form: Form) -> Share:
         """The share, when all of it is there."""
-        addresses = [parameters[copy.source_buffer].data_ptr() for copy in self._copies]
-        if self._moves is None or addresses != self._addresses:
-            memory = self.memory.bytes
-            self._moves = Moves(self._copies, lambda copy: flat(parameters[copy.source_buffer]), lambda _: memory)
+        same = [name for name in self._own if name not in self._cast]
+        addresses = [parameters[name].data_ptr() for name in same]
+        if self._sums is None or addresses != self._addresses:
+            sources = self._own | {name: flat(parameters[name]) for name in same}
+            self._sums = Sums(self._tensors, self._places, self._own.__getitem__, sources.__getitem__)
             self._addresses = addresses
-        self._moves.run()
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
-        summed = self._sums.now()  # waits for the copies
+        summed = self._sums.now()  # and copies the others
         if form == "bytes":
             return Share(self._layout, summed, self.memory.bytes.to("cpu", copy=True).numpy())
         return Share(self._layout, summed, self.memory if form == "handle" else self.kept)

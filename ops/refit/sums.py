@@ -10,7 +10,7 @@ begins within a word; an odd factor loses nothing, so a word that differs always
 
 A factor is that of the word's block times that of its place there, so that a GPU reads as fast as its memory gives.
 Differences in the highest bits alone leave a product few bits to show in: the second sum has each word's halves
-exchanged.
+exchanged. What is published is copied in the pass that adds it up, as both would read all of it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,23 @@ class Summed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sums:
-    """Of what lies in some places. Each `buffer` is flat bytes, all of them on one device."""
+    """Of what lies in some places. Each `buffer` is flat bytes, all of them on one device.
+
+    With `source`, which gives for each buffer another that is laid out as it is, or itself, the places are filled from
+    there in the same pass. Raises ValueError where one is longer than the other.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], places: Sequence[Place], buffer: Callable[[str], torch.Tensor]
-    ) -> None:
+        self, tensors: Mapping[str, Tensor], places: Sequence[Place], buffer: Callable[[str], torch.Tensor],
+        source: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._count = len(places)
         self._boxes = msgspec.msgpack.encode([(place.tensor, place.box) for place in places])
         self._kept = [buffer(place.buffer) for place in places]  # so that the addresses stay theirs
+        self._sources = [source(place.buffer) for place in places] if source else self._kept
+        for place, memory, filling in zip(places, self._kept, self._sources):
+            if len(memory) != len(filling):
+                raise ValueError(f"buffer {place.buffer!r} has {len(memory)} bytes, and its source {len(filling)}")
         self._device = self._kept[0].device if places else torch.device("cpu")
         tables = self.described(tensors, places)
         if self._device.type == "cuda":
@@ -63,17 +72,19 @@ class Sums:
     def described(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> list[tuple[int, np.ndarray]]:
         """By bytes of a word, the table that ops.refit.kernel.add goes through."""
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
-        salts = np.array([_salt(place.tensor) for place in places], np.int64)
-        words = word_bytes(made)
+        salts = np.array([_salt(place.tensor) for place in places], np.int64)[made[:, 0]]
+        apart = [memory.data_ptr() - filling.data_ptr() for memory, filling in zip(self._kept, self._sources)]
+        further = np.array(apart, np.int64)[made[:, 0]]
+        words = word_bytes(np.column_stack([made[:, :2], made[:, 2] | further, made[:, 3:]]))
         tables: list[tuple[int, np.ndarray]] = []
         for word in WORDS:
             if (own := words == word).any():
-                table = np.insert(made[own], 1, salts[made[own, 0]], 1)
-                tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word])))
+                table = np.column_stack([made[own, :1], salts[own], made[own, 1:], further[own]])
+                tables.append((word, table // np.array([1, 1, 1, 1, 1, word, 1, word, word])))
         return tables
 
     def now(self) -> Summed:
-        """Of the bytes that lie there now."""
+        """Of the bytes that lie there now, once those of the source are there."""
         if self._device.type == "cuda":
             from ops.refit.kernel import add
 
@@ -88,12 +99,13 @@ class Sums:
         return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
-        """Place, first byte in the tensor, address, rows, bytes of a run, of the step in the tensor, and here."""
-        for slot, (place, memory) in enumerate(zip(places, self._kept)):
+        """Place, first byte in the tensor, address to read, rows, bytes of a run, and of the steps in the tensor and
+        here."""
+        for slot, (place, source) in enumerate(zip(places, self._sources)):
             tensor = tensors[place.tensor]
             canonical = dense(place.tensor, whole(tensor.shape), tensor.item_bytes, "")
             for here, there, run, rows, step, canonical_step in runs(place.box, tensor.item_bytes, place, canonical):
-                yield slot, there, memory.data_ptr() + here, rows, run, canonical_step, step
+                yield slot, there, source.data_ptr() + here, rows, run, canonical_step, step
 
 
 def _salt(name: str) -> int:
@@ -118,15 +130,17 @@ class _Tile:
     take three times its memory."""
 
     def __init__(self, row: list[int], word: int, keeps: bool) -> None:
-        self.slot, self._salt, start, address, rows, run, step, here_step = row
-        raw = (ctypes.c_char * (((rows - 1) * here_step + run) * word)).from_address(address)
-        memory = np.frombuffer(memoryview(raw), f"u{word}")
-        self._here = np.lib.stride_tricks.as_strided(memory, (rows, run), (here_step * word, word))
+        self.slot, self._salt, start, address, rows, run, step, here_step, further = row
+        form = rows, run, here_step, word
+        self._here = _words(address, *form)
+        self._there = _words(address + further * word, *form) if further else None
         self._where = start, step, word
         self._kept = self._numbers() if keeps else None
 
     def now(self) -> np.ndarray:
         """Both sums."""
+        if self._there is not None:
+            self._there[:] = self._here
         (first, second), shift = self._kept or self._numbers()
         words = self._here.astype(np.uint64) << shift
         exchanged = words << np.uint64(32) | words >> np.uint64(32)
@@ -140,6 +154,13 @@ class _Tile:
         block, place = np.divmod(byte // 8, BLOCK)
         factors = [_factor(block + self._salt, seed) * _factor(place, seed) for seed in SEEDS]
         return factors, (byte % 8 * 8).astype(np.uint64)
+
+
+def _words(address: int, rows: int, run: int, step: int, word: int) -> np.ndarray:
+    """Memory as an array of them [rows, run]."""
+    raw = (ctypes.c_char * (((rows - 1) * step + run) * word)).from_address(address)
+    memory = np.frombuffer(memoryview(raw), f"u{word}")
+    return np.lib.stride_tricks.as_strided(memory, (rows, run), (step * word, word))
 
 
 def _factor(numbers: np.ndarray, seed: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from ops.refit import sums
 from ops.refit.layout import Layout, Tensor, dense, size
 from ops.refit.plan import build
 from ops.refit.sums import Sums
-from tests.unit.refit_layouts import buffers, filled, moves, on, sides
+from tests.unit.refit_layouts import buffers, filled, moves, on, shifted, sides
 
 
 @given(sides())
@@ -40,6 +40,21 @@ def test_sums(block: int, pair: tuple[Layout, Layout]) -> None:
         for places, memory in zip(layout.ranks, filled(layout)):
             ways = [Sums(layout.tensors, places, on(device, memory).__getitem__) for device in ("cpu", "cuda")]
             assert ways[0].now() == ways[1].now()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+@given(pair=sides())
+@settings(max_examples=20, deadline=None)
+def test_sums_of_what_is_copied(shift: int, pair: tuple[Layout, Layout]) -> None:
+    layout = pair[0]
+    for places, memory, empty in zip(layout.ranks, filled(layout), buffers(layout)):
+        found = []
+        for device in ("cpu", "cuda"):
+            held = {name: shifted(array, shift, device) for name, array in memory.items()}
+            copy = on(device, {name: array.copy() for name, array in empty.items()})
+            summed = Sums(layout.tensors, places, copy.__getitem__, held.__getitem__).now()
+            found.append((summed, {name: tensor.tolist() for name, tensor in copy.items()}))
+        assert found[0] == found[1]
 
 
 def test_sums_of_many_tiles_and_blocks() -> None:

@@ -109,3 +109,8 @@ def moves(plan: Plan, rank: int, source: list[dict[str, torch.Tensor]], own: dic
 def on(device: str, memory: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Memory as tensors: of the same bytes on the CPU, of a copy elsewhere."""
     return {name: torch.from_numpy(array).to(device) for name, array in memory.items()}
+
+
+def shifted(array: np.ndarray, shift: int, device: str = "cpu") -> torch.Tensor:
+    """Its bytes as a tensor that begins so many bytes behind a multiple of eight."""
+    return torch.cat([torch.zeros(shift, dtype=torch.uint8), torch.from_numpy(array)]).to(device)[shift:]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops.refit import sums
 from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.sums import Sums, digest
-from tests.unit.refit_layouts import filled, sides, view
+from tests.unit.refit_layouts import buffers, filled, on, shifted, sides, view
 
 
 def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
@@ -47,6 +47,26 @@ def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) ->
         assert told(layout, memory) != before
     except ValueError as error:  # another rank holds the same box
         assert "have different bytes there" in str(error)
+
+
+@given(sides(), st.integers(0, 8))
+@settings(max_examples=100, deadline=None)
+def test_a_source_fills_the_places_and_nothing_else(pair: tuple[Layout, Layout], shift: int) -> None:
+    layout = pair[0]
+    for places, memory, made in zip(layout.ranks, filled(layout), buffers(layout)):
+        held, copies = {name: shifted(a, shift) for name, a in memory.items()}, on("cpu", made)
+        found = Sums(layout.tensors, places, copies.__getitem__, held.__getitem__)
+        for _ in range(2):
+            assert found.now() == Sums(layout.tensors, places, held.__getitem__).now()
+            assert all(np.array_equal(made[name], memory[name]) for name in memory)  # poison where no place is
+            for place in places:
+                view(made[place.buffer], place, layout.tensors[place.tensor].item_bytes)[...] = 0
+
+
+def test_a_source_of_another_length_is_refused() -> None:
+    tensors, memory = {"t": Tensor((4,), "uint8")}, torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="buffer 'own' has 4 bytes, and its source 3"):
+        Sums(tensors, [dense("t", whole((4,)), 1, "own")], lambda _: memory, lambda _: memory[:3])
 
 
 @given(st.binary(min_size=1, max_size=9 * sums.BLOCK))
