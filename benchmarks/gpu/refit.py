@@ -6,10 +6,10 @@ Half of the GPUs hold a model as Megatron-core's ranks do, the other half take i
 that sees its own GPU only, as under Ray. Values say which tensor and where in it they belong. Transports run in turn, a
 round of each at a time, after 5 rounds that are not counted; a round's time is that of the slowest rank, from a barrier
 to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes a second that a receiver got;
-`publish` is what the trainer does before a pull: it copies its part into memory that others open, and adds it up. Every
+`publish` is what the trainer does before a pull: it copies its part into memory that others open and adds it up. Every
 destination is poisoned before the first round of a transport, and its checksum compared with the senders' after the
-last. `--trace` writes what one more broadcast does on each rank's streams, and reports how much of the packing and
-taking apart is hidden behind another bucket (`hidden_percent`, of each rank).
+last. `--trace` writes what one more `p2p` and `broadcast` do on each rank's streams, and reports how much of the packing
+and taking apart is hidden behind another message (`hidden_percent`, of each rank).
 
 Aims (8 H200): pull at 345 GB/s a receiver or more, 365 where runs are long; 4B TP2 PP2 -> TP4 in 5.8 ms.
 """
@@ -160,12 +160,19 @@ class Rank:
         arms, publish = self._arms(source, destination, held, flat)
         rows = self._timed(model, name, arms, publish, tensors, destination, flat, tensor)
         if self.traces:
-            path = Path(self.traces) / f"{model} {name} {self.number}.json".replace(" -> ", "-").replace(" ", "-")
-            traced(arms["broadcast"], path)
-            hidden: list[Any] = [None] * self.ranks
-            dist.all_gather_object(hidden, round(hidden_percent(path)))
-            next(row for row in rows if row["arm"] == "broadcast")["hidden_percent"] = hidden
+            for row in rows:
+                if row["arm"] in ("p2p", "broadcast"):
+                    row["hidden_percent"] = self._hidden(arms[row["arm"]], f"{model} {name} {row['arm']}")
         return rows
+
+    def _hidden(self, run: Callable[[], Any], name: str) -> list[int]:
+        """Of each rank, in one more round."""
+        path = Path(self.traces) / f"{name} {self.number}.json".replace(" -> ", "-").replace(" ", "-")
+        dist.barrier()
+        traced(run, path)
+        hidden: list[Any] = [None] * self.ranks
+        dist.all_gather_object(hidden, round(hidden_percent(path)))
+        return hidden
 
     def _arms(
         self, source: Layout, destination: Layout, held: dict[str, torch.Tensor], flat: dict[str, torch.Tensor]
@@ -272,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["4B", "8B", "30B-A3B"])
     parser.add_argument("--timed", type=int, default=20, help="rounds that count")
-    parser.add_argument("--trace", default="", help="a folder for a trace of each rank's streams in a broadcast")
+    parser.add_argument("--trace", default="", help="a folder for traces of each rank's streams")
     parser.add_argument("--ranks", type=int, default=0, help="processes; all GPUs by default")
     parser.add_argument("--cpu", action="store_true", help="tiny models over gloo, to try the script")
     parser.add_argument("--out", help="write JSON here")

@@ -1,5 +1,5 @@
 """The two kernels that go through a table of tiles, one a program, in Triton: one moves bytes, the other adds them up
-(and may move them, too).
+and may move them on the way.
 
 A tile's words are numbered row by row, so that every lane has one however short the rows are. What is moved may lie on
 another GPU of the machine that is mapped here (NVLink): the kernel only loads there.

@@ -1,7 +1,7 @@
 """Copies and transfers beside each other: a GPU's stream for either, and slots of memory that their steps take in turn.
 
-Transfers have the higher priority. A copy has thousands of small blocks and NCCL's kernel a few large ones, which would
-otherwise find no room until the last of the copy's has begun.
+Transfers have the higher priority. A block of NCCL's kernel takes nearly all registers of a core (96 for each of 640
+threads; NCCL 2.28.9, H200): it begins where all blocks of a copy have ended, and no others may follow them there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-TILE_BYTES = 128 << 10
+TILE_BYTES = 64 << 10  # so few that programs end soon, and room is made for those of other streams
 WORDS = (8, 4, 2, 1)  # bytes of a word that tiles are gone through in
 
 

@@ -16,7 +16,7 @@ from ops.refit.move import Moves
 from ops.refit.plan import Copy, Plan
 from ops.refit.streams import Slot, Streams, in_order
 
-SLOT_BYTES, SLOTS = 96 << 20, 3
+SLOT_BYTES, SLOTS = 192 << 20, 3
 
 
 class Exchange:
