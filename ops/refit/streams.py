@@ -7,9 +7,11 @@ threads; NCCL 2.28.9, H200): it begins where all blocks of a copy have ended, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+from ops.refit.move import Moves
 
 
 class Streams:
@@ -22,15 +24,25 @@ class Streams:
 
 
 class Slot:
-    """Memory that steps on both streams use: each begins when the one before it is done."""
+    """Memory that copies and transfers use in turn: each begins when the one before it is done."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._done: torch.cuda.Event | None = None
 
+    def copy(self, moves: Sequence[Moves]) -> None:
+        """These are next."""
+        if moves:
+            with self._next(self.streams.copies):
+                for each in moves:
+                    each.run()
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """What is sent and received inside is next."""
+        return self._next(self.streams.transfers)
+
     @contextmanager
-    def step(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """What is issued inside is the next step, on this one of its streams."""
+    def _next(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
@@ -43,7 +55,7 @@ class Slot:
 
 @contextmanager
 def in_order(slots: Sequence[Slot]) -> Iterator[None]:
-    """All steps issued inside are, as the current stream sees it, done here: after what it has, before what it gets."""
+    """All that slots do inside is, as the current stream sees it, done here: after what it has, before what it gets."""
     found = dict.fromkeys(stream for slot in slots for stream in (slot.streams.copies, slot.streams.transfers))
     for stream in filter(None, found):
         stream.wait_stream(torch.cuda.current_stream())

@@ -71,19 +71,19 @@ class Broadcast:
 
     def _carry(self, slot: Slot, bucket: _Bucket) -> None:
         if bucket.sent is not None:
-            _copy(slot, bucket.before)
+            slot.copy(bucket.before)
         if self._senders is not None and (bucket.sent is not None or bucket.received):
-            with slot.step(slot.streams.transfers), self._senders.together():
+            with slot.transfer(), self._senders.together():
                 if bucket.sent is not None:
                     self._senders.send(bucket.sent, 0)
                 for peer, memory in bucket.received:
                     self._senders.recv(memory, peer)
         if bucket.sent is None:
-            _copy(slot, bucket.before)
+            slot.copy(bucket.before)
         if self._receivers is not None:
-            with slot.step(slot.streams.transfers):
+            with slot.transfer():
                 self._receivers.broadcast(bucket.memory, 0)
-        _copy(slot, bucket.after)
+        slot.copy(bucket.after)
 
     def _planned(
         self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]],
@@ -122,12 +122,6 @@ class Broadcast:
         if len(self._messages.get((slot, peer), ())) < size:
             self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._messages[slot, peer][:size]
-
-
-def _copy(slot: Slot, moves: Sequence[Moves]) -> None:
-    with slot.step(slot.streams.copies):
-        for each in moves:
-            each.run()
 
 
 def _in_turns(

@@ -60,18 +60,13 @@ class Exchange:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
         with in_order(self._slots):
             for index, messages in enumerate(self._rounds):
-                slot = self._slots[index % len(self._slots)]
+                slot, copies = self._slots[index % len(self._slots)], [moves for _, _, moves in messages]
                 if not self._receives:
-                    self._move(slot, messages)
-                with slot.step(slot.streams.transfers):
+                    slot.copy(copies)
+                with slot.transfer():
                     self._carry(messages)
                 if self._receives:
-                    self._move(slot, messages)
-
-    def _move(self, slot: Slot, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
-        with slot.step(slot.streams.copies):
-            for _, _, moves in messages:
-                moves.run()
+                    slot.copy(copies)
 
     def _carry(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
         with self._group.together():
