@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from pipeline.simulation.distributions import Distribution, Term
 
 PROMPT = Field("prompt", dtype="str")

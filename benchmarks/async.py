@@ -26,9 +26,10 @@ from typing import Any, Literal
 from benchmarks.delayed import DelayedRollout, with_delays
 from benchmarks.report import report
 from graphs import quickstart
-from pipeline import Graph, trace
-from pipeline.engine import Engine
-from pipeline.plan import plan
+from pipeline import Graph
+from pipeline.engine.driver import Engine
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 
 MEAN_S = 0.25

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.report import report
 from pipeline import Field, KVBatchMeta
-from pipeline.columns import Columns, Ragged, size_bytes
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
-from pipeline.meta import sample_key
+from pipeline.declare.columns import Columns, Ragged, size_bytes
+from pipeline.declare.handle import sample_key
 
 GROUP = 8  # samples a group
 FIELDS = (

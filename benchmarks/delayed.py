@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from pipeline import Graph, Output, StageContext, Task
-from pipeline.columns import Columns, take
+from pipeline.declare.columns import Columns, take
 from pipeline.errors import Problem
 from pipeline.simulation.distributions import Distribution, Term
 from stages import Rollout

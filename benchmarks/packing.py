@@ -9,7 +9,7 @@ minority. Every way keeps the same budget of tokens a microbatch.
     sorted         sorted by length and dealt out in turn, runs of that, padded to the longest of a microbatch
     first fit      packed rows in canonical order, dealt out in turn
     ffd            packed rows by first fit decreasing, dealt out in turn
-    Plain, Dynamic, Packed     `pipeline.sharding`
+    Plain, Dynamic, Packed     `pipeline.declare.sharding`
 
 "microbatches" is a rank's, from the least to the most: where they differ, ranks that meet in each would hang.
 "padding" is of what is computed on; "balance" is tokens of the busiest rank over the mean; "waiting" is the share of
@@ -28,7 +28,7 @@ from itertools import zip_longest
 from typing import Any
 
 from benchmarks.report import report
-from pipeline.sharding import Dynamic, Microbatching, Packed, Plain, Shard, shard_batch
+from pipeline.declare.sharding import Dynamic, Microbatching, Packed, Plain, Shard, shard_batch
 
 BUDGET = 8192  # tokens
 LONGEST_PROMPT, LONGEST_RESPONSE = 512, 2048

@@ -27,7 +27,7 @@ from benchmarks.refit_plan import QWEN3_30B, deepseek, qwen3, split
 from benchmarks.report import report
 from ops.refit.layout import Layout
 from ops.refit.plan import Plan, build
-from stages.backends.decoder import Decoder
+from stages.backends.model.decoder import Decoder
 
 FITTED, AIM = "Qwen3-4B", 0.15
 CARD_GB_S = 50.0

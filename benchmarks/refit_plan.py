@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.report import report
 from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.plan import build
-from stages.backends.decoder import Decoder
 from stages.backends.megatron import places as megatron
 from stages.backends.megatron.names import Part
+from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
 
 ITEM_BYTES = 2

@@ -19,10 +19,11 @@ from collections import Counter, deque
 
 from benchmarks.report import report
 from pipeline import Schedule
-from pipeline.events import Claim, Clear, Decision, Drop, Event, Finished, Landed, Run, Save, Saved
-from pipeline.plan import Plan, PlannedStage, plan
-from pipeline.scheduler import Scheduler
-from pipeline.stage import Task
+from pipeline.declare.task import Task
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.planner import plan
+from pipeline.schedule.events import Claim, Clear, Decision, Drop, Event, Finished, Landed, Run, Save, Saved
+from pipeline.schedule.scheduler import Scheduler
 from tests.unit import toy
 
 AIM = 50_000

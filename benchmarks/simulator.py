@@ -34,14 +34,16 @@ import msgspec
 from benchmarks import asleep, delayed
 from benchmarks.report import report
 from graphs import quickstart
-from pipeline import Graph, Schedule, trace
-from pipeline.analysis import Report, analyse
-from pipeline.executors.simulated import Simulation
-from pipeline.plan import Plan, plan
+from pipeline import Graph, Schedule
+from pipeline.analysis.report import Report, analyse
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Drawn, Durations
 from pipeline.simulation.recording import recorded, simulated
+from pipeline.simulation.virtual_run import Simulation
 from pipeline.simulation.whatif import Changes
 
 MEAN_S, TAIL = 0.25, 0.8
@@ -87,7 +89,7 @@ def described(name: str, steps: int) -> Graph:
 
 def run(name: str, steps: int, folder: Path) -> None:
     """Run a configuration in this process, recorded in `folder`."""
-    from pipeline.engine import Engine
+    from pipeline.engine.driver import Engine
     from pipeline.executors.ray import RayExecutor
 
     graph = described(name, steps)

@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks.data_plane import FIELDS, columns, start_ray, timed
 from benchmarks.report import report
 from pipeline import KVBatchMeta
-from pipeline.columns import Columns, take
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
-from pipeline.meta import keys_of, sample_key
+from pipeline.declare.columns import Columns, take
+from pipeline.declare.handle import keys_of, sample_key
 
 GROUPS, SAMPLES = 32, 16
 WARM_UP = 3

@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.report import report
 from graphs import quickstart
 from pipeline import Graph
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
 from stages import ClippedLoss, Train
 

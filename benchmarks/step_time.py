@@ -73,9 +73,9 @@ def by_hand(steps: int, threads: int) -> list[float]:
 
 def ours(steps: int, threads: int, executor_name: str) -> list[float]:
     """Seconds between the published versions of a run."""
-    from pipeline import trace
-    from pipeline.engine import Engine
-    from pipeline.plan import plan
+    from pipeline.engine.driver import Engine
+    from pipeline.plan.planner import plan
+    from pipeline.record import trace
     from pipeline.rundir import RunDir
 
     if executor_name == "local":
@@ -98,7 +98,7 @@ def trl(steps: int, threads: int) -> list[float]:
 
     from ops.rewards import digit_match
     from stages import Generated
-    from stages.backends.torch.models import load_network, load_tokenizer
+    from stages.backends.model.build import load_network, load_tokenizer
 
     torch.set_num_threads(threads)
     task = Generated("reverse", digits=4)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from pipeline import trace
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.unit.records import simulated
 from tests.web.folders import written

@@ -1,10 +1,12 @@
 """Sluice's engine: graphs, time and data movement. It knows no model and no reward."""
 
+from pipeline.declare.fields import Field
+from pipeline.declare.graph import Graph, Schedule
+from pipeline.declare.group import Model, WorkerGroup
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Output, StageContext, Task
 from pipeline.errors import DataPlaneError, GraphError, StageError
-from pipeline.fields import Field
-from pipeline.graph import Graph, Model, Schedule, WorkerGroup
-from pipeline.meta import KVBatchMeta
-from pipeline.stage import Output, Stage, StageContext, Task
 
 __all__ = [
     "DataPlaneError",

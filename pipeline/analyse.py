@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipeline import console
-from pipeline.command import Parser, exit_code
-from pipeline.comparison import Comparison, Pair, compare
+from pipeline.analysis.comparison import Comparison, Pair, compare
+from pipeline.analysis.findings import Findings, find
+from pipeline.analysis.idle import Idle
+from pipeline.analysis.report import summary
+from pipeline.cli import console
+from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
-from pipeline.findings import Findings, find
-from pipeline.idle import Idle
-from pipeline.runs import OpenedRun, open_run
-from pipeline.simulate import summary
+from pipeline.record.runs import OpenedRun, open_run
 from pipeline.simulation.hints import Hints, hints
 from pipeline.simulation.recording import recording_of
 

@@ -15,94 +15,16 @@ The functions yield text piece by piece, and read the record as they go:
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from pipeline import trace
-from pipeline.command import Parser, exit_code
+from pipeline.analysis.perfetto import perfetto
+from pipeline.analysis.tables import metrics_csv, spans_csv, tables
+from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
-from pipeline.findings import Findings, find
-from pipeline.perfetto import Starts, perfetto
-from pipeline.rundir import RunDir
-from pipeline.runs import open_run, read_metrics
 
 __all__ = ["main", "metrics_csv", "perfetto", "spans_csv", "tables"]
-SPANS = ("start", "task", "stage", "step", "attempt", "group", "worker", "start_s", "end_s", "cpu_s", "groups")
-PATH = ("step", "stage", "cause", "field", "task", "group", "worker", "start_s", "end_s")
-GAPS = ("group", "worker", "cause", "stage", "field", "task", "start_s", "end_s")
-
-
-def tables(run: Path) -> dict[str, Iterator[str]]:
-    """The tables of a run by file name, as lines of CSV. Steps are counted from 1, and times are seconds since the run
-    was first started. Raises GraphError where `run` is no run directory."""
-    opened = open_run(run)
-    found, since = find(opened), Starts.of(run)
-    return {
-        "spans.csv": spans_csv(run),
-        "metrics.csv": metrics_csv(run),
-        "path.csv": _lines(PATH, _path_rows(found, since)),
-        "gaps.csv": _lines(GAPS, _gap_rows(found, since)),
-    }
-
-
-def spans_csv(run: Path) -> Iterator[str]:
-    """Every task on every worker, a line each; `start` counts how often the run was started before, `cpu_s` are CPU
-    seconds and `groups` a number of groups."""
-    return _lines(SPANS, _span_rows(run))
-
-
-def metrics_csv(run: Path) -> Iterator[str]:
-    """The lines of metrics.jsonl, with a column for every name that is in any of them."""
-    file = RunDir(run).metrics
-    names = list(dict.fromkeys(name for line in read_metrics(file) for name in line))
-    return _lines(names, ([line.get(name, "") for name in names] for line in read_metrics(file)))
-
-
-def _span_rows(run: Path) -> Iterator[Sequence[Any]]:
-    clock = Starts()
-    for _, event in trace.read(RunDir(run).events):
-        if isinstance(event, trace.Started):
-            clock.start(event)
-        elif isinstance(event, trace.Ran):
-            yield (
-                clock.number, event.task, event.stage, event.step + 1, event.attempt, event.group, event.worker,
-                clock.seconds(event.start_s), clock.seconds(event.end_s), event.cpu_s, len(event.groups),
-            )  # fmt: skip
-
-
-def _path_rows(found: Findings, clock: Starts) -> Iterator[Sequence[Any]]:
-    for path in found.paths:
-        for span in path.spans:
-            yield (
-                path.step + 1, span.stage, span.cause, span.field, span.task, span.group, span.worker,
-                clock.seconds(span.start_s), clock.seconds(span.end_s),
-            )  # fmt: skip
-
-
-def _gap_rows(found: Findings, clock: Starts) -> Iterator[Sequence[Any]]:
-    for gap in found.gaps:
-        yield (
-            gap.group, gap.worker, gap.cause, gap.stage, gap.field, gap.task,
-            clock.seconds(gap.start_s), clock.seconds(gap.end_s),
-        )  # fmt: skip
-
-
-def _lines(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """Lines of CSV, the names first; what is None is empty."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        writer.writerow(row)
-        if buffer.tell() >= trace.BLOCK:
-            yield buffer.getvalue()
-            buffer.seek(0)
-            buffer.truncate()
-    yield buffer.getvalue()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.command import Parser, exit_code
+from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
+from pipeline.record.runs import UNFINISHED, Metrics, run_json, state_on_disk, tail_metrics
 from pipeline.rundir import RunDir
-from pipeline.runs import UNFINISHED, Metrics, run_json, state_on_disk, tail_metrics
 
 EVERY_S = 1.0
 HELP = {

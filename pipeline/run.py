@@ -19,19 +19,21 @@ from typing import Any
 
 import msgspec
 
-from pipeline import console, view
-from pipeline.command import Parser, exit_code
+from pipeline import view
+from pipeline.cli import console
+from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.listing import print_list
+from pipeline.cli.load import GraphFile, add_flags, load
+from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
+from pipeline.declare.graph import Graph
+from pipeline.engine.termination import EXIT_CODE as TERMINATED
+from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
-from pipeline.graph import Graph
-from pipeline.listing import print_list
-from pipeline.load import GraphFile, add_flags, load
-from pipeline.plan import Plan, plan
-from pipeline.record import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
-from pipeline.termination import EXIT_CODE as TERMINATED
-from pipeline.termination import Termination
 
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
 6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, behind a checkpoint of what was trained (a second SIGTERM ends
@@ -132,7 +134,7 @@ def _parser(*, add_help: bool) -> Parser:
 
 
 def _replay(graph: Graph, folder: Path) -> int:
-    from pipeline import replay
+    from pipeline.executors import replay
 
     task, columns = replay.load_inputs(folder)
     output = replay.run_again(graph, folder, task, columns)
@@ -189,7 +191,7 @@ def _run(asked: _Asked, started_s: float) -> int:
 
 def _begin(asked: _Asked, run_dir: RunDir) -> int:
     """Write down what is run, or look at what is resumed; the steps that are behind."""
-    from pipeline import checkpoint
+    from pipeline.record import checkpoint
 
     seed = asked.graph.schedule.seed
     if asked.record:
@@ -219,8 +221,8 @@ def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:
     """Run to the end, or until SIGTERM stops it; whether that happened. Where a worker is lost that only a checkpoint
     can give back, go on from the last one."""
-    from pipeline import checkpoint
-    from pipeline.engine import Engine
+    from pipeline.engine.driver import Engine
+    from pipeline.record import checkpoint
 
     for left in range(asked.options.restarts, -1, -1):
         engine = Engine(

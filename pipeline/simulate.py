@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
-from pipeline import console
-from pipeline.analysis import Report, analyse
-from pipeline.command import Parser, exit_code
+from pipeline.analysis.report import Report, analyse, summary
+from pipeline.cli import console
+from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.load import add_flags, load
 from pipeline.errors import GraphError, Problem
-from pipeline.load import add_flags, load
-from pipeline.plan import Plan, plan
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
 from pipeline.simulation.distributions import GRAMMAR
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recording import Recording, recorded, simulated
@@ -166,20 +167,6 @@ def _as_json(
         **summary(report),
         "measured": summary(measured) if measured else None,
         "notes": recording.notes,
-    }
-
-
-def summary(report: Report) -> dict[str, Any]:
-    """A report as plain values: seconds, shares and counts."""
-    return {
-        "step_s": report.steps.mean,
-        "step_median_s": report.steps.median,
-        "warm_up_s": report.steps.warm_up,
-        "utilisation": report.utilisation,
-        "busy_cores": report.cores,
-        "staleness": msgspec.to_builtins(report.staleness, str_keys=True),
-        "dropped": msgspec.to_builtins(report.dropped),
-        "critical_path": msgspec.to_builtins(report.critical_path),
     }
 
 

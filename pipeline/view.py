@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.command import Parser, exit_code
+from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
 from pipeline.rundir import RunDir
 from pipeline.web.guard import is_run_name

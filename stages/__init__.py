@@ -5,7 +5,7 @@
 Importing this loads no tensor library: a backend loads when a stage is set up in a worker.
 """
 
-from pipeline.sharding import Dynamic, Packed
+from pipeline.declare.sharding import Dynamic, Packed
 from stages.advantage import Advantage
 from stages.evaluate import Evaluate
 from stages.filter import Filter

@@ -10,9 +10,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Output, Stage, StageContext, Task
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_number
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_number
 from stages.vocabulary import ADVANTAGE, MADE_BY, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
 if TYPE_CHECKING:

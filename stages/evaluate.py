@@ -14,17 +14,17 @@ from typing import Any
 
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_whole
 from stages.backends import Sampling, backend_problems, engine, model_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
 from stages.sources.columns import template_problems
 from stages.sources.dataset import dataset_problems
-from stages.sources.layout import Layout
 from stages.sources.rows import open_rows, source_problems
+from stages.sources.schema import Layout
 from stages.tasks import Generated
 from stages.vocabulary import MADE_BY, SERVED_WEIGHTS
 

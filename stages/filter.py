@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
-from pipeline.columns import Columns, plain_values
+from pipeline.declare.columns import Columns, plain_values
 from pipeline.errors import Problem, shown, told
 from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
 from stages.vocabulary import KEPT, MADE_BY, REWARD, field_named

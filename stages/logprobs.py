@@ -14,10 +14,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_number, is_whole
+from pipeline.declare.sharding import Dynamic, Packed, Plain, Sharding
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_number, is_whole
-from pipeline.sharding import Dynamic, Packed, Plain, Sharding
 from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import MADE_BY, PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS

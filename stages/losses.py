@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_whole
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
 KL_ESTIMATORS = ("k1", "k2", "k3")

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import Field, Output, Stage, StageContext, Task
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem
-from pipeline.parameters import is_whole
 from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
 from stages.sources.dataset import Dataset, dataset_problems
-from stages.sources.layout import Layout
 from stages.sources.mixture import Mixture
 from stages.sources.rows import columns_read, open_source, source_problems
+from stages.sources.schema import Layout
 from stages.sources.values import column_of
 from stages.tasks import Generated
 from stages.vocabulary import DATASET

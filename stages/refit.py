@@ -16,8 +16,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
-from pipeline.stage import Rendezvous
 from stages.backends import Route, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import MADE_BY, SERVED_WEIGHTS, TRAINED_WEIGHTS
 

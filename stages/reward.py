@@ -32,9 +32,9 @@ from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
-from pipeline.columns import Columns, plain_values
+from pipeline.declare.columns import Columns, plain_values
+from pipeline.declare.parameters import is_number, is_whole
 from pipeline.errors import Problem
-from pipeline.parameters import is_number, is_whole
 from stages.scoring import (
     LARGEST,
     AsyncCalls,

@@ -17,9 +17,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem
-from pipeline.parameters import is_whole
 from stages.backends import backend_problems, engine, model_problems
 from stages.vocabulary import MADE_BY, MODEL_REWARD, PROMPT, RESPONSE
 

@@ -15,9 +15,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Column, Columns, take
+from pipeline.declare.columns import Column, Columns, take
+from pipeline.declare.parameters import is_number, is_whole
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_number, is_whole
 from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
 from stages.vocabulary import (
     MADE_BY,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.parameters import is_whole
+from pipeline.declare.parameters import is_whole
 
 if TYPE_CHECKING:
     import numpy as np

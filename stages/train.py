@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns
+from pipeline.declare.columns import Columns
+from pipeline.declare.parameters import is_number, is_whole
+from pipeline.declare.sharding import Dynamic, Packed, Sharding
 from pipeline.errors import Problem, shown
-from pipeline.parameters import is_number, is_whole
-from pipeline.sharding import Dynamic, Packed, Sharding
 from stages.backends import (
     Batch,
     Engine,

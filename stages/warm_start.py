@@ -12,12 +12,12 @@ from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import shown
-from pipeline.parameters import is_whole
 from stages.tasks import Generated
 
 if TYPE_CHECKING:
-    from pipeline.columns import Ragged
+    from pipeline.declare.columns import Ragged
 
 WINDOW = 4  # batches that `until` looks back on
 
@@ -62,7 +62,7 @@ class Supervised:
         import torch
 
         from ops.logprobs import selected_logprobs
-        from pipeline.sharding import Microbatch
+        from pipeline.declare.sharding import Microbatch
         from stages.backends.torch.score import predict
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
@@ -88,6 +88,6 @@ class Supervised:
 def _encode(tokenizer: Any, texts: list[str], closing: list[int]) -> Ragged:
     import torch
 
-    from pipeline.columns import Ragged
+    from pipeline.declare.columns import Ragged
 
     return Ragged.of([torch.tensor(tokenizer(text).input_ids + closing) for text in texts])

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ops.comm.interface import choose
+from ops.comm.nic import choose
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout
 from ops.refit.transports.tree import Tree
-from stages.backends.decoder import Decoder
 from stages.backends.megatron import places as megatron
+from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
 from tests.refit_ranks import CASES, differing
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained

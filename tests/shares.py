@@ -10,9 +10,9 @@ import torch
 
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.share import Publisher, Share
-from pipeline.stage import Meeting
+from pipeline.declare.task import Meeting
 from stages.backends import Route
-from stages.backends.together import Sender
+from stages.backends.refit.ends import Sender
 
 
 def publisher_of(weights: Mapping[str, torch.Tensor]) -> Publisher:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from pipeline.sharding import Dynamic, Microbatching, Packed, Plain, Sharding, balance, waste
+from pipeline.declare.sharding import Dynamic, Microbatching, Packed, Plain, Sharding, balance, waste
 
 UPDATES = 4
 SAMPLES = 64
@@ -52,7 +52,7 @@ def rank_main(rank: int, size: int, port: int, options: Any, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
-    from pipeline.ranks import Layout, Ranks, reach_store
+    from pipeline.declare.ranks import Layout, Ranks, reach_store
 
     torch.set_num_threads(1 if options.cpu else 4)
     ranks = Ranks()
@@ -78,8 +78,8 @@ def measure(
 
     from stages import ClippedLoss
     from stages.backends import Batch, Optimization
+    from stages.backends.model.sharded import divide, whole
     from stages.backends.torch.optimize import TorchLearner
-    from stages.backends.torch.sharded import divide, whole
 
     network = build(options)
     if divided:
@@ -163,7 +163,7 @@ def frozen_batch(sizes: dict[str, list[int]]) -> Any:
     """Random tokens; logprobs of a policy that is a little different."""
     import torch
 
-    from pipeline.columns import Ragged
+    from pipeline.declare.columns import Ragged
     from stages.backends import Batch
 
     draw = torch.Generator().manual_seed(1)
@@ -188,7 +188,7 @@ def main() -> None:
     import torch
     import torch.multiprocessing as multiprocessing
 
-    from pipeline.ranks import open_store
+    from pipeline.declare.ranks import open_store
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.analysis import covered_s
+from pipeline.record.history import covered_s
 
 
 def traced(run: Callable[[], Any], path: Path) -> None:

@@ -46,8 +46,8 @@ from ops.refit.sums import Sums, digest
 from ops.refit.transports.broadcast import Broadcast
 from ops.refit.transports.packed import Packed
 from ops.refit.transports.pull import Pull
-from stages.backends.decoder import Decoder
 from stages.backends.megatron.names import Part, parameters
+from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
 
 MODELS = {

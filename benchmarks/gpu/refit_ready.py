@@ -43,9 +43,9 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
 
     from benchmarks.gpu.refit import trained
     from ops.refit.share import Publisher
-    from stages.backends.decoder import Decoder
     from stages.backends.megatron import places
     from stages.backends.megatron.names import parameters
+    from stages.backends.model.decoder import Decoder
 
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     dtype = torch.bfloat16 if gpu else torch.float32

@@ -51,7 +51,7 @@ def main() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from stages.backends.torch.models import byte_tokenizer, save
+    from stages.backends.model.build import byte_tokenizer, save
 
     name, path = sys.argv[1:]
     tokenizer, gpu = byte_tokenizer(), torch.cuda.is_available()

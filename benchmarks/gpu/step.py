@@ -30,12 +30,13 @@ from typing import Any
 
 from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
-from pipeline import Graph, Model, Schedule, WorkerGroup, trace
-from pipeline.analysis import covered_s
-from pipeline.engine import Engine
-from pipeline.plan import plan
+from pipeline import Graph, Model, Schedule, WorkerGroup
+from pipeline.declare.sharding import Packed
+from pipeline.engine.driver import Engine
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
-from pipeline.sharding import Packed
 from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
 from stages.refit import TRANSPORTS
 from stages.tasks import Generated

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.report import report
 from ops.rewards import digit_match
 from pipeline import Graph, Model, Schedule, WorkerGroup
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
 from stages import (
     Advantage,

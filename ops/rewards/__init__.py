@@ -8,7 +8,7 @@ texts, `number` final numbers, `symbolic` mathematics; `layout` looks at tags an
 """
 
 from ops.rewards.batched import SampleError, batched
-from ops.rewards.layout import boxed, last_boxed, tagged
+from ops.rewards.format import boxed, last_boxed, tagged
 from ops.rewards.length import Overlong, overlong_penalty
 from ops.rewards.model import model_reward
 from ops.rewards.number import final_number, gsm8k_match, number_match

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pipeline.columns import Column, Columns
-from pipeline.fields import Field
-from pipeline.meta import KVBatchMeta
+from pipeline.declare.columns import Column, Columns
+from pipeline.declare.fields import Field
+from pipeline.declare.handle import KVBatchMeta
 
 
 class DataPlane(Protocol):

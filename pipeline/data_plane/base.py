@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from pipeline.columns import Column, Columns
 from pipeline.data_plane.checks import Partition, broken, check_get, check_put
 from pipeline.data_plane.rows import Block, assemble, lay_out
+from pipeline.declare.columns import Column, Columns
+from pipeline.declare.fields import Field
+from pipeline.declare.handle import KVBatchMeta
 from pipeline.errors import DataPlaneError
-from pipeline.fields import Field
-from pipeline.meta import KVBatchMeta
 
 
 class RowPlane:
@@ -160,7 +160,7 @@ def _empty(field: Field) -> Column:
         return []
     import torch
 
-    from pipeline.columns import Ragged
+    from pipeline.declare.columns import Ragged
 
     values = torch.empty((0, *field.inner), dtype=getattr(torch, field.dtype))
     return Ragged(values, ()) if field.ragged else values

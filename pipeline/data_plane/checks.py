@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipeline.columns import Column, Ragged
+from pipeline.declare.columns import Column, Ragged
+from pipeline.declare.fields import TENSOR_DTYPES, Field
+from pipeline.declare.handle import KVBatchMeta
 from pipeline.errors import DataPlaneError, Problem
-from pipeline.fields import TENSOR_DTYPES, Field
-from pipeline.meta import KVBatchMeta
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,10 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
     for i, key in enumerate(keys):
         if not _KEY.match(key):
             raise broken(
-                where, f"key {key!r}", "a key is `{admission:08d}_g{index:03d}`", "use pipeline.meta.sample_key"
+                where,
+                f"key {key!r}",
+                "a key is `{admission:08d}_g{index:03d}`",
+                "use pipeline.declare.handle.sample_key",
             )
         if i and key <= keys[i - 1]:
             same = key in keys[:i]

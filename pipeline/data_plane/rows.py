@@ -16,11 +16,11 @@ from itertools import accumulate, pairwise
 from operator import add, eq, gt
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.columns import Column, Ragged
 from pipeline.data_plane import row_name
 from pipeline.data_plane.checks import broken
-from pipeline.fields import Field
-from pipeline.meta import Placement
+from pipeline.declare.columns import Column, Ragged
+from pipeline.declare.fields import Field
+from pipeline.declare.handle import Placement
 
 if TYPE_CHECKING:
     import torch

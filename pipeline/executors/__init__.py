@@ -9,13 +9,13 @@ from typing import Protocol
 import msgspec
 
 from pipeline.data_plane import DataPlane
+from pipeline.declare.graph import Graph
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.task import Task
 from pipeline.errors import Problem, StageError
-from pipeline.graph import Graph
-from pipeline.meta import KVBatchMeta
-from pipeline.plan import Plan, PlannedStage
-from pipeline.stage import Task
-from pipeline.trace import Placed
-from pipeline.worker import SHARD, TaskResult, WorkerSettings
+from pipeline.executors.worker import SHARD, TaskResult, WorkerSettings
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record.trace import Placed
 
 
 class Executor(Protocol):

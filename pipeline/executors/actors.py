@@ -15,13 +15,13 @@ import ray
 from ray import cloudpickle
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.task import Meeting, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.meetings import End
-from pipeline.meta import KVBatchMeta
+from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir
-from pipeline.stage import Meeting, Task
-from pipeline.trace import Placed, Turned
-from pipeline.worker import TaskResult, Worker, WorkerSettings
 
 BEAT = "beat"  # the threads of an actor that answer beats, and do nothing else
 

@@ -17,16 +17,18 @@ from pathlib import Path
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.graph import Graph
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Meeting, Task
 from pipeline.errors import PeerLost
 from pipeline.executors import shards
 from pipeline.executors.meetings import End, Meetings
 from pipeline.executors.turns import Turns
-from pipeline.graph import Graph
-from pipeline.meta import KVBatchMeta
-from pipeline.plan import Plan, PlannedStage, with_samples, worker_groups
-from pipeline.stage import Meeting, Stage, Task
-from pipeline.trace import Placed
-from pipeline.worker import TaskResult, Worker, WorkerSettings
+from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.planner import with_samples, worker_groups
+from pipeline.record.trace import Placed
 
 MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
 LINGER_S = 0.2  # a stream reports when it ends or waits: nothing else could run while it computes

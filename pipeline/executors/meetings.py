@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pipeline.ranks import open_store
-from pipeline.stage import Meeting
+from pipeline.declare.ranks import open_store
+from pipeline.declare.task import Meeting
 
 
 class Meetings:

@@ -11,11 +11,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pipeline.data_plane.transfer_queue import environment
+from pipeline.declare.group import HOST, WorkerGroup
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.answers import START_DEADLINE_S, get_all
-from pipeline.graph import HOST, WorkerGroup
-from pipeline.plan import PlacedGroup
-from pipeline.worker import WorkerSettings
+from pipeline.executors.worker import WorkerSettings
+from pipeline.plan.plan import PlacedGroup
 
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
 # Ray's workers give way to all else on the machine unless told otherwise (niceness 15): but they are who does the work,

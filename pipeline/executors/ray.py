@@ -29,6 +29,11 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
+from pipeline.declare.graph import Graph
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.ranks import Layout
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
@@ -37,13 +42,10 @@ from pipeline.executors.heartbeat import Heartbeat
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.turns import Turns
-from pipeline.graph import Graph
-from pipeline.meta import KVBatchMeta
-from pipeline.plan import PlacedGroup, Plan, PlannedStage, with_samples, worker_groups
-from pipeline.ranks import Layout
-from pipeline.stage import Meeting, Stage, Task
-from pipeline.trace import Placed, Turned
-from pipeline.worker import TaskResult, WorkerSettings
+from pipeline.executors.worker import TaskResult, WorkerSettings
+from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
+from pipeline.plan.planner import with_samples, worker_groups
+from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # of workers of one group in a run
 PLANE_ATTEMPTS = 5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pipeline.graph import LEADS
-from pipeline.plan import Plan, PlannedStage
-from pipeline.trace import Turned
+from pipeline.declare.group import LEADS
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record.trace import Turned
 
 SLACK_BYTES = 256 << 20  # what is taken again is cut into other pieces
 

@@ -15,8 +15,8 @@ from zlib import crc32
 
 import msgspec
 
+from pipeline.declare.task import Task
 from pipeline.simulation.distributions import Distribution, uniform
-from pipeline.stage import Task
 
 MOSTLY_COMPUTES = 0.5  # cores that a task keeps busy in the mean; below, it mostly waits, for a GPU or another process
 GOLDEN = (5**0.5 - 1) / 2

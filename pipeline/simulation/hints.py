@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.analysis import Report, analyse
+from pipeline.analysis.report import Report, analyse
 from pipeline.errors import SluiceError
-from pipeline.gate import ADDED
-from pipeline.history import Tasks
-from pipeline.plan import Plan
+from pipeline.plan.gate import ADDED
+from pipeline.plan.plan import Plan
+from pipeline.record.history import Tasks
 from pipeline.simulation.recording import Recording, simulated
 from pipeline.simulation.whatif import Changes
 

@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from pipeline import trace
-from pipeline.history import Tasks
-from pipeline.plan import Plan, PlannedStage
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record import trace
+from pipeline.record.history import Tasks
 from pipeline.simulation.durations import Came, Costs, Durations, Line, Recorded, StageTimes
 from pipeline.simulation.least_squares import non_negative
 

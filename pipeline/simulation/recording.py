@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import trace
-from pipeline.analysis import Report, analyse
+from pipeline.analysis.report import Report, analyse
 from pipeline.errors import GraphError, Problem
-from pipeline.executors.simulated import Simulation
-from pipeline.plan import Plan
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
+from pipeline.record.runs import OpenedRun, open_run
 from pipeline.rundir import RunDir
-from pipeline.runs import OpenedRun, open_run
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recorded import fitted
+from pipeline.simulation.virtual_run import Simulation
 from pipeline.simulation.whatif import Changes
 
 

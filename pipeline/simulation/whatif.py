@@ -17,8 +17,9 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeline.errors import GraphError, Problem
-from pipeline.gate import ADDED
-from pipeline.plan import Plan, PlannedStage, with_pool
+from pipeline.plan.gate import ADDED
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.planner import with_pool
 from pipeline.simulation.distributions import GRAMMAR, Distribution, Term, parse
 from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
 

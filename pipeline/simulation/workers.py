@@ -14,13 +14,13 @@ from zlib import crc32
 
 import msgspec
 
-from pipeline import trace
-from pipeline.plan import Plan, PlannedStage
+from pipeline.declare.task import Task
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record import trace
 from pipeline.simulation.distributions import uniform
 from pipeline.simulation.durations import Durations, Part
 from pipeline.simulation.sharing import Job, Lane, Machine
 from pipeline.simulation.virtual_time import Clock
-from pipeline.stage import Task
 
 Written: TypeAlias = trace.Got | trace.Put | trace.Ran
 LOST = ("before_put", "after_put", "mid_stream")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pipeline import trace
-from pipeline.plan import Plan, PlannedStage
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record import trace
 
 RUNNING, WAITING, READY, IDLE, DONE, FAILED = "running", "waiting", "ready", "idle", "done", "failed"
 

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeline import trace
-from pipeline.comparison import compare
+from pipeline.analysis.comparison import compare
+from pipeline.analysis.findings import Findings, find
+from pipeline.analysis.perfetto import Starts
+from pipeline.analysis.report import summary
 from pipeline.errors import GraphError
-from pipeline.export import metrics_csv, spans_csv
-from pipeline.findings import Findings, find
-from pipeline.perfetto import Starts, perfetto
-from pipeline.plan import Plan
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
+from pipeline.record.runs import list_runs, open_run, read_metrics, run_json
 from pipeline.rundir import RunDir
-from pipeline.runs import list_runs, open_run, read_metrics, run_json
-from pipeline.simulate import summary
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
 from pipeline.web import texts
+from pipeline.web.drawing import layout
 from pipeline.web.guard import is_run_name
-from pipeline.web.layout import layout
 from pipeline.web.words import SECTIONS, in_order, words
 
 Query = Mapping[str, str]
@@ -196,18 +195,4 @@ PAGES: dict[str, Callable[[Path, Query], Any]] = {
     "samples": samples,
     "prompts": prompts,
     "comparison": comparison,
-}
-
-
-def _offline(path: Path) -> Iterator[str]:
-    from pipeline.web.offline import offline
-
-    return offline(path)
-
-
-EXPORTS: dict[str, tuple[str, str, Callable[[Path], Iterator[str]]]] = {
-    "html": (".html", "text/html", _offline),
-    "perfetto": (".perfetto.json", "application/json", perfetto),
-    "spans": (".spans.csv", "text/csv", spans_csv),
-    "metrics": (".metrics.csv", "text/csv", metrics_csv),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pipeline import trace
+from pipeline.record import trace
 
 Seconds = Callable[[float], float]
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from pipeline.errors import SluiceError
 from pipeline.rundir import RunDir
 from pipeline.web import STATIC, guard, pages
+from pipeline.web.exports import EXPORTS
 from pipeline.web.tail import Block, Record
 
 POLL_S = 0.25
@@ -94,9 +95,9 @@ class Server:
 
     async def _export(self, request: web.Request) -> web.StreamResponse:
         path, kind = self._path(request.match_info["run"]), request.match_info["kind"]
-        if kind not in pages.EXPORTS:
+        if kind not in EXPORTS:
             raise web.HTTPNotFound
-        suffix, content_type, make = pages.EXPORTS[kind]
+        suffix, content_type, make = EXPORTS[kind]
         answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{path.name}{suffix}"'})
         answer.content_type = content_type
         pieces = await asyncio.to_thread(make, path)

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline import trace
-from pipeline.perfetto import Starts
-from pipeline.plan import Plan
+from pipeline.analysis.perfetto import Starts
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.web.live import Live, Picture
 from pipeline.web.rows import Rows, Seconds, rows

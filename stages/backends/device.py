@@ -11,7 +11,7 @@ import torch
 
 from pipeline import StageError, WorkerGroup
 from pipeline.errors import Problem
-from stages.backends.lots import lots
+from stages.backends.model.lots import lots
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import Model
-from pipeline.columns import Ragged, take
-from pipeline.sharding import Shard, Sharding, Update
-from pipeline.stage import Meeting
+from pipeline.declare.columns import Ragged, take
+from pipeline.declare.sharding import Shard, Sharding, Update
+from pipeline.declare.task import Meeting
 
 if TYPE_CHECKING:
     import numpy as np

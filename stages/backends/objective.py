@@ -11,6 +11,7 @@ Legend: N samples, T tokens of the longest response.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from ops.correction import decoupled, icepop, sequence_mask, truncated_is
 from ops.kl import kl_estimate
 from ops.loss import aggregate, aggregation_normalizer, cispo_loss, clipped_policy_loss
+from stages.backends import Optimization
 from stages.losses import CispoLoss, ClippedLoss, Correction, Decoupled, IcePop, PolicyLoss, SequenceMask, TruncatedIS
 
 MAXIMA = ("ratio_max",)  # what the caller combines by max; everything else adds up
@@ -133,3 +135,16 @@ def _check(loss: PolicyLoss, scored: Scored) -> None:
     ):
         if needed and column is None:
             raise ValueError(f"{loss} needs {name}")
+
+
+def learning_rate(settings: Optimization, update: int) -> float:
+    """Of update number `update`, counted from 0."""
+    if update < settings.warmup:
+        return settings.lr * (update + 1) / settings.warmup
+    span = max(settings.updates - settings.warmup, 1)
+    done = min((update - settings.warmup) / span, 1.0)
+    if settings.schedule == "linear":
+        return settings.lr * (1.0 - done)
+    if settings.schedule == "cosine":
+        return settings.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    return settings.lr

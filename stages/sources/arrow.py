@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.sources.dataset import Dataset, Hub, Saved, split_choice
-from stages.sources.layout import Layout, missing
+from stages.sources.schema import Layout, missing
 
 if TYPE_CHECKING:
     import datasets

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline import StageError
 from pipeline.errors import Problem
-from stages.sources.layout import Layout
+from stages.sources.schema import Layout
 
 EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
 

@@ -15,8 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TypeAlias
 
+from pipeline.declare.parameters import is_number
 from pipeline.errors import Problem
-from pipeline.parameters import is_number
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.tasks import Generated
 

@@ -17,8 +17,8 @@ from pipeline import StageError
 from pipeline.errors import Problem
 from stages.sources import jsonl
 from stages.sources.dataset import Dataset, Files, Hub, Saved, locate
-from stages.sources.layout import Layout
 from stages.sources.mixture import Mixture, Source, label, turns
+from stages.sources.schema import Layout
 from stages.tasks import Generated
 
 CHECKED_ROWS = 1000  # of a data set, before the run; the run itself reads them all

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field
-from pipeline.columns import Column, Ragged
+from pipeline.declare.columns import Column, Ragged
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import KVBatchMeta
 from pipeline.data_plane.rows import lay_out
-from pipeline.meta import SIZE_CAP_BYTES_PER_SAMPLE, Placement, sample_key
+from pipeline.declare.handle import SIZE_CAP_BYTES_PER_SAMPLE, Placement, sample_key
 
 
 def handle(lengths: list[int], group: int = 2, partition: str = "p", first: int = 0, **changes) -> KVBatchMeta:

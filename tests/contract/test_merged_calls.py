@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pipeline import DataPlaneError, KVBatchMeta
-from pipeline.columns import take
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
+from pipeline.declare.columns import take
 
 from .conftest import FIELDS, Store
 from .test_plane_contract import NAMES, assert_same, columns_of, keys_of

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import DataPlaneError, KVBatchMeta
-from pipeline.columns import Column, Ragged, concat, take
 from pipeline.data_plane import row_name
 from pipeline.data_plane.rows import same_bytes
-from pipeline.meta import sample_key
+from pipeline.declare.columns import Column, Ragged, concat, take
+from pipeline.declare.handle import sample_key
 
 from .conftest import FIELDS, REWARD, Store
 

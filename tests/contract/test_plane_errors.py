@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline import DataPlaneError, Field
-from pipeline.columns import Ragged
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.columns import Ragged
 
 from .conftest import FIELDS
 
@@ -34,7 +34,7 @@ PUTS = {
     "no key": ([], {"reward": torch.zeros(0)},
         "no key; an empty batch has no row. Fix: skip the put where there is nothing to write"),
     "malformed key": (["a"], {"reward": torch.zeros(1)},
-        "key 'a'; a key is `{admission:08d}_g{index:03d}`. Fix: use pipeline.meta.sample_key"),
+        "key 'a'; a key is `{admission:08d}_g{index:03d}`. Fix: use pipeline.declare.handle.sample_key"),
     "key twice": ([K[0], K[0]], {"reward": torch.zeros(2)},
         "key 00000000_g000 is given twice; keys are distinct and in canonical (ascending) order. "
         "Fix: put in the order of the task's keys"),

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from pipeline import DataPlaneError, KVBatchMeta
-from pipeline.columns import Ragged
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, _check_address, environment
-from pipeline.meta import sample_key
+from pipeline.declare.columns import Ragged
+from pipeline.declare.handle import sample_key
 
 from .conftest import FIELDS, Store
 from .test_plane_contract import NAMES, assert_same, columns_of, keys_of

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model
-from pipeline.columns import Ragged
-from pipeline.ranks import Layout, Ranks
-from pipeline.sharding import Microbatching, Packed, Plain, Shard, Sharding
+from pipeline.declare.columns import Ragged
+from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
 from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered

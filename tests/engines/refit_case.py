@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from ops.refit.share import Form, Publisher, digest_of
 from pipeline import Model
-from pipeline.ranks import open_store
+from pipeline.declare.ranks import open_store
 from stages.backends import Route, Sampling
-from stages.backends.torch.models import build, character_tokenizer, save
+from stages.backends.model.build import build, character_tokenizer, save
 from tests.engines import vllm_models as tiny
 from tests.shares import carried, route_of, sender
 
@@ -58,7 +58,7 @@ def made(root: Path, family: str, seed: int) -> Model:
 def main() -> None:
     family, tensor, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     first, second = (made(root, family, seed) for seed in (0, 1))
-    from stages.backends.torch.places import placed
+    from stages.backends.model.places import placed
     from stages.backends.vllm.engine import open_engine
 
     reference = AutoModelForCausalLM.from_pretrained(second.source, dtype=torch.float32).eval()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import trace
-from pipeline.engine import Engine
-from pipeline.load import load
-from pipeline.plan import plan
+from pipeline.cli.load import load
+from pipeline.engine.driver import Engine
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration.test_async import QUICKSTART, events, lines
 from tests.integration.test_lost_workers import killed
@@ -76,7 +76,8 @@ def graph(every: int = 3) -> Graph:
 MAIN = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import console, trace
+from pipeline.cli import console
+from pipeline.record import trace
 from pipeline.run import main
 
 folder, step = Path(sys.argv[2]), console.Progress.step

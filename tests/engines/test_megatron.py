@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model, StageError
+from pipeline.declare.ranks import Layout, Ranks, open_store
+from pipeline.declare.sharding import Packed, Plain
 from pipeline.errors import CheckpointError
-from pipeline.ranks import Layout, Ranks, open_store
-from pipeline.sharding import Packed, Plain
 from tests.optional import need
 from tests.parking import Late
 from tests.shares import weight_hash
@@ -196,8 +196,8 @@ def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: An
     from transformers import AutoModelForCausalLM
 
     from stages.backends import PULL
-    from stages.backends.receive import Receiver, acknowledged
-    from stages.backends.torch.places import placed
+    from stages.backends.model.places import placed
+    from stages.backends.refit.receiver import Receiver, acknowledged
     from stages.backends.torch.score import score
 
     model, batch = Model(str(folder / family)), cases.frozen_batch()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline import StageError, WorkerGroup
-from stages.backends.decoder import Decoder
 from stages.backends.megatron.checks import problems
 from stages.backends.megatron.names import Part, parameters
+from stages.backends.model.decoder import Decoder
 
 DENSE = Decoder(
     layers=4,

@@ -11,7 +11,7 @@ import torch
 
 from ops.refit.share import digest_of
 from pipeline import Model, StageError, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.checks import problems

@@ -15,8 +15,8 @@ import torch
 
 from ops.refit.share import digest_of
 from pipeline import Model, StageError
+from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost, Unfit
-from pipeline.ranks import open_store
 from stages.backends import PULL, Decoded, Sampling
 from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny

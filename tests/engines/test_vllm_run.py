@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graphs.quickstart import graph
-from pipeline import trace
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.optional import need
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from ops.refit.share import Share
 from pipeline import Model, StageContext, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.backends import Draws, Generation
-from stages.backends.torch.models import build, character_tokenizer, load_network, save
-from stages.backends.torch.weights import weights
+from stages.backends.model.build import build, character_tokenizer, load_network, save
+from stages.backends.model.weights import weights
 from tests.shares import shares_of
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +=?"

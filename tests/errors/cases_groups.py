@@ -6,7 +6,7 @@ from tests.errors.harness import Case
 
 NO_GROUPS: Mapping[str, str] = {}
 IMPORT = "from stages import ClippedLoss, Packed, Supervised, TruncatedIS\n\n\n"
-SHARDED = """from pipeline.sharding import Packed, Sharding
+SHARDED = """from pipeline.declare.sharding import Packed, Sharding
 
 
 @dataclass(frozen=True)

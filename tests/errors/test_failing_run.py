@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipeline import trace
+from pipeline.record import trace
 from tests.errors.harness import PROBLEM, REPOSITORY, command, live_text
 
 RUN = ("graph.py", "--executor", "local", "--steps", "3", "--run-dir", "run")

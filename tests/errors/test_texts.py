@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import trace
+from pipeline.record import trace
 from tests.errors import (
     cases,
     cases_data,

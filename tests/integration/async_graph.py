@@ -71,7 +71,7 @@ class Sample(Samples):
     def setup(self, context: StageContext) -> Any:
         import torch
 
-        from pipeline.columns import Ragged
+        from pipeline.declare.columns import Ragged
 
         async def run(columns: dict, task: Task) -> Any:
             made: dict[int, list[int]] = {position: [] for position in range(len(task.groups))}

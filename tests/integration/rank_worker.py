@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from pipeline import Model
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
+from pipeline.declare.ranks import Layout, Ranks, reach_store
+from pipeline.declare.sharding import Dynamic, Microbatching, Packed, Plain, Sharding
 from pipeline.errors import StageError
-from pipeline.ranks import Layout, Ranks, reach_store
-from pipeline.sharding import Dynamic, Microbatching, Packed, Plain, Sharding
 from stages import ClippedLoss
 from stages.backends import Batch, Optimization, one_shard
-from stages.backends.torch.models import load_network, load_tokenizer
+from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.sharded import divide, whole
+from stages.backends.model.weights import weights
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
-from stages.backends.torch.sharded import divide, whole
-from stages.backends.torch.weights import weights
 from tests.unit.tiny import QWEN3
 
 POLICY = Model("tiny", config=QWEN3, alphabet="0123456789")

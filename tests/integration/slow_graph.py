@@ -34,7 +34,7 @@ class Sleep(Samples):
     def setup(self, context: StageContext) -> Any:
         import torch
 
-        from pipeline.columns import Ragged
+        from pipeline.declare.columns import Ragged
 
         def run(columns: dict, task: Task) -> dict:
             time.sleep(self.busy_s)

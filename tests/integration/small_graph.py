@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import Field, Graph, Schedule, Stage, StageContext, Task, WorkerGroup
-from pipeline.stage import External
+from pipeline.declare.stage import External
 
 PROMPT = Field("prompt", dtype="str")
 SHOUT = Field("shout", dtype="str")

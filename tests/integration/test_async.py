@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipeline import trace
-from pipeline.engine import Engine
+from pipeline.cli.load import load
+from pipeline.cli.resume import cut_metrics
+from pipeline.engine.driver import Engine
 from pipeline.errors import StageError
 from pipeline.executors.local import LocalExecutor
-from pipeline.load import load
-from pipeline.plan import plan
-from pipeline.record import cut_metrics
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.journal.checker import check
 

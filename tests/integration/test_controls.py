@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from graphs import quickstart
 from ops.random import uniform
-from pipeline import Field, Graph, Stage, StageContext, Task, trace
-from pipeline.columns import Ragged
-from pipeline.engine import Engine
+from pipeline import Field, Graph, Stage, StageContext, Task
+from pipeline.declare.columns import Ragged
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.web import texts
 from stages import Advantage, Generated, Reward

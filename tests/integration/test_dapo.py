@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from graphs import dapo
-from pipeline import trace
-from pipeline.checkpoint import Manifest
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.record.checkpoint import Manifest
 from pipeline.rundir import RunDir
 
 STEPS, PROMPTS, SAMPLES = 6, 8, 8

@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 
-from pipeline import console, trace
-from pipeline.columns import Columns, Ragged
+from pipeline.cli import console
+from pipeline.cli.load import load
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.columns import Columns, Ragged
+from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.task import Task
 from pipeline.errors import WorkerLost
 from pipeline.executors.local import LocalExecutor
-from pipeline.load import load
-from pipeline.meta import KVBatchMeta
+from pipeline.executors.worker import TaskResult
+from pipeline.record import trace
 from pipeline.run import main
 from pipeline.rundir import RunDir
-from pipeline.stage import Task
-from pipeline.worker import TaskResult
 from tests.integration.test_async import QUICKSTART, events, execute, lines, weights
 from tests.integration.test_lost_workers import COMMAND, FLAGS, pids
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 
 from pipeline import Field, Graph, Schedule, Stage
-from pipeline.columns import Ragged
+from pipeline.cli.load import load
 from pipeline.data_plane.memory import MemoryPlane
-from pipeline.engine import Engine
+from pipeline.declare.columns import Ragged
+from pipeline.declare.stage import External
+from pipeline.engine.driver import Engine
+from pipeline.engine.handles import HandleTable
+from pipeline.engine.outside import Outside
 from pipeline.executors.local import LocalExecutor
-from pipeline.handles import HandleTable
-from pipeline.load import load
-from pipeline.outside import Outside
-from pipeline.plan import plan
-from pipeline.scheduler import Scheduler
-from pipeline.stage import External
-from pipeline.worker import register
+from pipeline.executors.worker import register
+from pipeline.plan.planner import plan
+from pipeline.schedule.scheduler import Scheduler
 
 STEPS = 1000
 

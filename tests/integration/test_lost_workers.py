@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import trace
+from pipeline.cli.load import load
 from pipeline.errors import StageError, WorkerLost
-from pipeline.load import load
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration.test_async import FAST, NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
 from tests.journal.checker import check
@@ -99,7 +99,8 @@ def graph(steps: int = 8, every: int = 3) -> Graph:
 MAIN = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import console, trace
+from pipeline.cli import console
+from pipeline.record import trace
 from pipeline.run import main
 
 folder, step = Path(sys.argv[2]), console.Progress.step

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from graphs import quickstart
-from pipeline import trace
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import Dynamic, Packed, PrevLogprobs, Train
 from tests.integration import handwritten

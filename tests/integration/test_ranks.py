@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from pipeline.ranks import open_store
+from pipeline.declare.ranks import open_store
 from tests.integration import rank_worker
 from tests.integration.rank_worker import WAYS
 
@@ -85,7 +85,7 @@ def test_unequal_counts_are_an_error_before_any_exchange(tmp_path: Path) -> None
         == (
             "stage 'train', step 1: the data-parallel ranks were given different work (rank 0: 4 microbatches, rank 1: "
             "1 microbatches); they meet once a microbatch, and a rank with fewer would leave the others waiting. "
-            "Fix: shard the batch with pipeline.sharding.shard_batch(..., equal=True)"
+            "Fix: shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)"
         )
     )
 

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 
 from graphs.quickstart import TINY_QWEN3
 from ops.rewards import digit_match
-from pipeline import Field, Graph, Model, Schedule, Stage, StageError, WorkerGroup, trace
-from pipeline.columns import Ragged
-from pipeline.engine import Engine
+from pipeline import Field, Graph, Model, Schedule, Stage, StageError, WorkerGroup
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Packed, Sharding
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
-from pipeline.sharding import Packed, Sharding
 from stages import (
     Advantage,
     ClippedLoss,

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline import trace
+from pipeline.cli.load import load
 from pipeline.data_plane import row_name
-from pipeline.engine import Engine
+from pipeline.declare.handle import sample_key
+from pipeline.engine.driver import Engine
 from pipeline.errors import StageError
 from pipeline.executors.turns import Turns
-from pipeline.load import load
-from pipeline.meta import sample_key
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 
 HERE = Path(__file__).parent
@@ -129,10 +129,10 @@ def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session
 
 def test_a_task_goes_out_to_all_workers_before_any_answers():
     """One round trip, however many shards: 32 calls are on their way when submit returns."""
+    from pipeline.declare.handle import KVBatchMeta
+    from pipeline.declare.ranks import Layout
+    from pipeline.declare.task import Task
     from pipeline.executors.ray import RayExecutor
-    from pipeline.meta import KVBatchMeta
-    from pipeline.ranks import Layout
-    from pipeline.stage import Task
 
     calls = []
 

@@ -10,7 +10,7 @@ import torch
 
 from graphs import quickstart
 from pipeline import Model, run
-from stages.backends.torch.models import load_network, load_tokenizer, save
+from stages.backends.model.build import load_network, load_tokenizer, save
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import trace
-from pipeline.engine import Engine
-from pipeline.plan import plan
+from pipeline.engine.driver import Engine
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration import apart_graph
 from tests.integration.test_async import events

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from pipeline import trace
-from pipeline.engine import Engine
+from pipeline.cli.load import load
+from pipeline.cli.resume import cut_metrics
+from pipeline.engine.driver import Engine
+from pipeline.engine.termination import Termination
 from pipeline.executors.local import LocalExecutor
-from pipeline.load import load
-from pipeline.plan import plan
-from pipeline.record import cut_metrics
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
-from pipeline.termination import Termination
 from tests.integration.test_async import NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
 from tests.integration.test_lost_workers import FLAGS
 from tests.journal.checker import check

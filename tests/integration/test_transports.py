@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ops.comm.stateless_group import GroupError
-from ops.refit.transports.together import Ends
-from pipeline import trace
+from ops.refit.transports.meeting import Ends
+from pipeline.cli.load import load
 from pipeline.errors import WorkerLost
-from pipeline.load import load
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration.test_async import events, execute, lines, weights
 from tests.journal.checker import check

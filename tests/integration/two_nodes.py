@@ -18,11 +18,11 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 from ray.cluster_utils import Cluster
 
-from pipeline import trace
-from pipeline.engine import Engine
+from pipeline.cli.load import load
+from pipeline.engine.driver import Engine
 from pipeline.executors.ray import RayExecutor, user_modules
-from pipeline.load import load
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Columns
-from pipeline.stage import Per
+from pipeline.declare.columns import Columns
+from pipeline.declare.task import Per
 
 PROMPT = Field("prompt", dtype="str")
 TOKENS = Field("tokens", dtype="int64", dims="N T")
@@ -66,7 +66,7 @@ class Sample(Stage):
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncIterator[Output]]:
         import torch
 
-        from pipeline.columns import Ragged
+        from pipeline.declare.columns import Ragged
 
         async def one(position: int, group: int) -> Output:
             versions = []

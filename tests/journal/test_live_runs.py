@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from pipeline import Schedule
-from pipeline.checkpoint import read as read_checkpoint
-from pipeline.engine import Engine
+from pipeline.cli.resume import cut_metrics
+from pipeline.declare.task import Task
+from pipeline.engine.driver import Engine
 from pipeline.errors import SluiceError
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
-from pipeline.record import cut_metrics
+from pipeline.plan.planner import plan
+from pipeline.record.checkpoint import read as read_checkpoint
 from pipeline.rundir import RunDir
-from pipeline.stage import Task
 from tests.journal.checker import audit
 from tests.journal.live import graph
 
@@ -99,12 +99,12 @@ def _much(**_: int) -> int:
 @pytest.mark.parametrize(
     "name, what, broken, invariant",
     [
-        ("drop", "pipeline.scheduler.too_old", _no_bound, "I1"),
-        ("wait", "pipeline.scheduler.askable", _much, "I1"),
-        ("wait", "pipeline.scheduler.admissible", _much, "I3"),
-        ("wait", "pipeline.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
-        ("sync", "pipeline.engine.Engine._submit", _clears_at_once, "I7"),
-        ("sync", "pipeline.engine.Engine._clear_rows", lambda *_: None, "I2"),
+        ("drop", "pipeline.schedule.scheduler.too_old", _no_bound, "I1"),
+        ("wait", "pipeline.schedule.scheduler.askable", _much, "I1"),
+        ("wait", "pipeline.schedule.scheduler.admissible", _much, "I3"),
+        ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
+        ("sync", "pipeline.engine.driver.Engine._submit", _clears_at_once, "I7"),
+        ("sync", "pipeline.engine.driver.Engine._clear_rows", lambda *_: None, "I2"),
     ],
 )
 def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invariant, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from ops.kl import kl_estimate, kl_k3
 from ops.logprobs import entropy, selected_logprobs
 from ops.loss import aggregate, cispo_loss, clipped_policy_loss
 from pipeline import StageContext, Task, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.advantage import Advantage
 
 torch.set_num_threads(1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pipeline import Schedule, trace
-from pipeline.executors.simulated import Fault, Simulation
-from pipeline.plan import Plan, plan
+from pipeline import Schedule
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.virtual_run import Fault, Simulation
 from tests.unit import toy
 
 SECONDS = {"rollout": "lognormal(1, 1)", "train": "0.4 @ 1", "logprobs": "0.1 @ 1", "refit": "0.1", "evaluate": "0.3"}

@@ -4,8 +4,8 @@ from itertools import product
 
 import numpy as np
 
-from stages.backends.decoder import Decoder
 from stages.backends.megatron.names import Part, parameters
+from stages.backends.model.decoder import Decoder
 
 COMMON = {"layers": 4, "hidden": 8, "vocab": 131, "heads": 8, "groups": 4, "head_dim": 6, "intermediate": 24}
 FAMILIES = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline import trace
-from pipeline.events import Save
-from pipeline.executors.simulated import Simulation
-from pipeline.plan import Plan
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
+from pipeline.schedule.events import Save
 from pipeline.simulation.durations import Durations
+from pipeline.simulation.virtual_run import Simulation
 
 
 def write_run(folder: Path, plan: Plan, durations: Durations, **options: Any) -> Path:

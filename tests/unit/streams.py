@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from pipeline import Output
-from pipeline.columns import Columns, concat, take
+from pipeline.declare.columns import Columns, concat, take
 
 
 def collected(stream: AsyncIterator[Output]) -> list[Output]:

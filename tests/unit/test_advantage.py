@@ -8,7 +8,7 @@ import torch
 
 from ops.advantage import group_relative, leave_one_out, mean_centred, zero_spread_groups
 from pipeline import Graph, Schedule, Stage, StageContext, Task, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.advantage import KINDS, Advantage
 from stages.prompts import Prompts
 from stages.tasks import Generated

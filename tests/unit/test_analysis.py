@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Schedule, trace
-from pipeline.analysis import analyse, drops, staleness, utilisation
-from pipeline.executors.simulated import Fault, Simulation
-from pipeline.history import Tasks, last_run
-from pipeline.plan import Plan, plan
+from pipeline import Schedule
+from pipeline.analysis.report import analyse, drops, staleness, utilisation
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.record.history import Tasks, last_run
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.virtual_run import Fault, Simulation
 from tests.unit import toy
 
 

@@ -10,8 +10,9 @@ import pytest
 import stages.backends as registry
 from graphs import quickstart
 from pipeline import Model, WorkerGroup
-from pipeline.plan import PlacedGroup, plan
-from pipeline.ranks import Layout
+from pipeline.declare.ranks import Layout
+from pipeline.plan.plan import PlacedGroup
+from pipeline.plan.planner import plan
 from stages import Refit, Rollout, Train
 from stages.backends import backend_problems
 

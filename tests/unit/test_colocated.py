@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import quickstart
-from pipeline import Graph, Schedule, WorkerGroup, trace
-from pipeline.engine import Engine
+from pipeline import Graph, Schedule, WorkerGroup
+from pipeline.engine.driver import Engine
 from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
-from pipeline.executors.simulated import Fault, Simulation
 from pipeline.executors.turns import SLACK_BYTES, Turns
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.virtual_run import Fault, Simulation
 from stages import PrevLogprobs, Refit, RefLogprobs, Train
 from stages.backends import device
 from stages.backends.device import Parking

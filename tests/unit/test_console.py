@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline.console import Progress, drawing, print_plan, print_problems, print_summary
+from pipeline.cli.console import Progress, drawing, print_plan, print_problems, print_summary
+from pipeline.declare.fields import Field
 from pipeline.errors import Problem
-from pipeline.fields import Field
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
 from tests.unit import toy
 
 DRAWING = """\

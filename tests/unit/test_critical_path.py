@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from pipeline.critical_path import NOBODY, critical_path, step_paths
-from pipeline.history import Tasks, step_ends
+from pipeline.analysis.critical_path import NOBODY, critical_path, step_paths
+from pipeline.record.history import Tasks, step_ends
 from tests.unit.records import records
 from tests.unit.test_analysis import Record, planned, step
 

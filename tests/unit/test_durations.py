@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import Schedule, trace
-from pipeline.executors.simulated import Fault, Simulation
-from pipeline.plan import plan
+from pipeline import Schedule
+from pipeline.declare.task import Task
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 from pipeline.simulation.distributions import parse, uniform
 from pipeline.simulation.durations import Came, Costs, Drawn, Durations, Line, Recorded
 from pipeline.simulation.least_squares import non_negative
 from pipeline.simulation.recorded import fitted
-from pipeline.stage import Task
+from pipeline.simulation.virtual_run import Fault, Simulation
 from tests.unit import toy
 from tests.unit.test_analysis import Record, planned
 

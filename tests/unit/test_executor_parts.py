@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs.quickstart import graph
-from pipeline import trace
-from pipeline.columns import Ragged
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.columns import Ragged
+from pipeline.declare.fields import Field
+from pipeline.declare.handle import KVBatchMeta, keys_of
+from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
+from pipeline.declare.task import Task
+from pipeline.engine.handles import HandleTable
 from pipeline.errors import Problem, StageError
 from pipeline.executors import merged, shards
-from pipeline.fields import Field
-from pipeline.handles import HandleTable
-from pipeline.meta import KVBatchMeta, keys_of
-from pipeline.plan import plan
-from pipeline.ranks import Layout, Ranks
-from pipeline.sharding import Dynamic, Packed, Plain, Shard, Sharding
-from pipeline.stage import Task
-from pipeline.worker import SHARD, TaskResult
+from pipeline.executors.worker import SHARD, TaskResult
+from pipeline.plan.planner import plan
+from pipeline.record import trace
 
 TASK = Task(stage="prev_logprobs", step=4, groups=(0, 1, 2, 3))
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline import export, trace
+from pipeline import export
+from pipeline.analysis.findings import find
+from pipeline.analysis.perfetto import PIECE, perfetto
 from pipeline.errors import GraphError
-from pipeline.findings import find
-from pipeline.perfetto import PIECE, perfetto
-from pipeline.runs import open_run
+from pipeline.record import trace
+from pipeline.record.runs import open_run
 from tests.unit.test_findings import printed, write
 
 pytestmark = pytest.mark.journal_expected  # records that were cut off, on purpose

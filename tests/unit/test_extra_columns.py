@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pipeline import Field, Graph, Output, Schedule, Stage, StageError
-from pipeline.columns import Ragged
 from pipeline.data_plane.memory import MemoryPlane
-from pipeline.engine import Engine
+from pipeline.declare.columns import Ragged
+from pipeline.declare.handle import keys_of
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.meta import keys_of
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
 from stages.prompts import Prompts
 from tests.optional import need
 from tests.unit.test_prompts import draw, problem, problems, write

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from pipeline import Field, Graph, GraphError, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
-from pipeline import trace as record
-from pipeline.columns import Ragged
-from pipeline.engine import Engine
+from pipeline.declare.columns import Ragged
+from pipeline.declare.stage import External
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace as record
 from pipeline.rundir import RunDir
-from pipeline.stage import External
 from stages import Filter
 
 torch.set_num_threads(1)

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import analyse, simulate, trace
-from pipeline.comparison import Pair, compare
+from pipeline import analyse, simulate
+from pipeline.analysis.comparison import Pair, compare
+from pipeline.analysis.findings import find
 from pipeline.errors import GraphError
-from pipeline.findings import find
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.record.runs import list_runs, open_run, read_metrics, state_of, tail_metrics
 from pipeline.rundir import RunDir
-from pipeline.runs import list_runs, open_run, read_metrics, state_of, tail_metrics
 from pipeline.simulation.durations import Costs
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
@@ -196,7 +197,7 @@ def test_stages_edges_and_worker_groups_that_differ(tmp_path, sync):
 
 
 def test_metrics_of_runs_of_different_lengths_and_names():
-    from pipeline.comparison import compare_metrics
+    from pipeline.analysis.comparison import compare_metrics
 
     first = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 2, "a": 3.0}, {"b": 1}]
     found = compare_metrics(first, [{"step": 2, "a": 5, "b": "text"}, {"step": 3, "c": 1.0}])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import Model, StageError
-from stages.backends.folder import model_folder
-from stages.backends.torch.models import load_network, load_tokenizer
+from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.folder import model_folder
 from tests.unit.tiny import QWEN3
 
 POLICY = Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc")

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline import Schedule, WorkerGroup
-from pipeline.grants import Grants, Workers, divided
-from pipeline.plan import PlacedGroup, plan
-from pipeline.readiness import Reader, units_of
+from pipeline.plan.plan import PlacedGroup
+from pipeline.plan.planner import plan
+from pipeline.schedule.grants import Grants, Workers, divided
+from pipeline.schedule.readiness import Reader, units_of
 from tests.unit import toy
 from tests.unit.toy import RESPONSE, Toy
 

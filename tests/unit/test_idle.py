@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from pipeline import trace
-from pipeline.gaps import CAUSES, gaps, workers
-from pipeline.history import Tasks
-from pipeline.idle import idle_by_group, idle_by_worker
-from pipeline.plan import plan
+from pipeline.analysis.gaps import CAUSES, gaps, workers
+from pipeline.analysis.idle import idle_by_group, idle_by_worker
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.record.history import Tasks
 from tests.unit import toy
 from tests.unit.records import records
 from tests.unit.test_analysis import Record, planned, step

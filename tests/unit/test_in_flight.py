@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from pipeline import Model, Output, StageContext, StageError, Task, WorkerGroup
-from pipeline.columns import Columns, Ragged
+from pipeline.declare.columns import Columns, Ragged
+from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost
-from pipeline.ranks import open_store
 from stages import Refit, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Sampling, engine, samples_of
 from tests.shares import carried, publisher_of, route_of, sender, shares_of, weight_hash

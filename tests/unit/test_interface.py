@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import interface
-from ops.comm.interface import choose, is_up
+from ops.comm import nic as interface
+from ops.comm.nic import choose, is_up
 from ops.comm.stateless_group import GroupError, StatelessGroup
 from ops.comm.store import Asking
 

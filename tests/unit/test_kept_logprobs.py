@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.backends.vllm.kept import ROWS, Logprobs
+from stages.backends.vllm.logprobs import ROWS, Logprobs
 
 CPU = torch.device("cpu")
 

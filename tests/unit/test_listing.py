@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pipeline import run
-from pipeline.listing import RECIPES, recipes
+from pipeline.cli.listing import RECIPES, recipes
 
 
 def test_every_recipe_says_what_it_is():
@@ -66,7 +66,7 @@ def test_exit_codes_are_documented(capsys):
 def test_no_color_is_honoured(environment, coloured):
     base = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "FORCE_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", "from pipeline.console import console\nconsole().print('[red]red[/]')"],
+        [sys.executable, "-c", "from pipeline.cli.console import console\nconsole().print('[red]red[/]')"],
         env=base | environment,
         capture_output=True, text=True, check=True,
     )  # fmt: skip

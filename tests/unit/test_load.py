@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import GraphError
+from pipeline.cli.load import Flag, add_flags, load
 from pipeline.errors import DataPlaneError, Problem
-from pipeline.load import Flag, add_flags, load
 
 HEAD = """from typing import Literal, Optional
 from pipeline import Graph, Schedule, Stage

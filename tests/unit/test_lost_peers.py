@@ -7,13 +7,13 @@ from ray.exceptions import RayActorError
 
 from graphs.quickstart import graph
 from pipeline import Task
+from pipeline.declare.ranks import reach_store
 from pipeline.errors import PeerLost, Problem, Unfit
 from pipeline.executors import ray as executors
 from pipeline.executors.ray import RayExecutor
-from pipeline.plan import plan
-from pipeline.ranks import reach_store
-from pipeline.trace import Placed
-from pipeline.worker import TaskResult
+from pipeline.executors.worker import TaskResult
+from pipeline.plan.planner import plan
+from pipeline.record.trace import Placed
 
 TASK = Task(stage="refit", step=1)
 APART = PeerLost(Problem(where="refit", what="it did not get through", why="w", fix="f"))

@@ -1,7 +1,7 @@
 """Where both sides of a transfer meet: names that stand for processes, and what the store says of lost ones."""
 
+from pipeline.declare.ranks import reach_store
 from pipeline.executors.meetings import Meetings
-from pipeline.ranks import reach_store
 
 
 def test_a_worker_in_the_place_of_another_one_meets_anew_and_nobody_waits_for_the_old() -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipeline import DataPlaneError, StageError, run
-from pipeline.engine import Engine
+from pipeline.engine.driver import Engine
 from pipeline.errors import CheckpointError, DataPlaneLost, GraphError, Problem
 from tests.errors.harness import DEF, LINES, TOP, command, graph_text, live_text
 

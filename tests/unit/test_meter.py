@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.meter import Meter
+from pipeline.executors.meter import Meter
 
 
 def test_a_task_that_does_not_await_takes_what_the_process_takes():

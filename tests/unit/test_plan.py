@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from pipeline import Field, Graph, GraphError, Model, Schedule, WorkerGroup
+from pipeline.cli.load import load
+from pipeline.declare.sharding import Sharding
+from pipeline.declare.stage import External
 from pipeline.errors import Problem, shown
-from pipeline.load import load
-from pipeline.plan import Plan, plan
-from pipeline.sharding import Sharding
-from pipeline.stage import External
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
 from tests.unit import toy
 from tests.unit.toy import LEARNER, LOGPROBS, POLICY, PROMPT, RESPONSE, REWARD, SAMPLER, SERVED, TRAINED, Toy
 

@@ -9,8 +9,8 @@ import pytest
 from pipeline import Field, Graph, Schedule, StageContext, StageError, Task, WorkerGroup
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
-from stages.sources.layout import Layout
 from stages.sources.rows import open_rows
+from stages.sources.schema import Layout
 from stages.tasks import Generated
 
 REPOSITORY = Path(__file__).resolve().parents[2]

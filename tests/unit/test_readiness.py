@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import Schedule
-from pipeline.plan import plan
-from pipeline.readiness import Loose, Lots, Once, Reader, Runs, units_of
+from pipeline.plan.planner import plan
+from pipeline.schedule.readiness import Loose, Lots, Once, Reader, Runs, units_of
 from tests.unit import toy
 
 STAGE = plan(toy.graph(schedule=Schedule(steps=1)))[0].stage("rollout")

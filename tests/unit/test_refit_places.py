@@ -8,10 +8,10 @@ import pytest
 
 from ops.refit.layout import Layout
 from ops.refit.plan import build
-from stages.backends.decoder import Decoder
-from stages.backends.experts import of_expert
 from stages.backends.megatron import places as megatron
 from stages.backends.megatron.names import Part
+from stages.backends.model.decoder import Decoder
+from stages.backends.model.experts import of_expert
 from stages.backends.vllm import places as vllm
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
 from tests.unit.test_refit_plan import carry_out

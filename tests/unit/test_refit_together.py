@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ops.comm.stateless_group import GroupError
 from ops.refit.layout import Layout, Tensor, dense
-from ops.refit.transports.together import Ends, Part, Spot
-from pipeline.ranks import open_store
+from ops.refit.transports.meeting import Ends, Part, Spot
+from pipeline.declare.ranks import open_store
 
 CPU, ROWS, COLUMNS = torch.device("cpu"), 8, 6
 TENSORS = {"w": Tensor((ROWS, COLUMNS), "int32"), "b": Tensor((ROWS,), "int32")}

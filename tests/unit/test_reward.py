@@ -11,7 +11,7 @@ import torch
 
 from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Schedule, StageContext, StageError, Task, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.prompts import Prompts
 from stages.reward import Reward
 from stages.tasks import Generated

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ops.rewards import exact_match, model_reward
 from pipeline import Graph, Model, Schedule, StageContext, StageError, Task, WorkerGroup, run
 from stages.backends import BACKENDS, Backend, engine
-from stages.backends.torch.models import byte_tokenizer, save
+from stages.backends.model.build import byte_tokenizer, save
 from stages.backends.torch.reward_model import open_reward_model
 from stages.prompts import Prompts
 from stages.reward import Reward
@@ -181,7 +181,7 @@ def test_a_chat_template_is_needed_before_the_first_step():
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path, folder):
-    from stages.backends.torch.models import build
+    from stages.backends.model.build import build
 
     policy = Model("policy", config=CONFIG, alphabet="bytes")
     save(build(policy, byte_tokenizer()), byte_tokenizer(), tmp_path / "policy")

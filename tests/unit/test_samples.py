@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from pipeline import Field, Graph, Schedule, Stage, StageContext, Task, trace
-from pipeline.columns import Columns, Ragged
-from pipeline.engine import Engine
+from pipeline import Field, Graph, Schedule, Stage, StageContext, Task
+from pipeline.declare.columns import Columns, Ragged
+from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import plan
+from pipeline.plan.planner import plan
+from pipeline.plan.samples import KeepSamples
+from pipeline.record import trace
 from pipeline.rundir import RunDir
-from pipeline.samples import KeepSamples
 from tests.journal.checker import check
 
 torch.set_num_threads(1)

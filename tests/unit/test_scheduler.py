@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import Field, Graph, Schedule, WorkerGroup
-from pipeline.events import Admit, Cancel, Claim, Drop, Finished, Landed, Run, Save
-from pipeline.plan import plan
-from pipeline.staleness import admissible, askable, too_old
+from pipeline.plan.planner import plan
+from pipeline.schedule.events import Admit, Cancel, Claim, Drop, Finished, Landed, Run, Save
+from pipeline.schedule.staleness import admissible, askable, too_old
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, REF, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import Field, Graph, GraphError, Schedule, WorkerGroup
-from pipeline.events import Admit, Dropped
-from pipeline.plan import plan
-from pipeline.stage import External
+from pipeline.declare.stage import External
+from pipeline.plan.planner import plan
+from pipeline.schedule.events import Admit, Dropped
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, PROMPT, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World

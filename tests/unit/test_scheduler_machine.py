@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline import Field, Graph, Schedule
-from pipeline.events import Dropped, Failed, Finished, Landed, Saved
-from pipeline.plan import Plan, plan
-from pipeline.scheduler import Scheduler
-from pipeline.stage import External
+from pipeline.declare.stage import External
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
+from pipeline.schedule.events import Dropped, Failed, Finished, Landed, Saved
+from pipeline.schedule.scheduler import Scheduler
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, PROMPT, REF, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World

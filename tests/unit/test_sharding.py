@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import KVBatchMeta
-from pipeline.partition import _level, exchanged, rows_within, spread
-from pipeline.sharding import (
+from pipeline.declare.partition import _level, exchanged, rows_within, spread
+from pipeline.declare.sharding import (
     Dynamic,
     Microbatch,
     Packed,

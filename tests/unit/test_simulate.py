@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Schedule, simulate, trace
+from pipeline import Schedule, simulate
 from pipeline.errors import GraphError, StageError
-from pipeline.events import Failed, Finished, Landed
-from pipeline.executors.simulated import Fault, Simulation
-from pipeline.plan import Plan, plan
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.schedule.events import Failed, Finished, Landed
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.virtual_run import Fault, Simulation
 from pipeline.simulation.whatif import Changes
 from tests.unit import toy
 from tests.unit.simulated_runs import write_run

@@ -16,11 +16,12 @@ import msgspec
 import pytest
 
 from pipeline import Schedule
-from pipeline.executors.simulated import Fault
-from pipeline.plan import Plan, plan
+from pipeline.declare.task import Task
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
 from pipeline.simulation.distributions import parse, uniform
 from pipeline.simulation.durations import Costs, Drawn, Durations
-from pipeline.stage import Task
+from pipeline.simulation.virtual_run import Fault
 from tests.journal.checker import Violation, audit
 from tests.unit import toy
 from tests.unit.simulated_runs import write_run

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline import trace
-from pipeline.critical_path import NOBODY, step_paths
-from pipeline.executors.simulated import Fault
-from pipeline.history import Tasks, step_ends
+from pipeline.analysis.critical_path import NOBODY, step_paths
+from pipeline.analysis.slack import slack
+from pipeline.record import trace
+from pipeline.record.history import Tasks, step_ends
 from pipeline.simulation.durations import Costs
-from pipeline.slack import slack
+from pipeline.simulation.virtual_run import Fault
 from tests.unit.records import records, simulated
 from tests.unit.test_analysis import Record, planned
 

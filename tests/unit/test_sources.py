@@ -13,9 +13,9 @@ from ops.random import shuffled
 from pipeline import StageError
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
-from stages.sources.layout import Layout
 from stages.sources.mixture import LONGEST_WINDOW, turns
 from stages.sources.rows import open_rows
+from stages.sources.schema import Layout
 from stages.tasks import Generated
 from tests.optional import need
 from tests.unit.test_prompts import REPOSITORY, draw, problem, problems, write

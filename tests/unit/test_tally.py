@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from graphs import quickstart
-from pipeline.plan import Plan, plan
-from pipeline.stage import Task
-from pipeline.tally import Tally
+from pipeline.declare.task import Task
+from pipeline.engine.tally import Tally
+from pipeline.plan.plan import Plan
+from pipeline.plan.planner import plan
 
 
 @pytest.fixture(scope="module")

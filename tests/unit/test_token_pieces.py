@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.plan.samples import keep_vocabulary
 from pipeline.rundir import RunDir
-from pipeline.samples import keep_vocabulary
 from pipeline.web import texts
-from stages.backends.text import pieces
-from stages.backends.torch.models import byte_tokenizer, character_tokenizer
+from stages.backends.model.build import byte_tokenizer, character_tokenizer
+from stages.backends.model.text import pieces
 
 SAID = "Gr\u00fc\u00dfe,  \u4e16\u754c! \U0001f389\n\ttab"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pipeline import Model, StageError, WorkerGroup
-from pipeline.columns import Ragged
-from pipeline.sharding import Plain, Sharding
-from pipeline.stage import StageContext
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Plain, Sharding
+from pipeline.declare.task import StageContext
 from stages.backends import Draws, Sampling, engine, one_shard
 from stages.backends.choose import choose
 from stages.backends.torch.engine import TorchEngine

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from pipeline import Model
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Plain, Sharding
 from pipeline.errors import CheckpointError
-from pipeline.sharding import Plain, Sharding
 from stages import ClippedLoss
 from stages.backends import Batch, Optimization, one_shard
-from stages.backends.torch.models import load_network, load_tokenizer
-from stages.backends.torch.optimize import TorchLearner, learning_rate
+from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.weights import weights
+from stages.backends.objective import learning_rate
+from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score as score_shard
-from stages.backends.torch.weights import weights
 from tests.parking import Late
 from tests.shares import weight_hash
 from tests.unit.tiny import QWEN3

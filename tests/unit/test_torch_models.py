@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import Model, StageError, WorkerGroup
-from pipeline.stage import StageContext
+from pipeline.declare.task import StageContext
 from stages import Generated, Supervised
 from stages.backends import Optimization, Sampling, backend_problems, engine, model_problems, one_shard
+from stages.backends.model.build import load_network, load_tokenizer, save
+from stages.backends.model.weights import load_weights, weights
 from stages.backends.torch.engine import TorchEngine
-from stages.backends.torch.models import load_network, load_tokenizer, save
-from stages.backends.torch.weights import load_weights, weights
 from tests.shares import weight_hash
 
 torch.set_num_threads(1)

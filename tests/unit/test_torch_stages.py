@@ -14,8 +14,8 @@ from graphs.quickstart import graph as quickstart
 from ops.refit.share import digest_of
 from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Model, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
-from pipeline.columns import Columns, Ragged
-from pipeline.sharding import Packed
+from pipeline.declare.columns import Columns, Ragged
+from pipeline.declare.sharding import Packed
 from stages import (
     ClippedLoss,
     Evaluate,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from pipeline.usage import Usage, tree_cpu_s
+from pipeline.engine.usage import Usage, tree_cpu_s
 
 BUSY = """
 import time

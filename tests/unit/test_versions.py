@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.columns import Ragged
-from pipeline.meta import sample_key
-from pipeline.versions import versions_of
+from pipeline.declare.columns import Ragged
+from pipeline.declare.handle import sample_key
+from pipeline.executors.policy_versions import versions_of
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=3), max_size=5))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup
-from pipeline.sharding import Sharding
+from pipeline.declare.sharding import Sharding
 
 PROMPT = Field("prompt", dtype="str")
 RESPONSE = Field("response", dtype="str")

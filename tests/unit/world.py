@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from pipeline.events import (
+from pipeline.plan.plan import Plan
+from pipeline.schedule.events import (
     Admit,
     Cancel,
     Claim,
@@ -28,8 +29,7 @@ from pipeline.events import (
     Served,
     StepDone,
 )
-from pipeline.plan import Plan
-from pipeline.scheduler import Scheduler
+from pipeline.schedule.scheduler import Scheduler
 
 KEPT = "kept"
 

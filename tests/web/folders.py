@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from pipeline import trace
-from pipeline.plan import Plan
+from pipeline.plan.plan import Plan
+from pipeline.plan.samples import keep_vocabulary
+from pipeline.record import trace
 from pipeline.rundir import RunDir
-from pipeline.samples import keep_vocabulary
 from tests.unit.records import simulated
 
 REWARDS = (0.0, 1.0)

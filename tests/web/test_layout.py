@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.load import load
-from pipeline.plan import plan
-from pipeline.web.layout import LABEL_H, Box, Layout, layout
+from pipeline.cli.load import load
+from pipeline.plan.planner import plan
+from pipeline.web.drawing import LABEL_H, Box, Layout, layout
 from tests.unit import toy
 from tests.unit.records import simulated
 

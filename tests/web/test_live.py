@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import trace
+from pipeline.record import trace
 from pipeline.web.live import Live
 from tests.unit.records import records, simulated
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from pipeline import trace
+from pipeline.record import trace
 from tests.unit.records import simulated
 from tests.web.folders import append, run_of, written
 from tests.web.hostile import HOSTILE

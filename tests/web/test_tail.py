@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import trace
+from pipeline.record import trace
 from pipeline.web import tail
 from pipeline.web.rows import Rows
 from pipeline.web.tail import Record

@@ -79,7 +79,7 @@ class _Edge:
 class Tree:
     """One rank, as the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
     senders come first. `buffers` are its own, flat bytes; `interface` is the network interface that it uses
-    (ops.comm.interface). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
+    (ops.comm.nic). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
     wave may take PATIENCE of them.
 
     `held` is the version that a receiver has. Whoever overwrites its buffers sets it to None. Raises ValueError, naming

@@ -9,8 +9,8 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from pipeline.errors import Problem, StageError
-from stages.backends.decoder import Decoder
 from stages.backends.megatron.groups import Groups
+from stages.backends.model.decoder import Decoder
 
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:

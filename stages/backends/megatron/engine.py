@@ -19,13 +19,11 @@ from transformers import AutoConfig
 from ops.flops import Transformer, model_flops, peak_tflops
 from ops.refit.share import Form, Publisher, Share
 from pipeline import Model, StageContext, StageError
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Shard
 from pipeline.errors import Problem
-from pipeline.sharding import Shard
 from stages.backends import Optimization, Route
-from stages.backends.decoder import Decoder
 from stages.backends.device import bytes_in_use, claim
-from stages.backends.folder import model_folder
 from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import fill, gathered, write
 from stages.backends.megatron.groups import Groups, join
@@ -34,8 +32,10 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
 from stages.backends.megatron.places import places, tensors
-from stages.backends.text import Texts, identity
-from stages.backends.together import Sender
+from stages.backends.model.decoder import Decoder
+from stages.backends.model.folder import model_folder
+from stages.backends.model.text import Texts, identity
+from stages.backends.refit.ends import Sender
 
 
 def open_engine(context: StageContext) -> MegatronEngine:

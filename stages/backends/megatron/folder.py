@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from stages.backends.decoder import Decoder
-from stages.backends.lots import lots
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, Part, parameters
-from stages.backends.shards import INDEX, Shards
+from stages.backends.model.decoder import Decoder
+from stages.backends.model.lots import lots
+from stages.backends.model.shards import INDEX, Shards
 
 _FILE_BYTES = 4 << 30  # of one file that is written
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from pipeline.ranks import Layout, Ranks
+from pipeline.declare.ranks import Layout, Ranks
 from stages.backends.megatron.cpu import on_cpu
 from stages.backends.megatron.names import Part
 

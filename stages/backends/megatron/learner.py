@@ -18,17 +18,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from pipeline.columns import Ragged
-from pipeline.sharding import Update
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Update
 from stages.backends import Batch, Optimization
 from stages.backends.device import Parking
 from stages.backends.megatron import checkpoint
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.megatron.rows import Row
-from stages.backends.objective import MAXIMA, Scored, objective
-from stages.backends.torch.optimize import learning_rate
-from stages.backends.torch.padding import pad_right
+from stages.backends.model.padding import pad_right
+from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
 from stages.losses import PolicyLoss
 
 

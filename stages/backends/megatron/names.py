@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.backends.decoder import Decoder
+from stages.backends.model.decoder import Decoder
 
 Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
 # whole    the tensor, on every tensor-parallel rank

@@ -33,11 +33,11 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from ops.vocab_parallel import logprobs_and_entropy
-from stages.backends.decoder import Decoder
 from stages.backends.megatron.attention import CausalAttention
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Part, padded_vocab, parameters
 from stages.backends.megatron.rows import Row
+from stages.backends.model.decoder import Decoder
 
 
 def has_transformer_engine(groups: Groups) -> bool:

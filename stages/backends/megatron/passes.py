@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from pipeline.columns import Ragged
-from pipeline.sharding import Microbatch, Shard
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.network import Network

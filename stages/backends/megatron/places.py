@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import prod
 
 from ops.refit.layout import Place, Tensor
-from stages.backends.decoder import Decoder
-from stages.backends.experts import of_expert
 from stages.backends.megatron.names import Part, parameters
+from stages.backends.model.decoder import Decoder
+from stages.backends.model.experts import of_expert
 
 
 def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from ops.packing import pack, rectangle
-from pipeline.columns import Ragged
-from pipeline.sharding import Microbatch
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Microbatch
 
 
 @dataclass(frozen=True, eq=False)

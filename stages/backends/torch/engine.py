@@ -19,23 +19,23 @@ from ops.comm.stateless_group import GroupError
 from ops.flops import Transformer, model_flops, peak_tflops
 from ops.refit.share import Form, Publisher, Share
 from pipeline import Model, StageContext, StageError
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
+from pipeline.declare.ranks import Ranks
+from pipeline.declare.sharding import Shard
 from pipeline.errors import Problem
-from pipeline.ranks import Ranks
-from pipeline.sharding import Shard
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, Served
 from stages.backends.device import bytes_in_use, claim
-from stages.backends.receive import Receiver, acknowledged
-from stages.backends.text import Texts, identity
-from stages.backends.together import Sender, peer_lost
-from stages.backends.torch import weights as weight_tools
+from stages.backends.model import weights as weight_tools
+from stages.backends.model.build import closing_tokens, load_network
+from stages.backends.model.places import placed
+from stages.backends.model.sharded import divide
+from stages.backends.model.text import Texts, identity
+from stages.backends.refit.ends import Sender, peer_lost
+from stages.backends.refit.receiver import Receiver, acknowledged
 from stages.backends.torch.generate import decode, generate
-from stages.backends.torch.models import closing_tokens, load_network
 from stages.backends.torch.optimize import TorchLearner
-from stages.backends.torch.places import placed
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
-from stages.backends.torch.sharded import divide
 
 Role = Literal["trained", "served", "frozen"]
 LOOK_S = 0.02  # of a stream whose weights are of no version

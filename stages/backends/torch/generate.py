@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
-from stages.backends.torch.padding import pad_left, unpad_right
+from stages.backends.model.padding import pad_left, unpad_right
 
 
 def generate(

@@ -21,34 +21,21 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ops.logprobs import entropy, selected_logprobs
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
+from pipeline.declare.ranks import Ranks
+from pipeline.declare.sharding import Microbatch, Update
 from pipeline.errors import CheckpointError, Problem
-from pipeline.ranks import Ranks
-from pipeline.sharding import Microbatch, Update
 from stages.backends import Batch, Optimization
 from stages.backends.device import Parking
-from stages.backends.objective import MAXIMA, Scored, objective
-from stages.backends.torch.padding import pad_right
+from stages.backends.model.padding import pad_right
+from stages.backends.model.sharded import is_divided, like, whole
+from stages.backends.model.weights import load_weights, weights
+from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
 from stages.backends.torch.score import Predicted, predict
-from stages.backends.torch.sharded import is_divided, like, whole
-from stages.backends.torch.weights import load_weights, weights
 from stages.losses import PolicyLoss
 
 _WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-def learning_rate(settings: Optimization, update: int) -> float:
-    """Of update number `update`, counted from 0."""
-    if update < settings.warmup:
-        return settings.lr * (update + 1) / settings.warmup
-    span = max(settings.updates - settings.warmup, 1)
-    done = min((update - settings.warmup) / span, 1.0)
-    if settings.schedule == "linear":
-        return settings.lr * (1.0 - done)
-    if settings.schedule == "cosine":
-        return settings.lr * 0.5 * (1.0 + math.cos(math.pi * done))
-    return settings.lr
 
 
 class TorchLearner:

@@ -17,10 +17,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends.torch.models import build, load_tokenizer, not_loaded
-from stages.backends.torch.padding import pad_right
+from stages.backends.model.build import build, load_tokenizer, not_loaded
+from stages.backends.model.padding import pad_right
 
 
 def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> RewardModelOnDevice:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from ops.logprobs import selected_logprobs
 from ops.packing import pack, rectangle
-from pipeline.columns import Ragged
-from pipeline.sharding import Microbatch, Shard
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
-from stages.backends.torch.padding import pad_left, pad_right
+from stages.backends.model.padding import pad_left, pad_right
 
 
 @dataclass(frozen=True, eq=False)

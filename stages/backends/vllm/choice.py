@@ -21,9 +21,9 @@ import torch
 
 from stages.backends.choose import choose
 from stages.backends.interface import Draws, Sampling
+from stages.backends.vllm.api import BatchUpdate, LogitsProcessor, MoveDirectionality
 from stages.backends.vllm.environment import end_with_owner
-from stages.backends.vllm.kept import Logprobs
-from stages.backends.vllm.versions import BatchUpdate, LogitsProcessor, MoveDirectionality
+from stages.backends.vllm.logprobs import Logprobs
 
 
 @dataclass(eq=False)

@@ -23,9 +23,10 @@ from ops.refit.share import digest_of
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem, Unfit, told
 from stages.backends.interface import Served
-from stages.backends.receive import NotAsOfferedError, acknowledged, slowest
-from stages.backends.vllm import versions
-from stages.backends.vllm.requests import Request, Running
+from stages.backends.refit.receiver import NotAsOfferedError, acknowledged, slowest
+from stages.backends.vllm import api as versions
+from stages.backends.vllm.requests import Request
+from stages.backends.vllm.running import Running
 from stages.backends.vllm.weights import Weights
 
 STALL_S = 900.0  # without any output, a start or a load, while there are requests

@@ -21,12 +21,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
-from pipeline.columns import Ragged
+from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, Served, samples_of
-from stages.backends.folder import model_folder
-from stages.backends.receive import check_same
-from stages.backends.text import Texts
+from stages.backends.model.folder import model_folder
+from stages.backends.model.text import Texts
+from stages.backends.refit.receiver import check_same
 from stages.backends.vllm import environment
 from stages.backends.vllm.weights import Weights, expected
 
@@ -41,7 +41,7 @@ def open_engine(context: StageContext) -> VllmEngine:
     """The engine of this worker. Raises StageError where vLLM is not built for the group's device."""
     group = context.group
     environment.prepare(gpus=group.gpus > 0, threads=group.threads, tensor_parallel=group.tensor_parallel)
-    from stages.backends.vllm.versions import computes_on_cpu  # reads the environment
+    from stages.backends.vllm.api import computes_on_cpu  # reads the environment
 
     if computes_on_cpu() != (group.gpus == 0):
         raise StageError(_other_build(group))
@@ -162,9 +162,9 @@ class VllmEngine(Texts):
             self._started = None
 
     def _requests(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> list[Request]:
+        from stages.backends.vllm.api import parameters
         from stages.backends.vllm.choice import request_choice
         from stages.backends.vllm.requests import Request
-        from stages.backends.vllm.versions import parameters
 
         served = self._of(model)
         if max(prompt_ids.lengths) + sampling.max_tokens > served.longest:

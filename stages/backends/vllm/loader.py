@@ -10,8 +10,8 @@ import torch
 
 from stages.backends.device import bytes_in_use
 from stages.backends.vllm import transfer
+from stages.backends.vllm.api import WeightTransferEngineFactory
 from stages.backends.vllm.choice import logprobs_of, tokens_of
-from stages.backends.vllm.versions import WeightTransferEngineFactory
 
 WeightTransferEngineFactory.register_engine(transfer.NAME, transfer.__name__, transfer.Transfer.__name__)
 

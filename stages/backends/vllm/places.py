@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ops.refit.layout import Box, Place, Tensor
-from stages.backends.decoder import Decoder
+from stages.backends.model.decoder import Decoder
 
 VOCAB_SHARES = 64  # rows of an embedding are a multiple of
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ops.refit.layout import Place, Tensor, dense, whole
-from stages.backends.decoder import Decoder
-from stages.backends.experts import single
-from stages.backends.shards import Shards
+from stages.backends.model.decoder import Decoder
+from stages.backends.model.experts import single
+from stages.backends.model.shards import Shards
 from stages.backends.vllm import places as table
 
 

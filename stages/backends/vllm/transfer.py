@@ -20,16 +20,11 @@ from ops.comm.stateless_group import GroupError
 from ops.refit.memory import Handle, Kept
 from ops.refit.share import Share, layout_of
 from ops.refit.sums import Summed
-from stages.backends.decoder import Decoder
 from stages.backends.interface import Route
-from stages.backends.receive import Received, Receiver
+from stages.backends.model.decoder import Decoder
+from stages.backends.refit.receiver import Received, Receiver
+from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing
-from stages.backends.vllm.versions import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-    load_anew,
-)
 
 NAME = "sluice"
 

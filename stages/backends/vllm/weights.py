@@ -16,7 +16,7 @@ from ops.refit.layout import Tensor
 from ops.refit.memory import Handle, Kept, SharedMemory
 from ops.refit.share import Share
 from stages.backends.interface import Route
-from stages.backends.torch.places import placed
+from stages.backends.model.places import placed
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,88 @@
+"""All that is found in the record of one run, together: for the command line and the web view. Pure.
+
+    found = find(open_run(Path("runs/quickstart-...")))
+    found.report.critical_path.sentence
+    found.paths[3].spans                      # the critical path of the fourth step, span by span
+    found.groups[0].parts                     # why workers of the first group had no task
+
+Seconds are those of `window`: the steps behind the first ones, which are not like the others, or one step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.analysis.critical_path import StepPath, step_paths
+from pipeline.analysis.gaps import Gap, gaps, workers
+from pipeline.analysis.idle import Idle, idle_by_group, idle_by_worker
+from pipeline.analysis.report import Report, report
+from pipeline.analysis.slack import Slack, slack
+from pipeline.analysis.waits import Waits
+from pipeline.errors import GraphError, Problem
+from pipeline.record.history import Tasks, step_ends
+from pipeline.record.runs import OpenedRun
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record says.
+
+    report    seconds a step, utilisation, staleness, drops and the critical path's sums, of all steps behind the first
+    window    from when to when (monotonic seconds) the idle time is counted, and of how many steps that is
+    paths     the critical path of every published step; of one step only that
+    slack     seconds to spare, by task, and by step and stage
+    gaps      when workers had no task, and why, inside the window
+    workers   the sums by worker; `groups` the means by worker group
+    """
+
+    report: Report
+    window: tuple[float, float, int]
+    paths: tuple[StepPath, ...]
+    slack: Slack
+    gaps: tuple[Gap, ...]
+    workers: tuple[Idle, ...]
+    groups: tuple[Idle, ...]
+
+
+def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None) -> Findings:
+    """The findings of a run, or of one step, counted from 0. Raises GraphError where that step has not ended."""
+    tasks = tasks or Tasks(run.events)
+    waits = Waits(run.plan, tasks)
+    ends = step_ends(tasks)
+    made = report(run.plan, tasks, waits=waits)
+    start_s, end_s, steps = _window(run, ends, made, step)
+    paths = step_paths(run.plan, tasks, ends, waits=waits)
+    spare = slack(run.plan, tasks, waits=waits)
+    found = tuple(gaps(run.plan, tasks, start_s, end_s, waits=waits))
+    by_worker = idle_by_worker(workers(run.plan, tasks), found, end_s - start_s)
+    return Findings(
+        report=made,
+        window=(start_s, end_s, steps),
+        paths=tuple(path for path in paths if step in (None, path.step)),
+        slack=spare if step is None else _of_step(spare, tasks, step),
+        gaps=found,
+        workers=tuple(by_worker),
+        groups=tuple(idle_by_group(by_worker)),
+    )
+
+
+def _window(run: OpenedRun, ends: list[tuple[float, int]], made: Report, step: int | None) -> tuple[float, float, int]:
+    count = len(made.steps.seconds)
+    if step is None:
+        return (ends[-1 - count][0], ends[-1][0], count) if count else (0.0, 0.0, 0)
+    found = next((place for place, (_, number) in enumerate(ends) if number == step and place), None)
+    if found is None:
+        told = f"{ends[1][1] + 1} to {ends[-1][1] + 1}" if len(ends) > 1 else "none"
+        raise GraphError(
+            Problem(
+                where=f"--step {step + 1}",
+                what=f"that step is not in the record of {run.name}",
+                why=f"the steps that have ended since the run was last started: {told}",
+                fix=f"--step {ends[-1][1] + 1}" if len(ends) > 1 else "wait for the first step to end",
+            )
+        )
+    return ends[found - 1][0], ends[found][0], 1
+
+
+def _of_step(found: Slack, tasks: Tasks, step: int) -> Slack:
+    of = {number: spare for number, spare in found.tasks.items() if tasks.submitted[number].step == step}
+    return Slack(tasks=of, steps={step: found.steps[step]} if step in found.steps else {})

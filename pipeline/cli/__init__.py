@@ -1,0 +1,1 @@
+"""What the commands share: loading a graph file, flags, the console."""

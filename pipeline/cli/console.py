@@ -1,0 +1,194 @@
+"""What a run prints: problems, the plan, a progress line, the final table.
+
+Colours only on a terminal, and none where NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import Problem
+from pipeline.plan.plan import Plan, PlannedStage
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console of the terminal's width, or 100 columns where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 100, highlight=False, soft_wrap=True)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """One line each, on stderr. Paths below the working directory are shown from there."""
+    here = f"{Path.cwd()}/"
+    for problem in problems:
+        text = " ".join(str(problem).splitlines())
+        print(text.replace(here, "") if len(here) > 2 else text, file=sys.stderr)
+
+
+def print_plan(plan: Plan) -> None:
+    """The graph from top to bottom, the placement, what each edge carries and how long it lives."""
+    from rich.table import Table
+
+    out = console()
+    out.print(f"[bold]{plan.name}[/]  {plan.steps} steps of {plan.batch} prompts x {plan.group_size} samples")
+    out.print()
+    for line in drawing(plan):
+        out.print(line, markup=False)
+    out.print()
+    placement = Table("worker group", "backend", "workers", "GPUs", "stages", box=None, padding=(0, 2, 0, 0))
+    for group in plan.groups:
+        placement.add_row(group.name, group.backend, str(group.workers), str(group.gpus), " ".join(group.stages))
+    out.print(placement)
+    out.print()
+    edges = Table("field", "from", "bytes a step", "cleared after", box=None, padding=(0, 2, 0, 0))
+    for life in plan.lifetimes:
+        edge = next((edge for edge in plan.edges if edge.field == life.field), None)
+        edges.add_row(life.field, life.writer, _volume(plan, edge), " ".join(life.readers) or "nobody reads it")
+    out.print(edges)
+    if plan.fences:
+        out.print()
+        for fence in plan.fences:
+            when = "of the step before" if fence.lag else "of the same step"
+            out.print(f"{fence.after} waits for {fence.before} {when}: {fence.why}", markup=False)
+
+
+def drawing(plan: Plan) -> list[str]:
+    """The stages layer by layer, each with what it reads and from whom, as lines of text."""
+    writer = {life.field: life.writer for life in plan.lifetimes}
+    lines = []
+    for depth, layer in enumerate(plan.layers):
+        if depth:
+            lines.append("        |")
+            lines.append("        v")
+        lines += [_box(stage, writer) for stage in layer]
+    back = [edge for edge in plan.edges if edge.back]
+    return lines + [f"        ^ {edge.field}: {edge.writer} -> {edge.reader} of a later step" for edge in back]
+
+
+def _box(stage: PlannedStage, writer: dict[str, str]) -> str:
+    where = " -> ".join(stage.groups) or "outside"
+    by_writer: dict[str, list[str]] = {}
+    for field in (*stage.reads, *stage.awaits):
+        by_writer.setdefault(writer[field], []).append(field)
+    sources = "  ".join(f"{name}({', '.join(fields)})" for name, fields in by_writer.items())
+    return f"[ {stage.name} ] on {where}" + (f"  <-  {sources}" if sources else "")
+
+
+def _volume(plan: Plan, edge: object | None) -> str:
+    from pipeline.plan.plan import Edge
+
+    if not isinstance(edge, Edge) or not edge.bytes_per_sample:
+        return "-"
+    samples = plan.batch * plan.group_size
+    if edge.ragged:
+        return f"{samples} x {edge.bytes_per_sample} B x {edge.ragged}"
+    size = samples * edge.bytes_per_sample
+    return f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
+
+
+_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # beside the rewards of an evaluation
+
+
+class Progress:
+    """A line that follows the run: rewritten in place on a terminal, a plain line a step elsewhere."""
+
+    def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
+        self._plan, self._start = plan, start
+        self._live = sys.stdout.isatty() and not plain
+        self._begun_s = time.monotonic()
+        self._done = start
+        self.evaluations: list[tuple[int, float]] = []
+        self.measure = ""  # what is evaluated: the first reward of the evaluation
+        self.last: dict[str, float] = {}
+        self.dropped: Counter[str] = Counter()  # groups, by reason
+
+    def begin(self) -> None:
+        """The first step is about to start: from here on, time left is estimated."""
+        self._begun_s = time.monotonic()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A step is done; -1 is the evaluation before the first."""
+        evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
+        if evaluated:
+            self.measure = evaluated.removeprefix("eval/").replace("_", " ")
+            self.evaluations.append((step + 1, metrics[evaluated]))
+        if step < 0:
+            self.begin()
+            if self.evaluations:
+                self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
+            return
+        self.last = metrics
+        for name, groups in metrics.items():
+            if name.startswith("dropped/"):
+                self.dropped[name.removeprefix("dropped/")] += int(groups)
+        self._done = step + 1
+        self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
+
+    def end(self) -> None:
+        """Leave the last line where it is."""
+        if self._live:
+            print()
+
+    def _line(self, metrics: dict[str, float]) -> str:
+        step_s = metrics.get("time/step_s", 0.0)
+        parts = [f"step {self._done}/{self._plan.steps}"]
+        if "reward/mean" in metrics:
+            parts.append(f"reward {metrics['reward/mean']:.3f}")
+        if self.evaluations:
+            parts.append(f"{self.measure} {self.evaluations[-1][1]:.3f}")
+        if "rollout/length_mean" in metrics and step_s:
+            tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
+            parts.append(f"{tokens / step_s:,.0f} tok/s")
+        age = next((value for name, value in metrics.items() if name.endswith("/staleness_mean")), None)
+        if age is not None and self._plan.max_staleness:
+            parts.append(f"{age:.1f} versions old")
+        stages = {
+            name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"
+        }
+        if stages:
+            slowest = max(stages, key=lambda name: stages[name])
+            parts.append(f"{step_s:.2f} s/step, slowest {slowest} {stages[slowest]:.2f} s")
+        behind = self._done - self._start
+        if behind:
+            left_s = (time.monotonic() - self._begun_s) / behind * (self._plan.steps - self._done)
+            parts.append(f"{left_s:.0f} s left")
+        return "  ".join(parts)
+
+    def _print(self, text: str, *, keep: bool) -> None:
+        if self._live:
+            print(f"\r\x1b[2K{text}", end="\n" if keep else "", flush=True)
+        elif keep or self._done % 10 == 0 or self._plan.steps <= 20:
+            print(text, flush=True)
+
+
+def print_summary(
+    plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]
+) -> None:
+    """The final table: what was reached, where it lies, what to do next."""
+    rows: list[tuple[str, str]] = []
+    if progress.evaluations:
+        (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
+        name = f"{progress.measure} on held-out prompts"
+        rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
+    if "reward/mean" in progress.last:
+        rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
+    if plan.pool:
+        lost = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
+        rows.append(("groups dropped for their age", lost))
+    rows.append(("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s"))
+    rows.append(("wall time", f"{wall_s:.1f} s, start-up included"))
+    rows.append(("run directory", run_dir))
+    rows.extend(commands)
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:  # never wrapped: commands are there to be copied
+        print(f"{label:<{width}}  {value}")

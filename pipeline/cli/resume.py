@@ -1,0 +1,188 @@
+"""What a run directory says of its run: how it is written down, and what a resume takes from it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.cli.load import GraphFile
+from pipeline.errors import GraphError, Problem
+from pipeline.plan.plan import Plan
+from pipeline.rundir import RunDir
+
+PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "networkx", "msgspec")
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """run.json: what was run, with what, where."""
+
+    graph: str
+    file: str
+    args: dict[str, Any]
+    seed: int
+    executor: str
+    command: list[str]
+    versions: dict[str, str]
+    python: str
+    machine: str
+    git: str | None
+    started: str
+
+
+class _MetricsLine(msgspec.Struct):
+    """What a resume reads of a line of metrics.jsonl."""
+
+    step: int
+
+
+class _Sizes(msgspec.Struct):
+    """What a resume reads of plan.json."""
+
+    batch: int
+    group_size: int
+
+
+def describe(
+    run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
+) -> None:
+    """Write run.json and the copy of the graph file."""
+    record = RunRecord(
+        graph=planned.name,
+        file=str(file.path),
+        args=values,
+        seed=seed,
+        executor=executor,
+        command=["python", "-m", "pipeline.run", *argv],
+        versions={name: _version(name) for name in PACKAGES},
+        python=platform.python_version(),
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        git=_git(file.path.parent),
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
+    run_dir.run_json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    shutil.copyfile(file.path, run_dir.graph)
+
+
+def recorded(path: str | None) -> RunRecord:
+    """The record of the run that is resumed. Raises GraphError where `path` is no run directory."""
+    if path is None:
+        raise GraphError(
+            Problem(
+                where="--resume",
+                what="no run directory is named",
+                why="a resume goes on in the run's own directory",
+                fix="--run-dir RUN --resume",
+            )
+        )
+    record = RunDir(Path(path)).run_json
+    if not record.is_file():
+        raise GraphError(
+            Problem(
+                where=f"--run-dir {path}",
+                what="run.json is not there",
+                why="a resume needs a run directory",
+                fix="name a folder that a run made",
+            )
+        )
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=RunRecord)
+    except msgspec.DecodeError as error:
+        raise GraphError(
+            Problem(where=str(record), what=f"it cannot be read: {error}", why="a run wrote it", fix="restore the file")
+        ) from error
+
+
+def resume_step(text: str) -> int | None:
+    """The STEP of --resume; None is the newest. Raises GraphError where it is no step."""
+    if text == "last":
+        return None
+    if not text.isdigit():
+        raise GraphError(
+            Problem(
+                where=f"--resume {text}",
+                what="that is not a step",
+                why="checkpoints are named by step",
+                fix="--resume 100",
+            )
+        )
+    return int(text)
+
+
+def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int) -> None:
+    """Whether `planned` goes on with what the run began. Raises GraphError where it does not."""
+    if record.graph != planned.name or record.seed != seed:
+        raise GraphError(
+            Problem(
+                where="--resume",
+                what=f"the run is of {record.graph!r} with seed {record.seed}, "
+                f"this is {planned.name!r} with seed {seed}",
+                why="a resumed run goes on as if it had not stopped",
+                fix="the same graph and seed",
+            )
+        )
+    if start >= planned.steps:
+        raise GraphError(
+            Problem(
+                where="--resume",
+                what=f"the checkpoint has {start} steps behind it, the graph runs {planned.steps}",
+                why="nothing is left to do",
+                fix=f"--steps {start * 2}, where graph() has such a parameter",
+            )
+        )
+    before = msgspec.json.decode(run_dir.plan.read_bytes(), type=_Sizes)
+    if (before.batch, before.group_size) != (planned.batch, planned.group_size):
+        raise GraphError(
+            Problem(
+                where="--resume",
+                what=f"the run is of {before.batch} x {before.group_size} samples a step, this is of "
+                f"{planned.batch} x {planned.group_size}",
+                why="the next prompt and the random numbers follow from the samples so far",
+                fix="the same batch and the same number of samples a prompt",
+            )
+        )
+
+
+def cut_metrics(run_dir: RunDir, start: int) -> None:
+    """Steps after the checkpoint are made again: drop their lines."""
+    if run_dir.metrics.is_file():
+        kept = []
+        for number, line in enumerate(run_dir.metrics.read_bytes().splitlines(keepends=True), start=1):
+            try:
+                done = msgspec.json.decode(line, type=_MetricsLine).step
+            except msgspec.DecodeError as error:
+                if not line.endswith(b"\n"):  # the line that was being written as the run ended
+                    continue
+                raise GraphError(
+                    Problem(
+                        where=f"{run_dir.metrics}:{number}",
+                        what=f"this line cannot be read: {error}",
+                        why="the resumed run goes on in this file",
+                        fix="remove the line, then --resume",
+                    )
+                ) from error
+            if line.endswith(b"\n") and done <= start:
+                kept.append(line)
+        run_dir.metrics.write_bytes(b"".join(kept))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _git(folder: Path) -> str | None:
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    return done.stdout.strip() or None

@@ -1,0 +1,125 @@
+"""Models, worker groups, and the line of the user's file that declared them. Frozen; nothing runs here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where in the user's file a description was written."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def caller(depth: int) -> Location:
+    """The location of the code `depth` frames above the caller of this function; `dataclasses` is passed over."""
+    frame = sys._getframe(depth + 1)
+    while frame.f_globals.get("__name__") == "dataclasses" and frame.f_back:  # the caller of replace() is meant
+        frame = frame.f_back
+    return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Knows the line that built it. `dataclasses.replace` keeps that line, so a copy points at the original."""
+
+    location: Location = field(default_factory=lambda: caller(2), kw_only=True, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Model(_Located):
+    """A language model by name.
+
+    source      a folder with a Hugging Face model, a hub name, or, with `config`, any name
+    config      a Hugging Face configuration as a dict with `model_type`: the model is built from it, at random
+    alphabet    with `config`: the characters that its tokenizer knows, one token each; or the word "bytes": every text,
+                one token a byte
+    warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
+    seed        of the random weights, where there is a `config`
+    trainable   False for a frozen copy (a reference model)
+    """
+
+    source: str
+    config: Mapping[str, Any] | None = None
+    alphabet: str | None = None
+    warm_start: Any = None
+    seed: int = 0
+    trainable: bool = True
+
+    def frozen(self) -> Model:
+        """The same model as it is before training starts, never updated."""
+        return replace(self, trainable=False)
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.trainable, self.seed))
+
+
+@dataclass(frozen=True)
+class WorkerGroup(_Located):
+    """Processes that share a backend.
+
+    name       in this graph
+    backend    who computes: "torch", "vllm" (samples) and "megatron" (trains) for models, "python" for plain functions
+    workers    ranks: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
+               together, each on its share of the batch. None is one a GPU, and one without GPUs
+    gpus       of the whole group, divided evenly over its workers
+    cpus       of each worker, for Ray's placement
+    threads    torch threads of each worker; 0 leaves torch's choice
+    tensor_parallel, context_parallel, pipeline_parallel   workers that hold one model together, by kind; what is left
+               is data parallel
+    expert_parallel   data-parallel workers among which the experts of a mixture are divided
+    fetch      among workers that need the same samples: "independent", each gets them from the data plane; "leader",
+               the first does and broadcasts; "auto" is leader where there are several
+    colocated  the group on whose GPUs this one lies, which has as many: the two take turns, and whichever waits gives
+               its memory to the other, so nothing runs ahead (max_staleness=0)
+    memory     share of a GPU that a backend which takes its memory at once ("vllm") may have for weights and cache
+    fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
+               what does not fit in one
+    """
+
+    name: str
+    backend: str = "python"
+    workers: int = None  # type: ignore[assignment] # given its number as soon as it is built
+    gpus: int = 0
+    cpus: float = 1.0
+    threads: int = 0
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    fetch: Literal["auto", "independent", "leader"] = "auto"
+    fully_sharded: bool = False
+    colocated: WorkerGroup | None = None
+    memory: float = 0.85
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            gpus = self.gpus if isinstance(self.gpus, int) and self.backend != "python" else 0
+            object.__setattr__(self, "workers", max(1, gpus))
+
+    @property
+    def processes(self) -> int:
+        """Processes that are started for it. A backend of `LEADS` starts the other ranks of a replica itself."""
+        return self.data_parallel if self.backend in LEADS else self.workers
+
+    @property
+    def model_parallel(self) -> int:
+        """Workers that hold one copy of a model together."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of a model, each with its share of a batch."""
+        return self.workers // max(1, self.model_parallel)
+
+
+LEADS = ("vllm",)  # backends of which one process leads all ranks of a replica
+HOST = "host"  # the worker group of stages that name none

@@ -1,0 +1,274 @@
+"""The ranks of a worker group: which of them share a batch, which share a sample, and how they talk to each other.
+
+    ranks = Ranks.join(layout, rank, address, device="cpu", deadline_s=300.0)
+    ranks.sum(gradient)                      # over the data-parallel ranks, in place
+    columns = ranks.share(fetch)             # one rank of a replica fetches, its siblings receive
+
+Ranks that hold different samples are *data-parallel*. Ranks that hold parts of one model and need the same samples are
+the *siblings* of a replica; the first of them is its leader. It knows processes and tensors, not stages. torch is
+loaded when ranks join; a group of one process never does.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.declare.columns import Columns, Ragged
+from pipeline.errors import Problem, StageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.declare.group import WorkerGroup
+
+Fetch = Literal["auto", "independent", "leader"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the processes of a worker group divide the work: data x pipeline x context x tensor parallel.
+
+    Ranks count up in Megatron-core's order: tensor fastest, then context, data, pipeline (core/parallel_state.py,
+    order "tp-cp-ep-dp-pp").
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @staticmethod
+    def of(group: WorkerGroup) -> Layout:
+        """The layout of a worker group that the checks have passed; of its processes, where each leads a replica."""
+        if group.processes < group.workers:
+            return Layout(data=group.processes)
+        return Layout(
+            data=group.data_parallel,
+            tensor=group.tensor_parallel,
+            context=group.context_parallel,
+            pipeline=group.pipeline_parallel,
+        )
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.data * self.tensor * self.context * self.pipeline
+
+    def replica(self, rank: int) -> int:
+        """The data-parallel position of a rank: which share of a batch it holds."""
+        return rank // (self.tensor * self.context) % self.data
+
+    def siblings(self, replica: int) -> tuple[int, ...]:
+        """The ranks that hold one share of a batch together; the first is their leader."""
+        return tuple(rank for rank in range(self.size) if self.replica(rank) == replica)
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same part of the model as `rank`, one a replica: gradients are summed over them."""
+        inside = self.tensor * self.context
+        stage = rank // (inside * self.data) * (inside * self.data)
+        return tuple(stage + replica * inside + rank % inside for replica in range(self.data))
+
+
+@dataclass
+class Ranks:
+    """One rank's view of its worker group. The default is a group of one."""
+
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    fetch: Fetch = "auto"
+    _peers: Any = None  # torch process groups
+    _siblings: Any = None
+
+    @property
+    def replica(self) -> int:
+        """Which share of a batch this rank holds."""
+        return self.layout.replica(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it fetches and writes for its replica."""
+        return self.layout.siblings(self.replica)[0] == self.rank
+
+    @property
+    def connected(self) -> bool:
+        """Whether the ranks of the group can talk to each other."""
+        return self._peers is not None
+
+    @staticmethod
+    def join(layout: Layout, rank: int, store: Any, *, device: str, deadline_s: float, fetch: Fetch = "auto") -> Ranks:
+        """Meet the other ranks at `store`; gloo carries what lies on the CPU and NCCL what lies on a GPU.
+
+        Returns when all are there. Every later exchange that takes longer than `deadline_s` raises in each rank that
+        waits for it.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        deadline = timedelta(seconds=deadline_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=deadline)
+        peers = siblings = None
+        for replica in range(layout.data):  # every rank makes every group, in the same order
+            ranks = layout.siblings(replica)
+            made = dist.new_group(list(ranks), timeout=deadline)
+            siblings = made if rank in ranks else siblings
+        for first in layout.siblings(0):
+            ranks = layout.peers(first)
+            made = dist.new_group(list(ranks), timeout=deadline)
+            peers = made if rank in ranks else peers
+        return Ranks(layout, rank, fetch, peers, siblings)
+
+    def leave(self) -> None:
+        """End the connection. Idempotent."""
+        if self.connected:
+            import torch.distributed as dist
+
+            self._peers = self._siblings = None
+            dist.destroy_process_group()
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add tensors up over the data-parallel ranks, in place, in one exchange. All ranks give the same shapes."""
+        if self.layout.data == 1 or not tensors:
+            return
+        import torch
+        import torch.distributed as dist
+
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self._peers)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small picklable value of each data-parallel rank, in rank order, on all of them."""
+        if self.layout.data == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.layout.data
+        dist.all_gather_object(values, value, group=self._peers)
+        return values
+
+    def totals(self, values: dict[str, float], *, largest: Sequence[str] = ()) -> dict[str, float]:
+        """Sums over the data-parallel ranks, added in rank order; of the names in `largest` the maximum."""
+        parts = self.gather(values)
+        return {
+            name: max(part[name] for part in parts) if name in largest else sum(part[name] for part in parts)
+            for name in values
+        }
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raises StageError on every rank where the data-parallel ranks differ in `value`.
+
+        Asked before a stage whose ranks meet in collectives: with unequal counts they would wait for ever.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            told = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+            raise StageError(
+                Problem(
+                    where=what,
+                    what=f"the data-parallel ranks were given different work ({told})",
+                    why="they meet once a microbatch, and a rank with fewer would leave the others waiting",
+                    fix="shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)",
+                )
+            )
+
+    def share(self, fetch: Callable[[], Columns]) -> Columns:
+        """The columns that `fetch` gets, on every sibling; with a leader only one of them calls it.
+
+        A descriptor travels first, then tensor by tensor. Where the leader's fetch raises, its siblings raise a
+        StageError instead of waiting.
+        """
+        if self._siblings is None or len(self.layout.siblings(0)) == 1 or self.fetch == "independent":
+            return fetch()
+        import torch.distributed as dist
+
+        leader = self.layout.siblings(self.replica)[0]
+        if self.rank != leader:
+            described: list[Any] = [None]
+            dist.broadcast_object_list(described, src=leader, group=self._siblings)
+            return self._receive(described[0], leader)
+        try:
+            columns = fetch()
+        except Exception as error:
+            dist.broadcast_object_list([f"{type(error).__name__}: {error}"], src=leader, group=self._siblings)
+            raise
+        described = [{name: _descriptor(column) for name, column in columns.items()}]
+        dist.broadcast_object_list(described, src=leader, group=self._siblings)
+        for column in columns.values():
+            if not isinstance(column, list):
+                values = column.values if isinstance(column, Ragged) else column
+                dist.broadcast(values.contiguous(), src=leader, group=self._siblings)
+        return columns
+
+    def _receive(self, described: dict[str, Any] | str, leader: int) -> Columns:
+        import torch
+        import torch.distributed as dist
+
+        if isinstance(described, str):
+            raise StageError(
+                Problem(
+                    where=f"rank {self.rank}",
+                    what=f"rank {leader}, which fetches for it, failed: {described}",
+                    why="one rank of a replica fetches for all",
+                    fix="mend what the error of that rank says",
+                )
+            )
+        columns: Columns = {}
+        for name, (dtype, shape, lengths) in described.items():
+            if dtype is None:
+                columns[name] = shape
+                continue
+            values = torch.empty(shape, dtype=dtype)
+            dist.broadcast(values, src=leader, group=self._siblings)
+            columns[name] = values if lengths is None else Ragged(values, lengths)
+        return columns
+
+
+def _descriptor(column: Any) -> tuple[Any, Any, tuple[int, ...] | None]:
+    """(dtype, shape, lengths) of a tensor column; a list of texts travels whole."""
+    if isinstance(column, list):
+        return None, column, None
+    values = column.values if isinstance(column, Ragged) else column
+    return values.dtype, tuple(values.shape), column.lengths if isinstance(column, Ragged) else None
+
+
+def open_store(host: str, ranks: int, *, deadline_s: float) -> Any:
+    """The store at which ranks meet, served by this process on `host` only, at a port that was free."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=True,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )
+
+
+def reach_store(host: str, port: int, ranks: int, *, deadline_s: float) -> Any:
+    """The store that another rank serves."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=False,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        use_libuv=False,
+    )

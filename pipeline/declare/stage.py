@@ -1,0 +1,157 @@
+"""A stage: what it reads, what it writes, on which workers, and the code that turns one into the other.
+
+A `Stage` is a frozen description. It loads neither torch nor ray; `setup` runs once in each worker that hosts
+it and returns the runner, which does the work. The runner gets exactly the columns that the stage reads and returns
+exactly those that it writes, so it is tested with a dict and no engine at all:
+
+    @dataclass(frozen=True)
+    class Shout(Stage):
+        reads = (RESPONSE,)
+        writes = (Field("shout", dtype="str"),)
+
+        def setup(self, context):
+            return lambda columns, task: {"shout": [text.upper() for text in columns["response"]]}
+
+Three shapes. *map*: `runner(columns, task)` returns the columns, or an `Output` that adds metrics. *stream*:
+`runner(columns, task)` is an async generator of `Output`s, each for whole groups of samples, which its `index` names;
+other tasks of its worker, and the swap of weights, run while it awaits. *transfer*: `runner(rendezvous, task)` runs on
+two worker groups, first with `rendezvous.side == "source"`, which offers something, and then with `"target"`, which
+takes it and returns an `Output`. Where the stage `meets`, the source runs once more, with `"carrier"`, at the same time
+as the target: both then move it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pipeline.declare.columns import Columns
+from pipeline.declare.fields import Field
+from pipeline.declare.group import Location, caller
+from pipeline.declare.sharding import Sharding
+from pipeline.declare.task import Per, Shape, StageContext
+from pipeline.errors import Problem, StageError
+
+if TYPE_CHECKING:
+    from pipeline.declare.graph import Graph
+    from pipeline.declare.group import Model, WorkerGroup
+
+
+class Stage:
+    """Base of all stages. Subclasses are frozen dataclasses; what they leave out has the value below.
+
+    name        of the stage in this graph; the class's name in lower case unless given
+    reads       the fields it reads, all at the same step
+    writes      the fields it writes; no other stage writes them
+    reads_back  the fields of an *earlier* step that it waits for (rollout: the served weights)
+    per         what it can start on: each sample, each group, or only the whole batch
+    run_samples  of a stage per batch: it starts on runs of so many samples, rounded up to whole groups, in canonical
+                order, each as soon as all of it is there; None is the whole batch at once
+    stamps      the field, among those it writes, that says for each token which policy version sampled it
+    uses        the models whose weights it reads while it runs
+    updates     the model whose weights it changes, if any
+    on          the worker group it runs on; None is the graph's host group
+    group_size  samples it makes of each prompt (rollout), else None
+    every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
+    first_groups  groups of a batch whose columns it gets: the first, or those that it `choose`s; None is all
+    chooses     fields, among those it reads, by which it chooses them; none are the first
+    shows       ragged fields, among those it writes, that are kept with the samples of a run for whoever looks
+    sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
+                is on one worker
+    gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
+                does not depend on see no other groups, and what it drops is sampled anew; None drops nothing
+    max_rounds  with a gate: batches of groups that are sampled for one step at most
+    hints       for a field that it reads, what to write where no stage writes it; a general text for those left out
+    corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
+    """
+
+    name: str = ""
+    reads: Sequence[Field] = ()
+    writes: Sequence[Field] = ()
+    reads_back: Sequence[Field] = ()
+    per: Per = "sample"
+    run_samples: int | None = None
+    stamps: Field | None = None
+    shape: ClassVar[Shape] = "map"
+    on: WorkerGroup | None = None
+    group_size: int | None = None
+    every: int = 1
+    first_groups: int | None = None
+    chooses: Sequence[Field] = ()
+    shows: Sequence[Field] = ()
+    sharding: Sharding | None = None
+    gate: Field | None = None
+    max_rounds: int = 10
+    corrects_off_policy: bool = False
+    hints: Mapping[str, str] = {}
+    location: Location
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
+        self = super().__new__(cls)
+        object.__setattr__(self, "location", caller(1))
+        if not cls.name:
+            object.__setattr__(self, "name", cls.__name__.lower())
+        return self
+
+    @property
+    def uses(self) -> tuple[Model, ...]:
+        """The models whose weights the stage reads while it runs."""
+        return ()
+
+    @property
+    def updates(self) -> Model | None:
+        """The model whose weights the stage changes."""
+        return None
+
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The worker groups it runs on: one, or source and target of a transfer; empty means the host group."""
+        return (self.on,) if self.on else ()
+
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Problems of this stage in this graph, beyond those that every stage is checked for. Loads no torch."""
+        return ()
+
+    def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
+        """Of a stage that `chooses`: which groups it wants, by their place in the batch, of which these are the columns
+        of all samples. No more than `first_groups`."""
+        return ()
+
+    def meets(self, is_near: bool) -> bool:
+        """Of a transfer: whether both sides carry it out together. `is_near` says that all workers of both are on one
+        machine. Raises StageError where it cannot be done at all."""
+        return False
+
+    def setup(self, context: StageContext) -> Callable[..., Any]:
+        """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
+        of every checkpoint."""
+        raise StageError(
+            Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} ({type(self).__name__}) does not define setup()",
+                why="it returns the runner, which does the work",
+                fix="def setup(self, context): return lambda columns, task: {...}",
+            )
+        )
+
+    def vocabulary(self, context: StageContext) -> Sequence[bytes]:
+        """Of a stage that `shows` tokens: what each adds to a text, as UTF-8, by its id. Asked once, after `setup`."""
+        return ()
+
+
+@dataclass(frozen=True)
+class External(Stage):
+    """Fields that a process outside the graph writes straight into the data plane.
+
+    Nothing runs for it. The store is asked once a second; `timeout_s` after the batch was admitted, a field that has
+    not arrived ends the run with an error that names it.
+    """
+
+    fields: tuple[Field, ...]
+    name: str = "external"
+    timeout_s: float = 600.0
+    shape: ClassVar[Shape] = "external"
+
+    @property
+    def writes(self) -> Sequence[Field]:  # type: ignore[override]
+        return self.fields

@@ -1,0 +1,89 @@
+"""Finds fields that a process outside the graph wrote straight into the data plane.
+
+The store is asked, off the hot path, for the fields of `External` stages; what is there becomes a handle, as if a stage
+of the graph had put it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from pipeline.data_plane import DataPlane
+from pipeline.declare.handle import keys_of
+from pipeline.engine.handles import HandleTable
+from pipeline.errors import Problem, StageError
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.record import trace
+from pipeline.schedule.events import Landed
+from pipeline.schedule.scheduler import Scheduler
+
+EVERY_S = 1.0  # between two questions to the store
+
+
+class Outside:
+    """The fields of a plan that nothing in its graph writes and something in it reads."""
+
+    def __init__(self, plan: Plan, handles: HandleTable) -> None:
+        self.stages = [stage for stage in plan.stages if stage.shape == "external"]
+        self._plan, self._handles = plan, handles
+        self._ragged = {edge.field: edge.ragged for edge in plan.edges}
+        self._asked_s = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether there is something to ask for, and it is time."""
+        return bool(self.stages) and time.monotonic() - self._asked_s >= EVERY_S
+
+    def ask(
+        self, plane: DataPlane, scheduler: Scheduler, admitted_s: Mapping[int, float]
+    ) -> list[tuple[Landed, trace.Put]]:
+        """What has come since the last time; `admitted_s` says when each step was last given groups.
+
+        Raises StageError for a field that is later than its stage allows.
+        """
+        self._asked_s = time.monotonic()
+        found = []
+        for stage in self.stages:
+            for step in scheduler.steps_in_flight():
+                for field in (field for field in stage.writes if field in self._ragged):
+                    groups = scheduler.absent(step, field)
+                    if groups and (put := self._adopt(plane, stage, step, groups, field)):
+                        found.append(put)
+                    elif groups:
+                        self._check_late(stage, step, field, admitted_s.get(step, self._asked_s))
+        return found
+
+    def _adopt(
+        self, plane: DataPlane, stage: PlannedStage, step: int, groups: list[int], field: str
+    ) -> tuple[Landed, trace.Put] | None:
+        keys = keys_of(tuple(groups), self._plan.group_size)
+        there = plane.presence(self._plan.partition, keys, [field])[field]
+        present = [key for key, is_there in zip(keys, there) if is_there]
+        lengths = self._handles.lengths(present)
+        if not present or self._ragged[field] not in (None, *lengths):  # cut by lengths that are not known yet
+            return None
+        now_s = time.monotonic()
+        whole = self._handles.add(plane.adopt(self._plan.partition, present, [field], lengths))
+        put = trace.Put(
+            stage=stage.name,
+            step=step,
+            attempt=0,
+            fields=(field,),
+            groups=whole,
+            samples=len(present),
+            size_bytes=0,
+            start_s=now_s,
+            end_s=now_s,
+        )
+        return Landed(step, whole, (field,)), put
+
+    def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
+        if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:
+            raise StageError(
+                Problem(
+                    where=stage.where,
+                    what=f"field {field!r} of step {step + 1} did not arrive in {stage.timeout_s:g} s",
+                    why="a process outside the graph writes it",
+                    fix="start that process, or raise timeout_s",
+                )
+            )

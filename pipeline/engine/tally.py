@@ -1,0 +1,113 @@
+"""The numbers of each step: means of what stages report, seconds, and how many groups came and went. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeline.declare.task import Task
+from pipeline.plan.plan import Plan
+from pipeline.schedule.events import CANCELLED, STALE
+
+
+class _Numbers:
+    """Of one step, while it is in flight."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.admitted = 0
+        self.dropped: Counter[str] = Counter()  # by reason: the gate's name, or why a group was too old
+        self.first_admitted_s: float | None = None
+        self.last_admitted_s: float | None = None
+
+
+class Tally:
+    """What the steps in flight have come to so far."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._steps: dict[int, _Numbers] = {}
+        self._pooled: dict[int, list[tuple[dict[str, float], float]]] = {}  # by group, until a step claims it
+        self._claimed: dict[int, int] = {}  # the step of each claimed group of a step in flight
+        self._done = -2  # the last step that was taken
+
+    def admitted(self, step: int, groups: int, at_s: float) -> None:
+        """Groups entered with a step."""
+        numbers = self._of(step)
+        numbers.admitted += groups
+        numbers.last_admitted_s = at_s
+        if numbers.first_admitted_s is None:
+            numbers.first_admitted_s = at_s
+
+    def last_admitted_s(self) -> dict[int, float]:
+        """When each step in flight was last given groups."""
+        times = {step: numbers.last_admitted_s for step, numbers in self._steps.items()}
+        return {step: at_s for step, at_s in times.items() if at_s is not None}
+
+    def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
+        """Groups left without being trained: `reason` is the gate, STALE or CANCELLED."""
+        self._of(step).dropped[reason] += len(groups)
+        for group in groups:
+            self._pooled.pop(group, None)
+
+    def claimed(self, step: int, groups: Sequence[int]) -> None:
+        """A step has claimed groups out of the pool: what was said of them counts for it."""
+        for group in groups:
+            self._claimed[group] = step
+            for metrics, weight in self._pooled.pop(group, ()):
+                self._add(step, metrics, weight)
+
+    def report(self, task: Task, metrics: dict[str, float], samples: int, groups: Sequence[int]) -> None:
+        """What a task says of so many samples, those of `groups`; 0 for one that has none.
+
+        What a stage of the pool says waits for the step that claims the groups.
+        """
+        if not metrics:
+            return
+        if task.stage not in self._plan.pool or not groups:
+            return self._add(task.step, metrics, float(samples or 1))
+        weight = samples / len(groups)
+        for group in groups:
+            if group in self._claimed:
+                self._add(self._claimed[group], metrics, weight)
+            else:
+                self._pooled.setdefault(group, []).append((metrics, weight))
+
+    def took(self, step: int, what: str, seconds: float) -> None:
+        """Seconds add up: `time/<what>_s`."""
+        numbers = self._of(step)
+        numbers.seconds[what] = numbers.seconds.get(what, 0.0) + seconds
+
+    def close(self, step: int, now_s: float) -> dict[str, float]:
+        """All numbers of a step that is done."""
+        numbers = self._of(step)
+        self._steps.pop(step, None)
+        self._done = max(self._done, step)
+        self._claimed = {group: of for group, of in self._claimed.items() if of > step}
+        metrics = {name: value / numbers.weights[name] for name, value in numbers.sums.items()}
+        if numbers.first_admitted_s is not None:
+            numbers.seconds.setdefault("step", now_s - numbers.first_admitted_s)
+        metrics |= {f"time/{name}_s": value for name, value in numbers.seconds.items()}
+        if self._plan.gate is not None and numbers.admitted:
+            name = self._plan.gate.stage
+            metrics |= {
+                f"{name}/admitted": float(numbers.admitted),
+                f"{name}/dropped": float(numbers.dropped[name]),
+                f"{name}/acceptance": 1 - numbers.dropped[name] / numbers.admitted,
+            }
+        if self._plan.pool:
+            metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in (STALE, CANCELLED)}
+        return dict(sorted(metrics.items()))
+
+    def _add(self, step: int, metrics: dict[str, float], weight: float) -> None:
+        numbers = self._of(step)
+        for name, value in metrics.items():
+            numbers.sums[name] = numbers.sums.get(name, 0.0) + weight * value
+            numbers.weights[name] = numbers.weights.get(name, 0.0) + weight
+
+    def _of(self, step: int) -> _Numbers:
+        """What comes for a step that is done, of groups that it did not claim, counts for the next one."""
+        step = max(step, self._done + 1)
+        return self._steps.setdefault(step, _Numbers())

@@ -1,0 +1,46 @@
+"""Which policy versions made the tokens of some samples. Knows a column with one version a token, and no stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.declare.handle import groups_of
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """Of one group: how many of its samples are here, the oldest and newest version among their tokens, and how many
+    tokens the longest of them has.
+
+    A group without a single token has the versions 0.
+    """
+
+    samples: int
+    oldest: int
+    newest: int
+    longest: int
+
+
+def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
+    """By group, in the order of `keys`, which has the samples of a group next to each other. `column` is a Ragged."""
+    import numpy as np
+
+    counts = groups_of(tuple(keys))
+    if not counts:
+        return {}
+    lengths = np.fromiter(column.lengths, dtype=np.int64, count=len(column.lengths))
+    ends = np.cumsum(np.fromiter(counts.values(), dtype=np.int64, count=len(counts)))
+    longest = np.maximum.reduceat(lengths, np.concatenate([[0], ends[:-1]]))
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]  # tokens up to the end of each group
+    starts = np.concatenate([[0], tokens[:-1]])
+    filled = tokens > starts
+    oldest = np.zeros(len(counts), dtype=np.int64)
+    newest = np.zeros(len(counts), dtype=np.int64)
+    if filled.any():
+        values = column.values.numpy()
+        oldest[filled] = np.minimum.reduceat(values, starts[filled])
+        newest[filled] = np.maximum.reduceat(values, starts[filled])
+    numbers = zip(counts.items(), oldest.tolist(), newest.tolist(), longest.tolist())
+    return {group: Versions(count, low, high, tokens) for (group, count), low, high, tokens in numbers}

@@ -1,0 +1,126 @@
+"""Keeps the inputs of a failed task and runs the task again on them, in this process, without a data plane.
+
+runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.declare.columns import Columns, Ragged, in_order
+from pipeline.declare.graph import Graph
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Output, StageContext, Task
+from pipeline.errors import GraphError, Problem, user_error
+
+
+def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
+    """Write task and columns below `folder`, which is made. Texts go to JSON, tensors to safetensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, Any] = {}
+    tensors = {}
+    for name, column in columns.items():
+        if isinstance(column, list):
+            texts[name] = column
+        elif isinstance(column, Ragged):
+            tensors[name] = column.values.contiguous()
+            texts[f"{name}.lengths"] = column.lengths
+        else:
+            tensors[name] = column.contiguous()
+    save_file(tensors, folder / "columns.safetensors")
+    (folder / "columns.json").write_bytes(msgspec.json.encode(texts))
+    (folder / "task.json").write_bytes(msgspec.json.encode(task))
+
+
+def load_inputs(folder: Path) -> tuple[Task, Columns]:
+    """The inverse. Raises GraphError where the folder is not one that `save_inputs` wrote."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    missing = [name for name in ("task.json", "columns.json", "columns.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}",
+                what=f"{missing[0]} is not there",
+                why="a replay needs the inputs of a failed task",
+                fix="name a folder below RUN/failures",
+            )
+        )
+    try:
+        texts = msgspec.json.decode((folder / "columns.json").read_bytes(), type=dict[str, list[Any]])
+        tensors = load_file(folder / "columns.safetensors")
+        task = msgspec.json.decode((folder / "task.json").read_bytes(), type=Task)
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}",
+                what=f"the saved inputs cannot be read: {error}",
+                why="the run that failed wrote them whole",
+                fix="replay another failure, or run the graph again",
+            )
+        ) from error
+    columns: Columns = {name: texts[name] for name in texts if not name.endswith(".lengths")}
+    for name, tensor in tensors.items():
+        lengths = texts.get(f"{name}.lengths")
+        columns[name] = tensor if lengths is None else Ragged(tensor, tuple(lengths))
+    return task, columns
+
+
+def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Output:
+    """Run the failed task on its saved inputs and return what it gives now. Raises SluiceError where it fails again.
+
+    A stage that runs a model has the weights that the model starts with, not those of the failed step.
+    """
+    stages = {stage.name: stage for stage in graph.all_stages()}
+    stage = stages.get(task.stage)
+    if stage is None or stage.shape in ("transfer", "external"):
+        raise GraphError(
+            Problem(
+                where=f"--replay {folder}",
+                what=f"stage {task.stage!r} cannot be run on its own",
+                why="it is not in this graph" if stage is None else f"its shape is {stage.shape!r}",
+                fix="name the graph file of that run, RUN/graph.py" if stage is None else "run the graph again",
+            )
+        )
+    group = stage.groups()[0] if stage.groups() else graph.host
+    context = StageContext(
+        group=group,
+        rank=0,
+        seed=graph.schedule.seed,
+        group_size=graph.group_size,
+        run_dir=None,
+        shared={},
+        steps=graph.schedule.steps,
+    )
+    try:
+        return _run(stage, stage.setup(context), task, columns)
+    except Exception as error:
+        when = f"failed again at step {task.step + 1}"
+        raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
+
+
+def _run(stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
+    if stage.shape != "stream":
+        produced = runner(columns, task)
+        return produced if isinstance(produced, Output) else Output(columns=produced or {})
+
+    async def gathered() -> list[Output]:
+        return [made async for made in runner(columns, task) if made.columns]
+
+    outputs = asyncio.run(gathered())
+    if not outputs:
+        return Output()
+    samples = sum(len(output.index or ()) for output in outputs)
+    made, index = in_order([(output.columns, output.index or range(0)) for output in outputs])
+    metrics = {
+        name: sum(output.metrics[name] * len(output.index or ()) for output in outputs) / samples
+        for name in outputs[0].metrics
+    }
+    return Output(made, metrics, index)

@@ -1,0 +1,552 @@
+"""One process of a worker group: it holds the runners of its stages and turns handles into handles.
+
+It fetches the columns that a stage reads, calls the runner, puts what the runner returns, and reports spans. It knows
+no Ray: the executors wrap it. Whatever user code raises leaves here as a `StageError`, its inputs saved for `--replay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.data_plane import DataPlane
+from pipeline.declare.columns import Columns, in_order, size_bytes
+from pipeline.declare.group import WorkerGroup
+from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
+from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
+from pipeline.declare.sharding import Shard
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Output, Rendezvous, StageContext, Task
+from pipeline.errors import PeerLost, Problem, SluiceError, StageError, Unfit, user_error
+from pipeline.executors import replay
+from pipeline.executors.meter import Meter
+from pipeline.executors.policy_versions import Versions, versions_of
+from pipeline.plan.planner import sample_fields
+from pipeline.plan.samples import keep_vocabulary
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+
+SHARD = "shard"  # the entry of a handle's extra_info that says how its samples are cut
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What every worker of a run is told."""
+
+    partition: str
+    group_size: int
+    steps: int
+    seed: int
+    run_dir: Path | None
+
+
+class TaskResult(msgspec.Struct, kw_only=True):
+    """What a worker reports of a task: all of it, or, of a stream, what has come since the last report.
+
+    finished   groups that the task has behind it, by admission number
+    samples    that the metrics are the mean of
+    dropped    why a gate dropped groups
+    cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
+    oldest     of a stage that stamps: the oldest version among the tokens of each finished group
+    error      is set, and the rest is partial, where the task failed
+    served     the replica, where this says no more than that it has what a transfer brings, which goes on
+    lost       is set where the worker died and has been replaced: what it has not reported is to be handed out again
+    """
+
+    task: Task
+    handles: list[KVBatchMeta] = []
+    finished: tuple[int, ...] = ()
+    samples: int = 0
+    metrics: dict[str, float] = {}
+    weights: tuple[int, str] | None = None
+    dropped: dict[int, str] = {}
+    cancelled: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed | trace.Turned] = []
+    error: Any = None
+    served: int | None = None
+    lost: str | None = None
+
+
+class Worker:
+    """Rank `rank` of `group`. Call `join` where the group has several, then `setup` and `connect`, and `run`, `stream`
+    and `transfer` as tasks come."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        rank: int,
+        stages: Sequence[Stage],
+        all_stages: Sequence[Stage],
+        settings: WorkerSettings,
+    ) -> None:
+        self.group, self.rank, self.settings = group, rank, settings
+        self.ranks = Ranks()
+        self.stages = {stage.name: stage for stage in stages}
+        self._streaming: set[int] = set()  # groups
+        self._cancelled: set[int] = set()  # of those, the ones that nobody wants any more
+        self._all_stages = all_stages
+        self._stamps = next((stage.stamps for stage in all_stages if stage.stamps), None)
+        self._meter = Meter()
+        self._begun_s: dict[int, float] = {}  # by the number of a transfer that has been offered, and is to be carried
+        self._runners: dict[str, Any] = {}
+        self._shared: dict[Any, Any] = {}
+        self._plane: DataPlane | None = None
+        self._store: Any = None
+
+    def meeting_point(self, host: str, deadline_s: float) -> int:
+        """Open the store at which the ranks of this group meet; its port on `host`. For rank 0, before `join`."""
+        self._store = open_store(host, self.group.processes, deadline_s=deadline_s)
+        return self._store.port
+
+    def join(self, host: str, port: int, deadline_s: float) -> None:
+        """Meet the other ranks of the group. Exchanges among them end after `deadline_s` with an error."""
+        store = self._store
+        if store is None:
+            store = reach_store(host, port, self.group.processes, deadline_s=deadline_s)
+        device = "cuda" if self.group.gpus else "cpu"
+        layout, fetch = Layout.of(self.group), self.group.fetch
+        self.ranks = Ranks.join(layout, self.rank, store, device=device, deadline_s=deadline_s, fetch=fetch)
+
+    def setup(self) -> SluiceError | None:
+        """Build the runners, which loads models."""
+        context = StageContext(
+            group=self.group,
+            rank=self.rank,
+            seed=self.settings.seed,
+            group_size=self.settings.group_size,
+            run_dir=self.settings.run_dir,
+            shared=self._shared,
+            steps=self.settings.steps,
+            ranks=self.ranks,
+            cancelled=self._cancelled,
+        )
+        for stage in self.stages.values():
+            try:
+                self._runners[stage.name] = stage.setup(context)
+                self._keep_vocabulary(stage, context)
+            except Exception as error:  # noqa: BLE001 - user code enters here
+                self._log(error)
+                return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
+        return None
+
+    def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
+        """Once a run: it takes seconds where a tokenizer has 150,000 tokens, and whoever is replaced is waited for."""
+        if stage.shows and self.rank == 0 and context.run_dir:
+            run_dir = RunDir(context.run_dir)
+            if not run_dir.vocabulary.exists():
+                keep_vocabulary(run_dir, stage.vocabulary(context))
+
+    def connect(self, plane: DataPlane) -> None:
+        """Join the data plane and declare the graph's partition."""
+        self._plane = plane
+        register(plane, self.settings.partition, self._all_stages)
+
+    def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:
+        """A map task on the samples of `meta`; `cleared` rows are forgotten first."""
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begin(task, alone=True)
+        columns: Columns = {}
+        try:
+            task, columns = self._inputs(stage, task, meta, cleared, result)
+            keys = meta.keys if meta is not None else self._mint(task)
+            output = _as_output(self._runners[stage.name](columns, task))
+            if stage.updates is not None and self._stamps and self._stamps.name in columns:
+                result.events.append(self._trained(stage, task, keys, columns))
+            self._keep(stage, task, keys, [output], result)
+            result.finished = result.task.groups
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, columns, error)
+        self._end(result.task, result, start_s, result.metrics)
+        return result
+
+    async def stream(
+        self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = (), *, linger_s: float = 0.0
+    ) -> AsyncIterator[TaskResult]:
+        """A stream task: a report whenever something has come, and a last one at its end.
+
+        What comes while a report is being put joins the next one, or within `linger_s` the same one, so that many small
+        outputs become few puts.
+        """
+        stage, start_s = self.stages[task.stage], self._begin(task, alone=False)
+        result = TaskResult(task=task)
+        self._streaming.update(task.groups)
+        metrics: dict[str, float] = {}
+        samples = 0
+        left = set(task.groups)
+        columns: Columns = {}
+        try:
+            task, columns = self._inputs(stage, task, meta, cleared, result)
+            keys = meta.keys if meta is not None else self._mint(task)
+            async for outputs in _gathered(self._runners[stage.name](columns, task), linger_s):
+                await asyncio.to_thread(self._keep, stage, task, keys, outputs, result)
+                for name, value in result.metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + result.samples * value
+                samples += result.samples
+                left.difference_update(result.finished)
+                yield result
+                result = TaskResult(task=task)
+            if left:
+                raise _unfinished(stage, left)
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, columns, error)
+        self._streaming.difference_update(task.groups)
+        self._cancelled.difference_update(task.groups)
+        self._end(task, result, start_s, {name: value / samples for name, value in metrics.items()} if samples else {})
+        yield result
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        """Nobody wants these groups any more; what has ended in the meantime has ended."""
+        self._cancelled.update(self._streaming.intersection(groups))
+
+    def transfer(self, task: Task, rendezvous: Rendezvous) -> TaskResult:
+        """One side of a transfer task. What a carrier does ends the span that began with its offer."""
+        stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begun_s.pop(task.number, None)
+        if start_s is None:
+            start_s = self._begin(task, alone=True)
+        try:
+            output = _as_output(self._runners[stage.name](rendezvous, task))
+            result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
+            result.weights = output.weights
+        except (PeerLost, Unfit) as error:  # the run may well go on
+            self._log(error)
+            result.error = user_error(error, stage=stage.name, where=str(stage.location), when="failed")
+        except Exception as error:  # noqa: BLE001 - user code enters here
+            result.error = self._failed(stage, task, {}, error)
+        if rendezvous.side == "source" and rendezvous.meeting and not result.error:
+            self._begun_s[task.number] = start_s
+        else:
+            self._end(task, result, start_s, result.metrics)
+        return result
+
+    def save(self, folder: Path) -> list[str]:
+        """Write the state of every runner that has one below `folder`; the names of those stages.
+
+        The runner of a stage with sharding is called on every rank, which is what gathering needs, and writes on rank
+        0; any other is called on rank 0 only.
+        """
+        names = [
+            name
+            for name, runner in self._runners.items()
+            if hasattr(runner, "save") and (self.rank == 0 or self.stages[name].sharding)
+        ]
+        for name in names:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            self._runners[name].save(folder / name)
+        return names
+
+    def restore(self, folder: Path) -> None:
+        """The inverse of `save`."""
+        for name, runner in self._runners.items():
+            if hasattr(runner, "restore"):
+                runner.restore(folder / name)
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
+        return not self.ranks.connected and not any(hasattr(runner, "restore") for runner in self._runners.values())
+
+    def turn(self, awake: bool, room: int | None = None) -> trace.Turned:
+        """Wake up, or give the GPUs' memory to another group, which wants `room` bytes. No task runs meanwhile."""
+        start_s = time.monotonic()
+        holders = [held for held in self._shared.values() if hasattr(held, "wake")]
+        used = [held.wake() if awake else held.sleep(room) for held in holders] or [(0, 0)]
+        return trace.Turned(
+            group=self.group.name,
+            worker=self.rank,
+            awake=awake,
+            before_bytes=max(before for before, _ in used),
+            memory_bytes=max(after for _, after in used),
+            start_s=start_s,
+            end_s=time.monotonic(),
+        )
+
+    def close(self) -> None:
+        """Let go of what the stages share, of the data plane and of the other ranks."""
+        for held in self._shared.values():
+            if hasattr(held, "close"):
+                held.close()
+        self.ranks.leave()
+        if self._plane is not None:
+            self._plane.close()
+
+    def _inputs(
+        self, stage: Stage, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str], result: TaskResult
+    ) -> tuple[Task, Columns]:
+        """The task with its shard, and the columns that it reads."""
+        assert self._plane is not None, "connect() comes before run()"
+        if cleared:
+            self._plane.evict(cleared)
+        fields = [field.name for field in stage.reads if not field.per_step]
+        if meta is not None and SHARD in meta.extra_info:
+            task = self._sharded(stage, task, msgspec.convert(meta.extra_info[SHARD], Shard))
+        if meta is None or not fields:
+            return task, {}
+        if stage.chooses:
+            task, meta = self._chosen(stage, task, meta, result)
+        return task, self.ranks.share(lambda: self._get(stage, task, meta, fields, result))
+
+    def _chosen(self, stage: Stage, task: Task, meta: KVBatchMeta, result: TaskResult) -> tuple[Task, KVBatchMeta]:
+        """The task and its handle, of the groups that the stage chooses."""
+        size, names = self.settings.group_size, [field.name for field in stage.chooses]
+        seen = self.ranks.share(lambda: self._get(stage, task, meta, names, result))
+        places = sorted(stage.choose(seen, size))
+        kept = tuple(task.groups[place] for place in places)
+        rows = [place * size + sample for place in places for sample in range(size)]
+        return msgspec.structs.replace(task, groups=kept), meta.reorder(rows)
+
+    def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
+        """The task with its shard. Ranks that meet in it are asked first whether they have the same to do."""
+        if self.ranks.connected and stage.sharding and stage.sharding.equal:
+            pads = [[(part.prompt, part.response) for part in update.microbatches] for update in shard.updates]
+            counts = [f"{len(pad)} microbatches {pad}" for pad in pads]
+            self.ranks.agree(f"stage {stage.name!r}, step {task.step + 1}", f"update {', '.join(counts)}")
+        return msgspec.structs.replace(task, shard=shard)
+
+    def _mint(self, task: Task) -> tuple[str, ...]:
+        return keys_of(task.groups, self.settings.group_size)
+
+    def _get(self, stage: Stage, task: Task, meta: KVBatchMeta, fields: list[str], result: TaskResult) -> Columns:
+        assert self._plane is not None
+        start_s = time.monotonic()
+        columns = self._plane.get(meta, fields, reader=stage.name)
+        result.events.append(
+            trace.Got(
+                stage=stage.name,
+                step=task.step,
+                fields=tuple(fields),
+                samples=len(meta),
+                size_bytes=sum(map(size_bytes, columns.values())),
+                start_s=start_s,
+                end_s=time.monotonic(),
+            )
+        )
+        return columns
+
+    def _keep(
+        self, stage: Stage, task: Task, keys: tuple[str, ...], outputs: Sequence[Output], result: TaskResult
+    ) -> None:
+        """Put what the runner has returned, in one put, and add the metrics, weighted by samples."""
+        size = self.settings.group_size
+        made = []
+        for output in outputs:
+            if output.cancelled:
+                result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
+            if output.columns or not output.cancelled:
+                made.append(self._checked(stage, task, keys, output, result))
+        index = [i for _, rows in made for i in rows]
+        if made and stage.shape == "stream":
+            result.finished = tuple(dict.fromkeys(task.groups[i // size] for i in index))
+        result.finished += tuple(result.cancelled)
+        weight = sum(_weight(output, keys) for output, _ in made)
+        for output, _ in made:
+            share = _weight(output, keys) / weight if weight else 1.0
+            for name, value in output.metrics.items():
+                full = _full(stage, name)
+                result.metrics[full] = result.metrics.get(full, 0.0) + share * value
+            result.weights = output.weights or result.weights
+        result.samples = weight
+        if index and any(not field.per_step for field in stage.writes) and self.ranks.leads:
+            self._put(stage, task, keys, made, result)
+
+    def _checked(
+        self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
+    ) -> tuple[Output, Sequence[int]]:
+        """An output and the samples of the task that its columns are for."""
+        declared = {field.name for field in stage.writes if not field.per_step}
+        if output.columns.keys() != declared:
+            raise _wrong_columns(stage, declared, set(output.columns))
+        index: Sequence[int] = range(len(keys)) if output.index is None else output.index
+        if output.dropped:
+            index = self._kept(stage, task, output, len(keys))
+        result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
+        return output, index
+
+    def _put(
+        self,
+        stage: Stage,
+        task: Task,
+        keys: tuple[str, ...],
+        made: Sequence[tuple[Output, Sequence[int]]],
+        result: TaskResult,
+    ) -> None:
+        """Write the columns, in canonical order, all in one put."""
+        assert self._plane is not None
+        columns, index = in_order([(output.columns, rows) for output, rows in made])
+        chosen = keys if len(index) == len(keys) else tuple(keys[i] for i in index)
+        start_s = time.monotonic()
+        handle = self._plane.put(
+            chosen,
+            columns,
+            partition=self.settings.partition,
+            stage=stage.name,
+            attempt=task.attempt,
+            unit=stage.per,
+        )
+        result.handles.append(handle)
+        versions: dict[int, Versions] = {}
+        if stage.stamps is not None:
+            versions = versions_of(columns[stage.stamps.name], chosen)
+            result.oldest |= {group: of.oldest for group, of in versions.items()}
+        result.events.append(
+            trace.Put(
+                stage=stage.name,
+                step=task.step,
+                attempt=task.attempt,
+                fields=handle.fields,
+                groups=tuple(groups_of(chosen)),
+                samples=len(chosen),
+                size_bytes=sum(map(size_bytes, columns.values())),
+                versions=tuple((of.oldest, of.newest) for of in versions.values()),
+                tokens=tuple(of.longest for of in versions.values()),
+                start_s=start_s,
+                end_s=time.monotonic(),
+            )
+        )
+
+    def _trained(self, stage: Stage, task: Task, keys: tuple[str, ...], columns: Columns) -> trace.Trained:
+        """What this rank has just trained on, from the columns themselves."""
+        assert self._stamps is not None
+        versions = versions_of(columns[self._stamps.name], keys)
+        per_token = [field.name for field in stage.reads if field.ragged == self._stamps.ragged]
+        lengths: dict[str, Any] = {name: columns[name] for name in per_token}
+        return trace.Trained(
+            **trace.of(task),
+            worker=self.rank,
+            version=task.step,
+            groups=tuple(versions),
+            samples=tuple(of.samples for of in versions.values()),
+            oldest=tuple(of.oldest for of in versions.values()),
+            newest=tuple(of.newest for of in versions.values()),
+            entries={name: len(column.values) for name, column in lengths.items()},
+            at_s=time.monotonic(),
+        )
+
+    def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
+        """The samples of the groups that an output does not drop."""
+        if stage.gate is None or not output.dropped.keys() <= set(range(len(task.groups))):
+            raise StageError(
+                Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} drops groups {sorted(output.dropped)} of {len(task.groups)}",
+                    why="a stage with a gate drops groups of its task, by position; no other stage drops any",
+                    fix="set gate, or mend dropped",
+                )
+            )
+        size = self.settings.group_size
+        return [i for i in range(samples) if i // size not in output.dropped]
+
+    def _begin(self, task: Task, *, alone: bool) -> float:
+        self._meter.begin(task.number, alone=alone)
+        return time.monotonic()
+
+    def _end(self, task: Task, result: TaskResult, start_s: float, metrics: dict[str, float]) -> None:
+        """The task is over, on this worker."""
+        result.events.append(
+            trace.Ran(
+                **trace.of(task),
+                group=self.group.name,
+                worker=self.rank,
+                groups=task.groups,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                cpu_s=self._meter.end(task.number),
+                metrics=metrics,
+            )
+        )
+
+    def _failed(self, stage: Stage, task: Task, columns: Columns, error: Exception) -> SluiceError:
+        if self.settings.run_dir:
+            folder = RunDir(self.settings.run_dir).failure(task.step, stage.name, self.rank)
+            replay.save_inputs(folder, task, columns)
+        self._log(error)
+        when = f"failed at step {task.step + 1}"
+        return user_error(error, stage=stage.name, where=str(stage.location), when=when)
+
+    def _log(self, error: Exception) -> None:
+        """The traceback, for the run directory."""
+        if self.settings.run_dir:
+            with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
+                traceback.print_exception(error, file=file)
+
+
+async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:
+    """What a stream has yielded since the last time. It goes on while the consumer is busy."""
+    waiting: list[Output] = []
+    came = asyncio.Event()
+
+    async def take() -> None:
+        async for output in produced:
+            waiting.append(output)
+            came.set()
+
+    taking = asyncio.ensure_future(take())
+    taking.add_done_callback(lambda _: came.set())
+    try:
+        while True:
+            await came.wait()
+            if linger_s and not taking.done():
+                await asyncio.wait({taking}, timeout=linger_s)
+            came.clear()
+            outputs, waiting[:] = list(waiting), []
+            if outputs:
+                yield outputs
+            if taking.done():
+                if not waiting:
+                    taking.result()  # raises what the runner raised
+                    return
+                came.set()
+    finally:
+        taking.cancel()
+        with suppress(asyncio.CancelledError):
+            await taking
+        await produced.aclose()  # type: ignore[attr-defined]
+
+
+def _weight(output: Output, keys: Sequence[str]) -> int:
+    """The samples that the metrics of an output are the mean of."""
+    return len(output.index) if output.index is not None else len(keys)
+
+
+def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
+    """Declare the partition of a graph: its sample fields, and its stages as readers."""
+    plane.register(partition, sample_fields(stages), [stage.name for stage in stages])
+
+
+def _full(stage: Stage, metric: str) -> str:
+    return metric if "/" in metric else f"{stage.name}/{metric}"
+
+
+def _as_output(produced: Output | Columns | None) -> Output:
+    return produced if isinstance(produced, Output) else Output(columns=produced or {})
+
+
+def _unfinished(stage: Stage, left: set[int]) -> StageError:
+    return StageError(
+        Problem(
+            where=str(stage.location),
+            what=f"stage {stage.name!r} ended and yielded nothing for {len(left)} groups, {min(left)} among them",
+            why="a stream yields every group that it is given, or says that it gave it up",
+            fix="yield an Output whose index names the samples of those groups",
+        )
+    )
+
+
+def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageError:
+    parts = [f"lacks {', '.join(sorted(declared - got))}"] if declared - got else []
+    parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
+    return StageError(
+        Problem(
+            where=str(stage.location),
+            what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
+            why="a stage returns exactly the columns that it declares in writes",
+            fix="mend writes, or what the runner returns",
+        )
+    )

@@ -1,0 +1,452 @@
+"""The static checks of a graph. Each yields problems; none stops at the first. Loads neither torch nor ray."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import networkx as nx
+
+from pipeline.declare.fields import Field
+from pipeline.declare.graph import Graph
+from pipeline.declare.group import Model, WorkerGroup
+from pipeline.declare.parameters import is_whole
+from pipeline.declare.stage import Stage
+from pipeline.errors import Problem, shown, told
+from pipeline.plan.gate import gate_problems
+from pipeline.plan.schedule_checks import schedule_problems, timing_problems
+from pipeline.plan.structure import is_name
+
+
+def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
+    """Every check of a graph whose structure is right. A problem that two checks find is reported once."""
+    own = {
+        stage.name: _own(stage, graph)
+        for stage in graph.all_stages()
+        if not any(problem for group in stage.groups() for problem in _group_values(group))  # which is told below
+    }
+    lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
+    found = [
+        *schedule_problems(graph),
+        *timing_problems(stages),
+        *_source(graph),
+        *_writers(stages),
+        *_cycles(stages),
+        *_shapes(stages),
+        *_shardings(stages),
+        *gate_problems(stages, dependence(stages)),
+        *_groups(graph, stages, gpus),
+        *_models([stage for stage in stages if stage.name not in lost]),
+    ]
+    yield from dict.fromkeys([*found, *(problem for problems in own.values() for problem in problems)])
+
+
+def _own(stage: Stage, graph: Graph) -> list[Problem]:
+    """What the stage's own check finds."""
+    try:
+        return list(stage.check(graph))
+    except Exception as error:  # noqa: BLE001 - user code enters here
+        return [
+            Problem(
+                where=str(stage.location),
+                what=f"check() of stage {stage.name!r} raised {told(error)}",
+                why="a parameter has a type that the stage does not expect, or its check() is wrong",
+                fix=f"mend the parameters of {type(stage).__name__}(...)",
+            )
+        ]
+
+
+def _source(graph: Graph) -> Iterator[Problem]:
+    source = graph.source
+    if source.reads:
+        yield Problem(
+            where=str(source.location),
+            what=f"source {source.name!r} reads {_names(source.reads)}",
+            why="a source makes prompts from nothing",
+            fix="put it among the stages and use Prompts(...) as source",
+        )
+    batch = getattr(source, "batch", 1)
+    if not is_whole(batch, 1):
+        yield Problem(
+            where=str(source.location),
+            what=f"batch={batch!r}",
+            why="a step needs a whole number of groups, 1 or more",
+            fix="write batch=32",
+        )
+    makers = [stage for stage in graph.all_stages() if stage.group_size is not None]
+    if len(makers) > 1:
+        yield Problem(
+            where=" and ".join(str(stage.location) for stage in makers),
+            what=f"{len(makers)} stages make samples ({_names(makers)})",
+            why="all groups of a graph have one size",
+            fix="keep one rollout",
+        )
+    for maker in makers:
+        if not (is_whole(maker.group_size, 1) and int(maker.group_size or 0) <= 999):
+            yield Problem(
+                where=str(maker.location),
+                what=f"stage {maker.name!r} makes {maker.group_size!r} samples of each prompt",
+                why="it makes a whole number of them, 1 to 999",
+                fix="samples_per_prompt=8",
+            )
+
+
+def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
+    writers: dict[str, list[tuple[Stage, Field]]] = {}
+    for stage in stages:
+        for field in stage.writes:
+            writers.setdefault(field.name, []).append((stage, field))
+    for name, pairs in writers.items():
+        gates = all(stage.gate == field for stage, field in pairs)  # of which `gate_problems` tells
+        if len(pairs) > 1 and not gates:
+            both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
+            transfers = all(stage.shape == "transfer" for stage, _ in pairs)
+            yield Problem(
+                where=str(pairs[1][0].location),
+                what=f"field {name!r} is written by {both}",
+                why="a served model has one Refit" if transfers else "a field has one writer",
+                fix="remove one Refit" if transfers else "remove one of them, or rename its field",
+            )
+    read: set[str] = set()
+    for stage in stages:
+        for field in (*stage.reads, *stage.reads_back):
+            read.add(field.name)
+            if field.name not in writers:
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
+                    why="every read has a writer",
+                    fix=_way_to(field, stage, writers),
+                )
+                continue
+            by, written = writers[field.name][0]
+            if not written.agrees_with(field):
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, "
+                    f"{by.name!r} writes {_type(written)}",
+                    why="dtype, dims and unit agree across an edge",
+                    fix=f"declare it as {_type(written)} in {stage.name!r}",
+                )
+    read |= {stage.gate.name for stage in stages if isinstance(stage.gate, Field)}  # it is waited for
+    for name, pairs in writers.items():
+        if name not in read:
+            yield Problem(
+                where=str(pairs[0][0].location),
+                what=f"field {name!r} of {pairs[0][0].name!r} is read by nobody",
+                why="it is put and cleared for nothing",
+                fix="remove it, or add its reader",
+                warning=True,
+            )
+
+
+def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
+    """What to write where no stage writes a field that `stage` reads."""
+    if field.name in stage.hints:
+        return stage.hints[field.name]
+    others = [name for name in written if name not in {read.name for read in stage.reads}]
+    near = difflib.get_close_matches(field.name, others, n=1)
+    near = near or [name for name in others if field.name.startswith(f"{name}_")]
+    add = f"add a stage that writes {field.name!r}"
+    if field.dtype == "str":
+        add += f", or, where it is a column of the data, Prompts(..., extra=({field.name!r},))"
+    return f"did you mean {near[0]!r}? If not, {add}" if near else add
+
+
+def dependence(stages: Sequence[Stage]) -> nx.DiGraph:
+    """Stages and the fields between them within one step; an edge has its field's name."""
+    graph = nx.DiGraph()
+    writer = {field.name: stage.name for stage in stages for field in stage.writes}
+    graph.add_nodes_from(stage.name for stage in stages)
+    for stage in stages:
+        for field in stage.reads:
+            if field.name in writer:
+                graph.add_edge(writer[field.name], stage.name, field=field.name)
+    return graph
+
+
+def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
+    graph = dependence(stages)
+    where = {stage.name: str(stage.location) for stage in stages}
+    for component in nx.strongly_connected_components(graph):
+        if len(component) > 1 or any(graph.has_edge(name, name) for name in component):
+            cycle = nx.find_cycle(graph.subgraph(component), source=min(component))
+            path = " ".join(f"{a} -[{graph.edges[a, b]['field']}]->" for a, b in cycle) + f" {cycle[0][0]}"
+            yield Problem(
+                where=where[cycle[0][0]],
+                what=f"the stages form a cycle: {path}",
+                why="within a step a field comes before its readers",
+                fix="read one of these fields from the step before (reads_back), or remove the read",
+            )
+
+
+def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
+    for stage in stages:
+        where, groups = str(stage.location), stage.groups()
+        if stage.shape == "transfer" and len({group.name for group in groups}) != 2:
+            yield Problem(
+                where=where,
+                what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
+                why="weights move from one worker group to another",
+                fix="source=learner, target=sampler",
+            )
+        if stage.per not in ("sample", "group", "batch"):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has per={stage.per!r}",
+                why="a unit is a sample, a group or a batch",
+                fix="per='sample', 'group' or 'batch'",
+            )
+        if not is_whole(stage.every, 1):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has every={stage.every!r}",
+                why="it runs at every n-th step, n >= 1",
+                fix="every=1",
+            )
+        elif stage.every > 1 and any(not field.per_step for field in stage.writes):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has every={stage.every} and writes {_names(stage.writes)}",
+                why="its readers would wait for ever in between",
+                fix="every=1",
+            )
+
+
+def _shardings(stages: Sequence[Stage]) -> Iterator[Problem]:
+    for stage in stages:
+        if stage.sharding is None:
+            for group in stage.groups() if stage.updates else ():
+                if is_whole(group.workers, 2):
+                    yield Problem(
+                        where=str(stage.location),
+                        what=f"stage {stage.name!r} updates a model on {group.workers} workers and has no sharding",
+                        why="it would run on one of them, and the others would keep the old weights",
+                        fix=f"declare its sharding, or WorkerGroup({group.name!r}, ..., workers=1)",
+                    )
+            continue
+        read = {field.ragged for field in stage.reads}
+        if stage.shape != "map" or stage.per != "batch" or not set(stage.sharding.lengths) <= read:
+            yield Problem(
+                where=str(stage.location),
+                what=f"stage {stage.name!r} has sharding; it is a {stage.shape} stage per {stage.per} "
+                f"and reads {', '.join(field.name for field in stage.reads) or 'nothing'}",
+                why="a batch is divided by the lengths of its prompts and responses, once it is whole",
+                fix=f"per='batch', and read fields with the dims {' and '.join(stage.sharding.lengths)}",
+            )
+
+
+def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
+    groups: dict[str, WorkerGroup] = {}
+    for group in (graph.host, *(group for stage in stages for group in stage.groups())):
+        known = groups.setdefault(group.name, group)
+        if known != group:
+            yield Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} is declared twice, differently",
+                why="a name stands for one group of processes",
+                fix="build it once and pass the same object",
+            )
+    usable = []
+    for group in groups.values():
+        wrong = list(_group_values(group))
+        yield from wrong
+        usable += [] if wrong else [group]
+    for group in usable:
+        where = str(group.location)
+        if group.gpus % group.workers:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
+                why="GPUs are divided evenly over the workers",
+                fix=f"gpus={group.workers} or a multiple",
+            )
+        elif group.workers % group.model_parallel:
+            kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
+            product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.workers} workers, and {product} parallel",
+                why="workers are data x tensor x context x pipeline parallel",
+                fix=f"workers={group.model_parallel} or a multiple",
+            )
+        elif group.data_parallel * group.context_parallel % group.expert_parallel:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has expert_parallel={group.expert_parallel} "
+                f"and {group.data_parallel} data-parallel replicas",
+                why="experts are divided over the workers that hold the same part of everything else",
+                fix="expert_parallel=1, or a divisor of the data-parallel size",
+            )
+        elif graph.batch % group.data_parallel:
+            alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.data_parallel} {alike}, a batch has {graph.batch} groups",
+                why="the data-parallel size divides the batch",
+                fix=f"a batch that is a multiple of {group.data_parallel}",
+            )
+        if group.fetch == "leader" and group.model_parallel == 1:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has fetch='leader' and no model parallelism",
+                why="a leader fetches for workers that need the same samples, and here all need others",
+                fix="fetch='auto'",
+            )
+        if group.colocated is not None:
+            yield from _colocated(group, groups, graph)
+    owners = [group for group in usable if group.gpus and group.colocated is None]
+    asked = sum(group.gpus for group in owners)
+    if gpus is not None and asked > gpus:
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in owners)
+        yield Problem(
+            where=str(graph.location),
+            what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
+            why="every group holds its GPUs for the whole run",
+            fix="fewer GPUs a group, or more machines",
+        )
+
+
+def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[Problem]:
+    """What keeps a group from lying on the GPUs of another one."""
+    where, says = str(group.location), f"worker group {group.name!r} has colocated="
+    other = group.colocated
+    if not isinstance(other, WorkerGroup):
+        yield Problem(
+            where=where,
+            what=says + shown(other),
+            why="it is the worker group on whose GPUs this one lies",
+            fix="pass the WorkerGroup, or nothing",
+        )
+        return
+    says += repr(other.name)
+    if other.name not in groups or other.name == group.name or other.backend == "python":
+        yield Problem(
+            where=where,
+            what=says + ", which runs no stage with a model" if other.name != group.name else says,
+            why="two groups that compute with models take turns on the GPUs of one",
+            fix="pass the group of the other stages",
+        )
+    elif other.colocated is not None:
+        yield Problem(
+            where=where,
+            what=f"{says}, which itself is colocated",
+            why="one group has the GPUs, the others lie on them",
+            fix="name the group that has the GPUs",
+        )
+    elif group.gpus != other.gpus:
+        yield Problem(
+            where=where,
+            what=f"{says} and {group.gpus} GPUs; that group has {other.gpus}",
+            why="both have the same GPUs",
+            fix=f"gpus={other.gpus}",
+        )
+    elif graph.schedule.max_staleness:
+        yield Problem(
+            where=where,
+            what=f"{says}, and the schedule max_staleness={graph.schedule.max_staleness}",
+            why="groups that take turns on their GPUs leave nothing to run ahead",
+            fix="max_staleness=0, or GPUs of its own for each group",
+        )
+
+
+def _group_values(group: WorkerGroup) -> Iterator[Problem]:
+    where = str(group.location)
+    if not is_name(group.name):
+        yield Problem(
+            where=where,
+            what=f"worker group name {group.name!r} is not usable as a file name",
+            why="it names the logs of its workers",
+            fix="use letters, digits, '-' and '_'",
+        )
+    parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1), ("expert_parallel", 1))
+    for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
+        value = getattr(group, name)
+        if not is_whole(value, low):
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {name}={value!r}",
+                why=f"{name} is a whole number, {low} or more",
+                fix=f"{name}={low}",
+            )
+    if group.fetch not in ("auto", "independent", "leader"):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has fetch={group.fetch!r}",
+            why="workers that need the same samples each get them, or one does for all",
+            fix="fetch='auto', 'independent' or 'leader'",
+        )
+    if not isinstance(group.fully_sharded, bool):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has fully_sharded={group.fully_sharded!r}",
+            why="weights are divided over its workers, or they are not",
+            fix="fully_sharded=True",
+        )
+    if not (isinstance(group.cpus, int | float) and 0 <= group.cpus < float("inf")):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has cpus={group.cpus!r}",
+            why="cpus is a number, 0 or more",
+            fix="cpus=1.0",
+        )
+    if not (isinstance(group.memory, int | float) and 0 < group.memory <= 1):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has memory={group.memory!r}",
+            why="memory is a share of each GPU, above 0 and at most 1",
+            fix="memory=0.85",
+        )
+
+
+def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
+    trainers = [stage for stage in stages if stage.updates]
+    transfers = [stage for stage in stages if stage.shape == "transfer"]
+    for stage in trainers:
+        if stage.updates and not stage.updates.trainable:
+            yield Problem(
+                where=str(stage.location),
+                what=f"stage {stage.name!r} updates the frozen model {stage.updates.source!r}",
+                why="a frozen model never changes",
+                fix="pass the model itself, not model.frozen()",
+            )
+    updated: dict[Model, Stage] = {}
+    for stage in trainers:
+        if stage.updates:
+            other = updated.setdefault(stage.updates, stage)
+            if other is not stage:
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"{other.name!r} and {stage.name!r} both update {stage.updates.source!r}",
+                    why="a model's weights have one owner",
+                    fix="remove one of them",
+                )
+    for stage in stages:
+        for model in stage.uses if stage.shape != "transfer" else ():
+            trainer = updated.get(model)
+            if trainer is None or stage.groups() == trainer.groups():
+                continue
+            if not any(t.groups()[1:] == stage.groups() and model in t.uses for t in transfers):
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, "
+                    "where nothing brings it up to date",
+                    why=f"{trainer.name!r} updates it on {_names(trainer.groups())}",
+                    fix=f"run it on {_names(trainer.groups())}"
+                    + (f", or add a Refit to {_names(stage.groups())}" if stage.groups() else "")
+                    if trainer.groups()
+                    else f"run {trainer.name!r} on {_names(stage.groups())}",
+                )
+
+
+def model_name(model: Model) -> str:
+    """How a plan writes a model."""
+    return model.source if model.trainable else f"{model.source} (frozen)"
+
+
+def _names(items: Iterable) -> str:
+    return ", ".join(repr(item.name) for item in items) or "the host group"
+
+
+def _type(field: Field) -> str:
+    return f"{field.dtype} [{field.dims or 'a step'}] in {field.unit!r}"

@@ -1,0 +1,101 @@
+"""The gate of a graph: the one stage that keeps or drops whole groups, and which stages wait for what it keeps. Pure.
+
+A stage with a `gate` field writes that field for the groups that it keeps. What it depends on runs before the gate and
+sees every group that is sampled; every other stage that reads or writes samples is behind it and waits for the field,
+which it is not given unless it reads it. What a process outside the graph writes comes before the gate: nobody outside
+can know what was dropped, so the gate decides on a group when all of that has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+
+from pipeline.declare.fields import Field
+from pipeline.declare.parameters import is_whole
+from pipeline.declare.stage import Stage
+from pipeline.errors import Problem
+from pipeline.plan.plan import Gate
+
+ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no reason to have one
+
+
+def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
+    """The gate of a graph, None where every group is kept."""
+    for stage in stages:
+        if stage.gate:
+            return Gate(stage=stage.name, field=stage.gate.name, max_groups=stage.max_rounds * batch)
+    return None
+
+
+def awaited(stages: Sequence[Stage], dag: nx.DiGraph) -> dict[str, tuple[Field, ...]]:
+    """The fields that a stage waits for though it does not read them. `dag` is the dependence within a step."""
+    gate = next((stage for stage in stages if stage.gate), None)
+    if gate is None or gate.gate is None:
+        return {}
+    behind = {stage.name: stage for stage in _behind(stages, dag)}
+    read = {field.name for stage in stages for field in stage.reads}
+    outside = [field for stage in stages if stage.shape == "external" for field in stage.writes if field.name in read]
+    waits = {name: (gate.gate,) for name, stage in behind.items() if gate.gate not in stage.reads}
+    return waits | {gate.name: tuple(field for field in outside if field not in gate.reads)}
+
+
+def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]:
+    """What is wrong with the gates of a graph."""
+    gates = [stage for stage in stages if stage.gate]
+    if len(gates) > 1:
+        yield Problem(
+            where=" and ".join(dict.fromkeys(str(stage.location) for stage in gates)),
+            what=f"{len(gates)} stages drop groups ({', '.join(repr(stage.name) for stage in gates)})",
+            why="a batch is filled up with groups that one stage keeps",
+            fix="keep one of them, with a rule that decides on everything",
+        )
+        return
+    for gate in gates:
+        where = str(gate.location)
+        if gate.gate not in gate.writes or gate.shape != "map" or gate.per == "batch":
+            yield Problem(
+                where=where,
+                what=f"stage {gate.name!r} has a gate; it is a {gate.shape} stage per {gate.per} and writes "
+                f"{', '.join(repr(field.name) for field in gate.writes) or 'nothing'}",
+                why="it decides on groups as they come, and writes its gate for those that it keeps",
+                fix="a map stage with per='group' and the gate among its writes",
+            )
+        rounds = gate.max_rounds
+        if not is_whole(rounds, 2):
+            yield Problem(
+                where=where,
+                what=f"stage {gate.name!r} has max_rounds={rounds!r}",
+                why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew "
+                "in later ones",
+                fix="max_rounds=10",
+            )
+        before = nx.ancestors(dag, gate.name) if gate.name in dag else set()
+        for stage in stages:
+            if stage.name in before and stage.per == "batch" and _holds(stage):
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} starts on whole batches and is before {gate.name!r}, which reads what "
+                    "it leads to",
+                    why=f"there is no batch until {gate.name!r} has filled it",
+                    fix=f"per='group', or a rule that does not depend on {stage.name!r}",
+                )
+        if not any(stage.name != ADDED for stage in _behind(stages, dag)):
+            yield Problem(
+                where=where,
+                what=f"no stage is behind {gate.name!r}",
+                why="it decides which groups the later stages see",
+                fix=f"add them, such as Advantage(...) and Train(...), or remove {gate.name!r}",
+            )
+
+
+def _behind(stages: Sequence[Stage], dag: nx.DiGraph) -> list[Stage]:
+    """The stages that must not see a dropped group."""
+    gate = next(stage for stage in stages if stage.gate)
+    before = {gate.name, *nx.ancestors(dag, gate.name)}
+    return [stage for stage in stages if stage.name not in before and stage.shape != "external" and _holds(stage)]
+
+
+def _holds(stage: Stage) -> bool:
+    return any(not field.per_step for field in (*stage.reads, *stage.writes))

@@ -1,0 +1,245 @@
+"""Graph -> Plan, or every problem at once. Pure: loads neither torch nor ray, claims nothing.
+
+The Plan is plain data: what the scheduler runs, what `plan.json` stores and what `--plan` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+from msgspec.structs import replace
+
+from pipeline.declare.fields import ITEM_BYTES, Field
+from pipeline.declare.graph import Graph
+from pipeline.declare.group import WorkerGroup
+from pipeline.declare.stage import Stage
+from pipeline.errors import GraphError, Problem
+from pipeline.plan import checks
+from pipeline.plan.gate import awaited, gate_of
+from pipeline.plan.plan import Edge, Fence, Lifetime, PlacedGroup, Plan, PlannedStage
+from pipeline.plan.samples import KeepSamples
+from pipeline.plan.schedule_checks import pool_problems
+from pipeline.plan.structure import structure
+
+
+def with_samples(graph: Graph) -> tuple[Stage, ...]:
+    """The graph's stages and the one that keeps texts and rewards for whoever looks at the run."""
+    stages = graph.all_stages()
+    kept = tuple(
+        field
+        for stage in stages
+        if stage.shape != "external"
+        for field in stage.writes
+        if field in stage.shows or not (field.per_step or field.ragged or field.inner or field == stage.gate)
+    )
+    return (*stages, KeepSamples(fields=kept, keep=graph.schedule.keep_groups))
+
+
+def worker_groups(stages: Sequence[Stage], host: WorkerGroup) -> list[WorkerGroup]:
+    """The distinct worker groups of `stages`, in order of first use; the host group last."""
+    named = {group.name: group for stage in stages for group in stage.groups()}
+    return [*named.values(), *([host] if host.name not in named else [])]
+
+
+def sample_fields(stages: Sequence[Stage]) -> list[Field]:
+    """The fields that lie in the data plane, in order of writing."""
+    return [field for stage in stages for field in stage.writes if not field.per_step]
+
+
+def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]:
+    """The plan and its warnings. Raises GraphError with every problem of the graph.
+
+    `gpus` is how many there are; None leaves that check to the moment when the cluster is joined.
+    """
+    problems = list(structure(graph))
+    if problems:
+        raise GraphError(*problems)
+    stages = with_samples(graph)
+    problems = list(checks.all_checks(graph, stages, gpus=gpus))
+    errors = [problem for problem in problems if not problem.warning]
+    if errors:
+        raise GraphError(*errors)
+    made = _build(graph, stages)
+    if errors := list(pool_problems(graph, made.pool)):
+        raise GraphError(*errors)
+    return made, [problem for problem in problems if problem.warning]
+
+
+def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
+    writer = {field.name: stage.name for stage in stages for field in stage.writes}
+    dag = checks.dependence(stages)
+    awaits = awaited(stages, dag)
+    dag.add_edges_from((writer[field.name], name) for name, fields in awaits.items() for field in fields)
+    layer = {name: depth for depth, names in enumerate(nx.topological_generations(dag)) for name in names}
+    host = graph.host.name
+    schedule = graph.schedule
+    fences = tuple(_fences(stages))
+    path = paths(stages, dag, fences)
+    planned = tuple(
+        PlannedStage(
+            name=stage.name,
+            kind=type(stage).__name__,
+            shape=stage.shape,
+            per=stage.per,
+            groups=tuple(group.name for group in stage.groups()) or ((host,) if stage.shape != "external" else ()),
+            reads=tuple(field.name for field in stage.reads),
+            writes=tuple(field.name for field in stage.writes),
+            reads_back=tuple(field.name for field in stage.reads_back),
+            uses=tuple(checks.model_name(model) for model in stage.uses),
+            updates=checks.model_name(stage.updates) if stage.updates else None,
+            every=stage.every,
+            first_groups=stage.first_groups,
+            chooses=tuple(field.name for field in stage.chooses),
+            sharding=stage.sharding,
+            layer=layer[stage.name],
+            where=str(stage.location),
+            timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
+            awaits=tuple(field.name for field in awaits.get(stage.name, ())),
+            run_groups=run_groups(stage, graph),
+            stamps=stage.stamps.name if stage.stamps else None,
+            path=path[stage.name],
+        )
+        for stage in stages
+    )
+    edges = tuple(
+        Edge(
+            field=field.name,
+            writer=writer[field.name],
+            reader=stage.name,
+            back=back,
+            bytes_per_sample=_entry_bytes(field) if fetched else 0,
+            ragged=field.ragged,
+        )
+        for stage in stages
+        for fields, back, fetched in (
+            (stage.reads, False, True),
+            (stage.reads_back, True, True),
+            (awaits.get(stage.name, ()), False, False),
+        )
+        for field in fields
+    )
+    made = Plan(
+        name=graph.name,
+        source=graph.source.name,
+        batch=graph.batch,
+        group_size=graph.group_size,
+        steps=schedule.steps,
+        max_staleness=schedule.max_staleness,
+        ahead=schedule.ahead,
+        on_stale=schedule.on_stale,
+        refit=schedule.refit,
+        capacity=schedule.capacity or (schedule.max_staleness + 2) * graph.batch,
+        checkpoint_every=schedule.checkpoint_every,
+        stages=planned,
+        edges=edges,
+        fences=fences,
+        lifetimes=tuple(
+            Lifetime(field=name, writer=by, readers=tuple(e.reader for e in edges if e.field == name))
+            for name, by in writer.items()
+        ),
+        groups=tuple(
+            PlacedGroup(
+                name=group.name,
+                backend=group.backend,
+                workers=group.processes,
+                gpus=group.gpus,
+                cpus=group.cpus * group.workers / group.processes,
+                threads=group.threads,
+                model_parallel=group.processes // group.data_parallel,
+                stages=tuple(stage.name for stage in planned if group.name in stage.groups),
+                colocated=group.colocated.name if group.colocated else None,
+            )
+            for group in worker_groups(stages, graph.host)
+        ),
+        weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
+        gate=gate_of(stages, graph.batch),
+    )
+    return with_pool(made)
+
+
+def run_groups(stage: Stage, graph: Graph) -> int | None:
+    """The groups of a run of a stage per batch, None where it starts on the whole batch.
+
+    Where ranks meet in the stage, every run has to divide evenly over them.
+    """
+    if not stage.run_samples or stage.per != "batch":
+        return None
+    groups = -(-stage.run_samples // graph.group_size)
+    if groups >= graph.batch:
+        return None
+    if stage.sharding and stage.sharding.equal:
+        ranks = stage.on.data_parallel if stage.on else 1
+        runs = {groups, graph.batch % groups or groups}
+        if any(run * graph.group_size % ranks for run in runs):
+            return None
+    return groups
+
+
+def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> dict[str, int]:
+    """How many stages there are from each one to the weights of its step, along the longest way."""
+    order = nx.DiGraph(dag)
+    order.add_edges_from((fence.before, fence.after) for fence in fences if fence.lag == 0)
+    ends = {stage.name for stage in stages if stage.updates or stage.shape == "transfer"}
+    path: dict[str, int] = {}
+    for name in reversed(list(nx.topological_sort(order))):
+        behind = max((path[after] for after in order.successors(name)), default=0)
+        path[name] = behind + 1 if behind or name in ends or not ends else 0
+    return path
+
+
+def with_pool(made: Plan) -> Plan:
+    """The plan with its pool: the stages that need to know neither the batch nor the step of a group."""
+    if made.on_stale != "drop" or not made.max_staleness:
+        return replace(made, pool=())
+    bound = {name for fence in made.fences for name in (fence.before, fence.after)}
+    external = {stage.name for stage in made.stages if stage.shape == "external"}
+    writer = {field: stage.name for stage in made.stages for field in stage.writes}
+    weights = set(made.weights_fields)
+    pool: set[str] = set()
+    for stage in sorted(made.stages, key=lambda stage: stage.layer):
+        free = stage.per != "batch" and stage.every == 1 and stage.shape not in ("transfer", "external")
+        before = {writer[field] for field in (*stage.reads, *stage.awaits)} - external
+        apart = stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes))
+        if free and apart and before <= pool:
+            pool.add(stage.name)
+    return replace(made, pool=tuple(stage.name for stage in made.stages if stage.name in pool))
+
+
+def _fences(stages: Sequence[Stage]) -> list[Fence]:
+    """Order among stages that share the mutable weights of a model, which presence alone does not give."""
+    fences = []
+    transfers = [stage for stage in stages if stage.shape == "transfer"]
+    for trainer in (stage for stage in stages if stage.updates):
+        home = trainer.groups()
+        for user in stages:
+            if (
+                user is not trainer
+                and user.shape != "transfer"
+                and user.groups() == home
+                and trainer.updates in user.uses
+            ):
+                fences += [
+                    Fence(before=trainer.name, after=user.name, lag=1, why="sees the weights of the step before"),
+                    Fence(before=user.name, after=trainer.name, lag=0, why="the weights must not change under it"),
+                ]
+        for transfer in transfers:
+            if transfer.groups()[:1] == home:
+                fences.append(
+                    Fence(before=transfer.name, after=trainer.name, lag=1, why="the weights must not change while sent")
+                )
+        if not any(fence.after == trainer.name and fence.lag for fence in fences):
+            fences.append(Fence(before=trainer.name, after=trainer.name, lag=1, why="one step follows the other"))
+    for transfer in transfers:
+        target = transfer.groups()[1:]
+        for user in stages:
+            if user.shape != "transfer" and user.groups() == target and user.uses and not user.reads_back:
+                fences.append(Fence(before=user.name, after=transfer.name, lag=1, why="uses the weights served so far"))
+    return fences
+
+
+def _entry_bytes(field: Field) -> int:
+    size = ITEM_BYTES[field.dtype]
+    for extent in field.inner:
+        size *= extent
+    return size

@@ -1,0 +1,143 @@
+"""What is wrong with the schedule of a graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.declare.graph import Graph
+from pipeline.declare.parameters import is_whole
+from pipeline.declare.stage import Stage
+from pipeline.errors import Problem, shown
+
+_WORDS = {"on_stale": ("wait", "drop"), "refit": ("drain", "in_flight")}
+
+
+def schedule_problems(graph: Graph) -> Iterator[Problem]:
+    """Ranges, and what running ahead needs. `pool_problems` knows the rest."""
+    schedule, where = graph.schedule, str(graph.location)
+    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
+    whole |= {
+        name: low for name, low in (("capacity", 1), ("pipeline_depth", 0)) if getattr(schedule, name) is not None
+    }
+    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
+    for name, low in wrong.items():
+        yield Problem(
+            where=where,
+            what=f"Schedule({name}={getattr(schedule, name)!r})",
+            why=f"{name} is a whole number, {low} or more",
+            fix=f"{name}={100 if name == 'steps' else low}",
+        )
+    for name, words in _WORDS.items():
+        value = getattr(schedule, name)
+        if value not in words:
+            yield Problem(
+                where=where,
+                what=f"Schedule({name}={shown(value)})",
+                why=f"{name} is {' or '.join(map(repr, words))}",
+                fix=f"{name}={words[0]!r}",
+            )
+    if wrong.keys() & {"max_staleness", "capacity", "pipeline_depth"}:
+        return
+    depth = schedule.pipeline_depth
+    if depth is not None and depth > schedule.max_staleness:
+        yield Problem(
+            where=where,
+            what=f"Schedule(pipeline_depth={depth}, max_staleness={schedule.max_staleness})",
+            why="what is sampled further ahead would be too old to be trained",
+            fix=f"max_staleness={depth}, or a smaller pipeline_depth",
+        )
+    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
+        yield Problem(
+            where=where,
+            what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
+            why="samples of an older policy bias the gradient",
+            fix="max_staleness=0, or a loss with an off-policy correction",
+        )
+    needed = (schedule.max_staleness + 1) * graph.batch
+    if schedule.capacity is not None and schedule.capacity < needed:
+        yield Problem(
+            where=where,
+            what=f"Schedule(capacity={schedule.capacity})",
+            why=f"(max_staleness + 1) x batch = {needed} groups are in flight at once",
+            fix=f"capacity={needed} or more",
+        )
+    if schedule.on_stale == "drop" and schedule.max_staleness > 0:
+        yield from _versions_problems(graph)
+
+
+def _versions_problems(graph: Graph) -> Iterator[Problem]:
+    """What can be dropped because of its age has one, and there are versions."""
+    stages = graph.all_stages()
+    lacks = [
+        (any(stage.shape == "transfer" for stage in stages), "no stage publishes weights", "Refit(policy, ...)"),
+        (any(stage.stamps for stage in stages), "no stage says which version sampled a token", "a Rollout"),
+    ]
+    for there, what, fix in lacks:
+        if not there:
+            yield Problem(
+                where=str(graph.location),
+                what=f"Schedule(on_stale='drop') and {what}",
+                why="samples are dropped by the age of their oldest token",
+                fix=f"add {fix}, or on_stale='wait'",
+            )
+
+
+def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
+    """What a stage says of runs and versions, where it cannot be."""
+    for stage in stages:
+        where, stamps, run = str(stage.location), stage.stamps, stage.run_samples
+        fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
+        if not fits:
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} stamps {shown(stamps.name if stamps else stamps)}",
+                why="that is a field which it writes, with a whole number for each token: the version that sampled it",
+                fix='Field("token_versions", dtype="int32", dims="N T") among writes, or no stamps',
+            )
+        if stage.shape == "transfer" and is_whole(stage.every, 2):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} publishes weights at every {stage.every}-th step",
+                why="a version is one step: the next batch waits for it",
+                fix="every=1",
+            )
+        if stage.shape == "stream" and stage.per == "batch":
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} is a stream per batch",
+                why="a stream yields groups as they finish",
+                fix="per='group'",
+            )
+        if run is not None and not is_whole(run, 1):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has run_samples={shown(run)}",
+                why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
+                fix="run_samples=None",
+            )
+        named = [field.name for field in stage.chooses]
+        if named and not (
+            set(stage.chooses) <= set(stage.reads) and stage.per == "batch" and is_whole(stage.first_groups, 1)
+        ):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} chooses groups by {', '.join(named)} (per={stage.per!r}, "
+                f"first_groups={shown(stage.first_groups)})",
+                why="it looks at what it reads of a whole batch, and says which groups, at most so many, it gets",
+                fix=f"reads with {', '.join(named)}, per='batch', first_groups=4; or chooses=()",
+            )
+
+
+def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
+    """Whether what has to run before a batch is claimed does: it is sampled, and a gate has decided."""
+    schedule = graph.schedule
+    if schedule.on_stale != "drop" or not schedule.max_staleness:
+        return
+    for stage in graph.all_stages():
+        if (stage.gate is not None or stage.stamps is not None) and stage.name not in pool:
+            yield Problem(
+                where=str(stage.location),
+                what=f"Schedule(on_stale='drop') and {stage.name!r} needs the whole batch, or weights of its step",
+                why="with on_stale='drop' a batch is claimed from groups that have been sampled and kept",
+                fix="a stage, and stages before it, that take groups one by one, or on_stale='wait'",
+            )

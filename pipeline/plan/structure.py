@@ -1,0 +1,115 @@
+"""Types and names in a graph: what the other checks take for granted, and are checked first."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from pipeline.declare.fields import Field
+from pipeline.declare.graph import Graph, Schedule
+from pipeline.declare.group import Model, WorkerGroup
+from pipeline.declare.stage import Stage
+from pipeline.errors import Problem, shown
+
+
+def structure(graph: Graph) -> Iterator[Problem]:
+    """Types and names: what the other checks take for granted."""
+    where = str(graph.location)
+    if not is_name(graph.name):
+        yield Problem(
+            where=where,
+            what=f"graph name {graph.name!r} is not usable as a folder name",
+            why="it names run directories and the data plane partition",
+            fix="use letters, digits, '-' and '_'",
+        )
+    if not isinstance(graph.host, WorkerGroup):
+        yield Problem(
+            where=where,
+            what=f"host is {shown(graph.host)}",
+            why="stages that name no worker group run on it",
+            fix="host=WorkerGroup('host')",
+        )
+    if not isinstance(graph.schedule, Schedule):
+        yield Problem(
+            where=where,
+            what=f"schedule is {shown(graph.schedule)}",
+            why="a graph runs by a Schedule",
+            fix="schedule=Schedule(steps=100)",
+        )
+    if not isinstance(graph.stages, Sequence):
+        yield Problem(
+            where=where,
+            what="stages is " + ("one stage" if isinstance(graph.stages, Stage) else shown(graph.stages)),
+            why="a graph has a tuple of stages",
+            fix="stages=(Rollout(...), ...)",
+        )
+        return
+    everything = [("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))]
+    for at, stage in everything:
+        if not isinstance(stage, Stage):
+            is_class = isinstance(stage, type)
+            yield Problem(
+                where=where,
+                what=f"{at} is {shown(stage)}",
+                why="sources and stages are Stage objects",
+                fix=f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)",
+            )
+    yield from _names_and_types([stage for _, stage in everything if isinstance(stage, Stage)])
+
+
+def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            same = [stage for stage in stages if stage.name == name]
+            named = all("name" in inspect.signature(type(stage)).parameters for stage in same[1:])
+            yield Problem(
+                where=" and ".join(dict.fromkeys(str(stage.location) for stage in same)),
+                what=f"{count} stages are named {name!r}",
+                why="a name stands for one stage",
+                fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
+            )
+    for stage in stages:
+        if stage.name == "samples":
+            yield Problem(
+                where=str(stage.location),
+                what="a stage is named 'samples'",
+                why="every plan adds a stage of that name, which keeps texts in the run directory",
+                fix="choose another name",
+            )
+        yield from _parts(stage)
+
+
+def _parts(stage: Stage) -> Iterator[Problem]:
+    """What a stage names is a worker group, a model or a field, not its name."""
+    where = str(stage.location)
+    for group in stage.groups():
+        if not isinstance(group, WorkerGroup):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} runs on {shown(group)}",
+                why="a stage runs on a WorkerGroup",
+                fix=f"pass WorkerGroup({group if isinstance(group, str) else 'name'!r}, backend=...)",
+            )
+    models = [*stage.uses, *([] if stage.updates is None else [stage.updates])]
+    for model in {id(model): model for model in models if not isinstance(model, Model)}.values():
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has the model {shown(model)}",
+            why="a model is a Model, built once and given to every stage that uses it",
+            fix=f"policy = Model({model if isinstance(model, str) else 'name'!r})",
+        )
+    for kind in ("reads", "writes", "reads_back"):
+        fields = getattr(stage, kind)
+        if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
+            yield Problem(
+                where=where,
+                what=f"stage {stage.name!r} has {kind}={shown(fields)}",
+                why=f"{kind} is a tuple of Fields",
+                fix=f"{kind}=(REWARD,), of stages.vocabulary, or Field('name', dtype=...)",
+            )
+
+
+def is_name(value: object) -> bool:
+    """Whether it can be part of the name of a file."""
+    return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()

@@ -1,0 +1,261 @@
+"""Which fields are present for which groups, and which stages wait for them or hold them. Pure; takes no decision.
+
+A group is at home in the step whose batch it belongs to, or, until a step claims it, in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
+
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.schedule.readiness import Reader, units_of
+
+
+class Step:
+    """One batch in flight, or the pool of groups that no step has claimed (whose number is the next batch's)."""
+
+    def __init__(self, number: int, *, decided: bool = True) -> None:
+        self.number = number
+        self.decided = decided  # the gate has kept a whole batch: no group will be added
+        self.groups: list[int] = []  # admitted so far, ascending
+        self.dropped: dict[int, str] = {}  # group -> why
+        self.refused: list[str] = []  # why the gate dropped groups of this batch
+        self.kept = 0  # groups that the gate has kept
+        self.placed = 0  # of `groups`, those before which all are decided
+        self.readers: dict[str, Reader] = {}
+        self.unfinished = 0  # stages that have not acknowledged everything
+        self.unpublished: set[str] = set()  # weights that it is to publish
+
+
+class Board:
+    """All steps in flight. `offer` is told of a stage that has something to start on."""
+
+    def __init__(self, plan: Plan, offer: Callable[[Reader], None]) -> None:
+        self.plan, self._offer = plan, offer
+        self.stages = sorted((s for s in plan.stages if s.shape != "external"), key=lambda stage: stage.layer)
+        self.sample_fields = {field for stage in plan.stages for field in stage.writes} - set(plan.weights_fields)
+        self.waits = {
+            s.name: (*(field for field in s.reads if field in self.sample_fields), *s.awaits) for s in plan.stages
+        }
+        self.holding = {  # the stages that read or write samples
+            s.name for s in self.stages if self.waits[s.name] or not self.sample_fields.isdisjoint(s.writes)
+        }
+        self._bits = {field: 1 << i for i, field in enumerate(sorted(self.sample_fields))}  # sets of fields as integers
+        self._awaited = {name: self._as_bits(fields) for name, fields in self.waits.items() if fields}
+        self._stamps = self._as_bits(stage.stamps for stage in self.stages if stage.stamps)
+        self.gate = plan.gate.field if plan.gate else ""
+        self.before_gate = {name for name in self.holding if self.gate and self.gate not in self.waits[name]}
+        self._gate_bit = self._as_bits([self.gate] if self.gate else ())
+        self._waiting_for: dict[int, list[tuple[str, int]]] = {}  # fields -> stages that wait for any; as fields land
+        self.steps: dict[int, Step] = {}
+        self.pool: Step | None = None
+        self.oldest: dict[int, int] = {}  # group -> oldest version of its tokens, or of the weights it started with
+        self._pool_left: dict[int, int] = {}  # group -> stages of the pool that have not acknowledged it
+        self._home: dict[int, Step] = {}
+        self._present: dict[int, int] = {}  # group -> the fields of it that are present
+        self._holders: dict[int, int] = {}  # group -> stages that have not acknowledged it
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were admitted and are not yet cleared."""
+        return len(self._holders)
+
+    @property
+    def homes(self) -> list[Step]:
+        """Every step, and the pool."""
+        return [*self.steps.values(), *([self.pool] if self.pool else [])]
+
+    def home(self, group: int) -> Step | None:
+        """Where a group is; None before it is admitted and after it is cleared."""
+        return self._home.get(group)
+
+    def decided(self, group: int) -> bool:
+        """Whether the gate has kept or dropped this group, or it is gone."""
+        home = self._home.get(group)
+        return home is None or group in home.dropped or bool(self._present.get(group, 0) & self._gate_bit)
+
+    def absent(self, step: int, field: str) -> list[int]:
+        """The groups of a step, other than those that were dropped, for which a sample field has not landed."""
+        bit, present = self._bits[field], self._present
+        homes = [home for home in self.homes if home.number == step]
+        return [g for home in homes for g in home.groups if not present.get(g, 0) & bit and g not in home.dropped]
+
+    def add_reader(self, step: Step, stage: PlannedStage, blockers: set[str], *, opening: bool = False) -> None:
+        """A stage will see this step; `opening`, only the weights that the run starts from."""
+        holds = stage.name in self.holding and not opening
+        total: int | None = 1
+        if holds:
+            total = None if step is self.pool else 0 if stage.name in self.before_gate else self.plan.batch
+        units = units_of(stage, holds=holds, batch=self.plan.batch)
+        step.readers[stage.name] = reader = Reader(stage, step.number, blockers, units, total)
+        step.unfinished += 1
+        if stage.shape == "transfer":
+            step.unpublished.update(stage.writes)
+        self._offer(reader)
+
+    def add(self, step: Step, groups: tuple[int, ...]) -> None:
+        """Groups enter a step, or the pool."""
+        step.groups += groups
+        holders = [reader for name, reader in step.readers.items() if name in self.holding]
+        pooled = step is self.pool
+        if holders:
+            self._holders.update(dict.fromkeys(groups, len(holders) + pooled))  # the pool holds until the claim
+        if pooled:
+            self._pool_left.update(dict.fromkeys(groups, len(holders)))
+        self._home.update(dict.fromkeys(groups, step))
+        for reader in holders:
+            waits = self._awaited.get(reader.stage.name, 0).bit_count()
+            if reader.stage.name in self.before_gate and reader.total is not None:
+                reader.total += len(groups)
+            if reader.stage.per != "batch":  # the order of a batch is known once its groups are decided
+                reader.units.admit(groups)
+            if waits:
+                reader.missing.update(dict.fromkeys(groups, waits))
+            else:
+                reader.units.ready(groups)
+                self._offer(reader)
+
+    def claim(self, step: Step, groups: tuple[int, ...]) -> None:
+        """Groups move from the pool into a step, whose stages are there."""
+        assert self.pool is not None
+        self.steps[step.number] = step
+        taken = set(groups)
+        self.pool.groups = [group for group in self.pool.groups if group not in taken]
+        step.groups = list(groups)
+        self._home.update(dict.fromkeys(groups, step))
+        holders = [reader for name, reader in step.readers.items() if name in self.holding]
+        for reader in holders:
+            reader.units.admit(groups)
+            awaited = self._awaited.get(reader.stage.name, 0)
+            for group in groups:
+                if missing := (awaited & ~self._present.get(group, 0)).bit_count():
+                    reader.missing[group] = missing
+                else:
+                    reader.units.ready((group,))
+            self._offer(reader)
+        for group in groups:
+            self._holders[group] += len(holders) - 1
+            del self._pool_left[group]
+
+    def place(self, step: Step) -> None:
+        """Tell the stages per batch which groups come next in canonical order: those that were kept, as far as all
+        before them are decided."""
+        fresh = []
+        while step.placed < len(step.groups):
+            group = step.groups[step.placed]
+            if group not in step.dropped:
+                if self.gate and not self._present.get(group, 0) & self._gate_bit:
+                    break
+                fresh.append(group)
+            step.placed += 1
+        for name, reader in step.readers.items():
+            if reader.stage.per == "batch" and name in self.holding:
+                reader.units.admit(fresh)
+                self._offer(reader)
+
+    def land(self, groups: Sequence[int], fields: tuple[str, ...]) -> None:
+        """Sample fields are present for groups."""
+        landed, present = self._as_bits(fields), self._present
+        ready: dict[int, tuple[Reader, list[int]]] = {}
+        for group in groups:
+            home = self._home.get(group)
+            if home is None:
+                continue
+            before = present.get(group, 0)
+            present[group] = before | landed
+            if group in home.dropped:
+                continue
+            fresh = landed & ~before
+            home.kept += bool(fresh & self._gate_bit)
+            for name, count in self._waiting_for.get(fresh) or self._who_waits_for(fresh):
+                reader = home.readers.get(name)
+                if reader is None:
+                    continue
+                left = reader.missing[group] - count
+                if left:
+                    reader.missing[group] = left
+                else:
+                    del reader.missing[group]
+                    ready.setdefault(id(reader), (reader, []))[1].append(group)
+        for reader, of in ready.values():
+            reader.units.ready(of)
+            self._offer(reader)
+
+    def _who_waits_for(self, fields: int) -> list[tuple[str, int]]:
+        """The stages that wait for any of these fields, and for how many of them."""
+        counts = [(name, (awaited & fields).bit_count()) for name, awaited in self._awaited.items()]
+        self._waiting_for[fields] = [(name, count) for name, count in counts if count]
+        return self._waiting_for[fields]
+
+    def _as_bits(self, fields: Iterable[str]) -> int:
+        return reduce(or_, (self._bits[field] for field in fields), 0)
+
+    def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
+        """Groups are dropped: whoever waits for them lets go, who works on them does when it acknowledges.
+
+        Returns those that nobody holds any more.
+        """
+        cleared = []
+        for group in groups:
+            step.dropped[group] = reason
+            waiting = 0
+            for name, reader in step.readers.items():
+                if name in self.holding:
+                    waits = reader.missing.pop(group, None) is not None
+                    takes = reader.stage.per != "batch" and reader.units.remove(group)
+                    if waits or takes:
+                        waiting += 1
+                        self.lessen(reader, 1)
+                    self._offer(reader)  # what is left of a lot may be whole now
+            if step is self.pool:
+                step.groups.remove(group)
+                del self._pool_left[group]
+                waiting += 1
+            cleared += self.release((group,), waiting)
+        return cleared
+
+    def lessen(self, reader: Reader, groups: int) -> None:
+        """So many groups of a stage were dropped and will not be handed out to it."""
+        if reader.total is not None and reader.stage.name in self.before_gate:
+            reader.total -= groups
+
+    def stamp(self, groups: Iterable[int], versions: Iterable[int]) -> None:
+        """The oldest version of the tokens of groups. What is present already stays as old as it is."""
+        for group, version in zip(groups, versions):
+            if group in self._home and not self._present.get(group, 0) & self._stamps:
+                self.oldest[group] = version
+
+    def unstamp(self, groups: Iterable[int]) -> None:
+        """An attempt is lost: groups that have no tokens are of no age."""
+        for group in groups:
+            if not self._present.get(group, 0) & self._stamps:
+                self.oldest.pop(group, None)
+
+    def acknowledge(self, groups: Iterable[int]) -> list[int]:
+        """A stage of the pool is behind for these groups; those that have all of its stages behind."""
+        ready = []
+        for group in groups:
+            if group in self._pool_left:
+                self._pool_left[group] -= 1
+                if not self._pool_left[group]:
+                    ready.append(group)
+        return ready
+
+    def release(self, groups: Iterable[int], holders: int = 1) -> list[int]:
+        """So many holders let go of the groups; those that nobody holds any more, which are forgotten."""
+        cleared = []
+        for group in groups:
+            left = self._holders[group] - holders
+            if left:
+                self._holders[group] = left
+                continue
+            del self._holders[group]
+            home = self._home.pop(group)
+            if home is self.pool:
+                home.dropped.pop(group, None)
+            self.oldest.pop(group, None)
+            self._present.pop(group, None)
+            cleared.append(group)
+        return cleared

@@ -1,0 +1,577 @@
+"""The scheduler: events in, decisions out. Pure: no clock, no I/O, no Ray; its state changes in place.
+
+It knows which fields are present for which groups (`board`) and which workers are free (`grants`), and from that alone
+it decides what starts. The same code drives real actors, the in-process executor and a simulation.
+
+    scheduler = Scheduler(plan)
+    decisions = scheduler.begin()
+    decisions = scheduler.handle(Landed(step=0, groups=(0, 1), fields=("response",), task=3))
+
+A stage may start on a group when the last field that it reads has landed (on a run of groups, or on the whole batch,
+where it is `per` batch) and the fences before it are behind. Each (stage, group) is handed out exactly once an attempt.
+A group is cleared when every stage that reads or writes it has acknowledged it.
+
+Batches. With on_stale="wait" they are fixed as they are admitted: batch n has its numbers, and is sampled once the
+published version is within reach of n. With "drop" groups belong to no step until they are claimed: the first of them
+that are ready become the next batch, those that are too old for it are dropped, and others are admitted in their place.
+
+With a gate, groups that it drops are replaced by others of the same step: at once where rollout may run ahead, and
+otherwise when all that were sampled are decided, so that what is decoded together never depends on the order of
+arrival. Admission numbers count up without a gap, so a step has the least number of groups of which a batch is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from pipeline.declare.task import Task
+from pipeline.errors import Problem
+from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.schedule.board import Board, Step
+from pipeline.schedule.events import (
+    CANCELLED,
+    STALE,
+    Admit,
+    Cancel,
+    Claim,
+    Clear,
+    Decision,
+    Drop,
+    Dropped,
+    Event,
+    Failed,
+    Finished,
+    GiveUp,
+    Landed,
+    Run,
+    Save,
+    Saved,
+    Served,
+    StepDone,
+)
+from pipeline.schedule.grants import Grants, Running
+from pipeline.schedule.readiness import Reader
+from pipeline.schedule.staleness import admissible, askable, too_old
+
+
+class Scheduler:
+    """Runs a plan from `start` (steps behind) on. One instance a run.
+
+    `pending` are groups that were admitted before the checkpoint and not trained, which come again first; `next_group`
+    is the first admission number after them, where it is not `start` batches.
+    """
+
+    def __init__(
+        self, plan: Plan, *, start: int = 0, next_group: int | None = None, pending: Sequence[int] = ()
+    ) -> None:
+        self.plan = plan
+        self.start = start
+        self.version = start - 1
+        self._grants = Grants(plan, version=lambda: self.version, can_wait=self._can_wait)
+        self._board = Board(plan, self._grants.offer)
+        self._stages = {stage.name: stage for stage in self._board.stages}
+        self._transfers = [stage for stage in self._stages.values() if stage.shape == "transfer"]
+        self._publishes = {field for stage in self._transfers for field in stage.writes}
+        self._trainers = {stage.name for stage in self._stages.values() if stage.updates}
+        self._settling = {stage.name for stage in self._transfers} or self._trainers  # what a checkpoint comes behind
+        self._before: dict[str, list[tuple[str, int]]] = {name: [] for name in self._stages}
+        self._after: dict[str, list[tuple[str, int]]] = {name: [] for name in self._stages}
+        for fence in plan.fences:
+            self._before[fence.after].append((fence.before, fence.lag))
+            self._after[fence.before].append((fence.after, fence.lag))
+        self._saving: set[int] = set()
+        self._next_batch = start  # the first batch that is not admitted; with a pool, not claimed
+        self._pending = deque(pending)
+        self._next_group = start * plan.batch if next_group is None else next_group
+        self._claimable: deque[int] = deque()  # groups of the pool that are ready, the first ready first
+        self._starved = False  # whether capacity held the last admission back
+        self._steps_done = start
+        self._settled = self._saved = start - 1  # the last step that a checkpoint may come behind, and does
+        self._stopping = False
+        self._last = plan.steps - 1  # the last step that is trained
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all is behind that `stop` leaves to do."""
+        if not self._stopping or self._saving:
+            return False
+        return self._last < self.start or all(number > self._last for number in self._board.steps)
+
+    @property
+    def done(self) -> bool:
+        """Every step has been trained and acknowledged, every checkpoint written, and nothing runs any more."""
+        idle = not self._board.steps and not self._saving and self._grants.idle
+        return idle and self._steps_done == self.plan.steps
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were admitted and are not yet cleared."""
+        return self._board.in_flight
+
+    @property
+    def running(self) -> list[Task]:
+        """The tasks that were handed out and are not over."""
+        return self._grants.tasks
+
+    def begin(self) -> list[Decision]:
+        """The first decisions: publish the weights that the run starts from, or, without a Refit, admit at once.
+
+        What reads nothing but published weights (an evaluation) also runs once before the first step of a new run.
+        """
+        decisions: list[Decision] = []
+        if self._transfers:
+            step = self._board.steps[self.start - 1] = Step(self.start - 1)
+            for stage in self._stages.values():
+                if stage.shape == "transfer":
+                    self._board.add_reader(step, stage, set(), opening=True)
+                elif self.start == 0 and stage.reads and set(stage.reads) <= self._publishes:
+                    self._board.add_reader(step, stage, set(stage.reads), opening=True)
+        else:
+            self.version = self.start
+        if self.plan.pool:
+            pool = self._board.pool = Step(self.start)
+            for name in self.plan.pool:
+                stage = self._stages[name]
+                self._board.add_reader(pool, stage, {f"version {self.start}"} if stage.reads_back else set())
+        self._admit(decisions)
+        return self._granted(decisions)
+
+    def handle(self, *events: Event) -> list[Decision]:
+        """Take what one report says, return what follows from it; tasks start when all of it is known.
+
+        A report of a task that is over or was replaced is ignored.
+        """
+        decisions: list[Decision] = []
+        for event in events:
+            match event:
+                case Landed() if event.task is None or self._grants.running(event.task):
+                    self._land(event, decisions)
+                case Dropped() if event.task is None or self._grants.running(event.task):
+                    self._drop(event, decisions)
+                case Finished() if running := self._grants.running(event.task.number):
+                    self._finish(running, event.groups, decisions)
+                case Served() if running := self._grants.running(event.task.number):
+                    self._serve(running, event.replica, decisions)
+                case Failed() if running := self._grants.running(event.task.number):
+                    self._fail(running, decisions)
+                case Saved():
+                    self._saving.discard(event.step)
+                    for step in self._board.steps.values():
+                        self._unblock(step, self._trainers, f"checkpoint {event.step + 1}")
+        return self._granted(decisions)
+
+    def _granted(self, decisions: list[Decision]) -> list[Decision]:
+        """The decisions, and what starts after them."""
+        started = self._grants.granted()
+        for task in started:
+            if self._board.pool and self._stages[task.stage].stamps:
+                self._board.stamp(task.groups, [task.version] * len(task.groups))
+        return decisions + [Run(task) for task in started]
+
+    def stop(self) -> list[Decision]:
+        """Admit and begin nothing more. Steps that are being trained, and what is left of those before them, are
+        finished, and a checkpoint is written: what was admitted since then comes again when the run is resumed."""
+        decisions: list[Decision] = []
+        if self._stopping:
+            return decisions
+        self._stopping = True
+        begun = {task.step for task in self._grants.tasks if task.stage in self._trainers}
+        begun |= {
+            number
+            for number, step in self._board.steps.items()
+            if any(name in step.readers and step.readers[name].done for name in self._trainers)
+        }
+        self._last = max(begun, default=self._settled)
+        for home in self._board.homes:
+            if home is self._board.pool or home.number > self._last:
+                for reader in home.readers.values():
+                    reader.blockers.add("stop")
+        if self._saved < self._settled == self._last:
+            self._save(self._last, decisions)
+        self._grants.look_again()
+        return self._granted(decisions)
+
+    def is_current(self, task: Task) -> bool:
+        """Whether a report of this task counts: it is not over, and no other attempt has replaced it."""
+        return self._grants.running(task.number) is not None
+
+    def owed(self, task: Task) -> tuple[int, ...]:
+        """The groups of a current task that it has not acknowledged."""
+        running = self._grants.running(task.number)
+        return tuple(running.left) if running else ()
+
+    def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
+        """(step, stage, what it waits for) of every stage in flight that has not acknowledged everything."""
+        rows = []
+        for step in self._board.homes:
+            for name, reader in step.readers.items():
+                if step.groups if reader.total is None else reader.done < reader.total:
+                    absent = [field for field in self._board.waits[name] if self.absent(step.number, field)]
+                    rows.append((step.number, name, tuple(sorted(reader.blockers) + absent)))
+        return rows
+
+    def absent(self, step: int, field: str) -> list[int]:
+        """The groups of a step, other than those that were dropped, for which a sample field has not landed."""
+        return self._board.absent(step, field)
+
+    def steps_in_flight(self) -> list[int]:
+        """Steps with anything unfinished, ascending; that of the pool is the batch that it fills."""
+        return sorted({step.number for step in self._board.homes if step.groups or step is not self._board.pool})
+
+    # Admission.
+
+    def _admit(self, decisions: list[Decision]) -> None:
+        """Take in groups as far as the rules and the room allow."""
+        if self._stopping:
+            return
+        batch = self.plan.batch
+        if pool := self._board.pool:
+            asked = self._next_batch * batch + len(pool.groups)
+            count = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=asked)
+            count = min(count, self.plan.steps * batch - asked)
+            room = admissible(capacity=self.plan.capacity, held=self.in_flight)
+            self._starved = room < count
+            if min(count, room):
+                self._add(pool, min(count, room), decisions)
+            return
+        while self._next_batch < self.plan.steps:
+            before = self._board.steps.get(self._next_batch - 1)
+            if before and not before.decided:
+                return  # its groups have not all got their numbers
+            self._starved = admissible(capacity=self.plan.capacity, held=self.in_flight) < batch
+            if self._starved:
+                return
+            if not self._transfers and not self._may_generate(self._next_batch):
+                return  # with no sampler to wait for a version, the batch itself waits
+            self._next_batch += 1
+            self._open(self._next_batch - 1, decisions)
+
+    def _open(self, number: int, decisions: list[Decision]) -> None:
+        """A batch enters, with every stage that will see it."""
+        step = self._board.steps[number] = Step(number, decided=not self._board.gate)
+        for stage in self._stages.values():
+            if stage.runs_at(number, self.plan.steps):
+                self._board.add_reader(step, stage, self._blockers(stage, number))
+        self._add(step, self.plan.batch, decisions)
+        if step.decided:
+            self._board.place(step)
+            decisions.append(Claim(number, tuple(step.groups)))
+
+    def _add(self, step: Step, count: int, decisions: list[Decision]) -> None:
+        """Admit groups: a batch, what takes the place of those that were dropped, or what the pool has room for."""
+        groups = []
+        for _ in range(count):
+            if self._pending:
+                groups.append(self._pending.popleft())
+            else:
+                groups.append(self._next_group)
+                self._next_group += 1
+        decisions.append(Admit(step.number, tuple(groups)))
+        self._board.add(step, tuple(groups))
+
+    def _blockers(self, stage: PlannedStage, number: int) -> set[str]:
+        """The weights, fences and checkpoints that a stage of a step has ahead of it."""
+        blockers = {field for field in stage.reads if field not in self._board.sample_fields}
+        for before, lag in self._before[stage.name]:
+            if self._is_ahead(before, number, lag):
+                blockers.add(f"{before} {number - lag}")
+        if stage.name in self._trainers:
+            blockers |= {f"checkpoint {saving + 1}" for saving in self._saving}
+        if stage.reads_back and not self._may_generate(number):
+            blockers.add(self._version_for(number))
+        return blockers
+
+    def _is_ahead(self, stage: str, number: int, lag: int) -> bool:
+        if lag == 0:
+            return self._stages[stage].runs_at(number, self.plan.steps)
+        step = self._board.steps.get(number - lag)
+        reader = step.readers.get(stage) if step else None
+        return reader is not None and reader.total is not None and reader.done < reader.total
+
+    def _may_generate(self, number: int) -> bool:
+        """Whether the published version is within reach of a batch."""
+        batch = self.plan.batch
+        more = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=number * batch)
+        return more >= batch and self.version >= self.start
+
+    def _version_for(self, number: int) -> str:
+        """What a batch waits for before it is generated: the least version that its samples may have."""
+        return f"version {max(number - self.plan.ahead, self.start)}"
+
+    def _has_batch_in_waiting(self) -> bool:
+        """A batch is ready for the sampler as soon as its version is published: no hurry to admit another."""
+        return any(
+            self._version_for(number) in reader.blockers
+            for number, step in self._board.steps.items()
+            for reader in step.readers.values()
+        )
+
+    # The claim, where batches are not fixed.
+
+    def _claim(self, pool: Step, decisions: list[Decision]) -> None:
+        """Make batches of what is ready, as long as there is enough of it; let go of what is too old."""
+        self._let_go(pool, decisions)
+        while self._next_batch < self.plan.steps and len(self._claimable) >= self.plan.batch and not self._stopping:
+            number = self._next_batch
+            groups = tuple(sorted(self._claimable.popleft() for _ in range(self.plan.batch)))
+            step = Step(number)
+            for stage in self._stages.values():
+                if stage.name not in pool.readers and stage.runs_at(number, self.plan.steps):
+                    self._board.add_reader(step, stage, self._blockers(stage, number))
+            self._board.claim(step, groups)
+            decisions.append(Claim(number, groups))
+            self._next_batch = pool.number = number + 1
+            pool.refused.clear()
+            for reader in pool.readers.values():
+                reader.step = pool.number
+            self._let_go(pool, decisions)
+        self._admit(decisions)
+
+    def _let_go(self, pool: Step, decisions: list[Decision]) -> None:
+        """Drop what is ready, and cancel what is being sampled, where it is too old for the next batch."""
+        bound, oldest = self.plan.max_staleness, self._board.oldest
+        old = [
+            group
+            for group in pool.groups
+            if group in oldest and too_old(oldest=oldest[group], step=pool.number, max_staleness=bound)
+        ]
+        if not old:
+            return
+        gone = set(old)
+        self._claimable = deque(group for group in self._claimable if group not in gone)
+        cancels = [
+            Cancel(running.task, groups)
+            for running in self._grants.streams()
+            if running.reader.stage.stamps and (groups := tuple(g for g in running.left if g in gone))
+        ]
+        sampling = {group for cancel in cancels for group in cancel.groups}
+        for groups, reason in (
+            (tuple(group for group in old if group not in sampling), STALE),
+            (tuple(group for group in old if group in sampling), CANCELLED),
+        ):
+            if groups:
+                decisions.append(Drop(pool.number, groups, reason))
+                self._clear(pool.number, self._board.leave(pool, groups, reason), decisions)
+        decisions += cancels
+
+    # Presence.
+
+    def _land(self, event: Landed, decisions: list[Decision]) -> None:
+        if self._board.pool:
+            self._board.stamp(event.groups, event.oldest)
+        step = self._board.steps.get(event.step)
+        published = False
+        weights = [field for field in event.fields if field not in self._board.sample_fields]
+        if len(weights) < len(event.fields):
+            self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
+        for field in weights:
+            for reader in step.readers.values() if step else ():
+                if field in reader.blockers:
+                    reader.blockers.discard(field)
+                    self._grants.offer(reader)
+            self._grants.look_again()
+            if step and field in self._publishes:
+                step.unpublished.discard(field)
+                published = not step.unpublished
+        if published:
+            self._publish(event.step, decisions)
+        if step and not step.decided and self._board.gate in event.fields:
+            self._kept(step, decisions)
+
+    def _serve(self, running: Running, replica: int, decisions: list[Decision]) -> None:
+        """A replica has a version: it may be sampled with there, unless something else of the step is yet to come."""
+        task, stage = running.task, running.reader.stage
+        if self._board.steps[task.step].unpublished <= set(stage.writes):
+            self._grants.reach(running, replica)
+            self._publish(task.step, decisions)
+
+    def _publish(self, number: int, decisions: list[Decision]) -> None:
+        """The version that a step makes is there, perhaps again."""
+        if self.version <= number:
+            self.version = number + 1
+            self._generate(decisions)
+
+    def _generate(self, decisions: list[Decision]) -> None:
+        """A version was published: what waited for it may be generated."""
+        for step in self._board.homes:
+            pooled = step is self._board.pool
+            version = f"version {self.start}" if pooled else self._version_for(step.number)
+            if pooled or self._may_generate(step.number):
+                self._unblock(step, step.readers, version)
+        self._admit(decisions)
+
+    # The gate.
+
+    def _kept(self, step: Step, decisions: list[Decision]) -> None:
+        """The gate has kept groups of a step that has no whole batch yet."""
+        self._board.place(step)
+        if step.kept < self.plan.batch:
+            self._refill(step, decisions)
+            return
+        step.decided = True
+        decisions.append(Claim(step.number, tuple(group for group in step.groups if group not in step.dropped)))
+        for name, reader in list(step.readers.items()):
+            if name in self._board.before_gate and reader.done == reader.total:
+                self._over(step, reader, decisions)
+        self._admit(decisions)
+
+    def _drop(self, event: Dropped, decisions: list[Decision]) -> None:
+        """Let go of groups that the gate has dropped, and admit as many others in their place."""
+        if self.plan.gate is None:
+            return
+        fresh = [group for group in event.reasons if not self._board.decided(group)]
+        step = self._board.home(fresh[0]) if fresh else None
+        if step is None:
+            return
+        for group in fresh:
+            step.refused.append(event.reasons[group])
+            self._clear(step.number, self._board.leave(step, (group,), event.reasons[group]), decisions)
+        if len(step.refused) + self.plan.batch > self.plan.gate.max_groups:
+            decisions.append(GiveUp(self.plan.gate.stage, step.number, self._exhausted(step)))
+        elif step is self._board.pool:
+            self._admit(decisions)
+        else:
+            self._board.place(step)
+            self._refill(step, decisions)
+
+    def _refill(self, step: Step, decisions: list[Decision]) -> None:
+        """Admit others in the place of groups that the gate dropped."""
+        if self._stopping:
+            return
+        undecided = len(step.groups) - len(step.dropped) - step.kept
+        if self.plan.ahead == 0 and undecided:
+            return  # the rest of the round may yet be dropped too, and what replaces it is decoded together
+        lacking = self.plan.batch - step.kept - undecided
+        if lacking > 0:
+            self._add(step, lacking, decisions)
+
+    def _exhausted(self, step: Step) -> Problem:
+        assert self.plan.gate is not None
+        gate, batch = self.plan.gate, self.plan.batch
+        reasons = Counter(step.refused).most_common(3)
+        others = len(step.refused) - sum(count for _, count in reasons)
+        sampled = len(step.groups) + (len(step.refused) if step is self._board.pool else 0)
+        told = ", ".join(f"{count} ({reason})" for reason, count in reasons) + (f", {others} others" if others else "")
+        return Problem(
+            where=self._stages[gate.stage].where,
+            what=f"stage {gate.stage!r} dropped {len(step.refused)} of {sampled} groups at step {step.number + 1} "
+            f"and the batch of {batch} is not full: {told}",
+            why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups a step, so that a model which "
+            "learns nothing from its prompts does not sample for ever",
+            fix="prompts that are answered now rightly, now wrongly, more samples a prompt, or a larger max_rounds",
+        )
+
+    # What tasks have come to.
+
+    def _finish(self, running: Running, acknowledged: Sequence[int], decisions: list[Decision]) -> None:
+        reader, task = running.reader, running.task
+        groups = [group for group in acknowledged if group in running.left]
+        self._grants.acknowledge(running, groups)
+        reader.done += len(groups) if task.groups else 1
+        self._clear(task.step, self._board.release(groups), decisions)
+        if reader.total is None:
+            self._claimable += self._board.acknowledge(groups)
+            if self._board.pool and len(self._claimable) >= self.plan.batch:
+                self._claim(self._board.pool, decisions)
+        self._settle(reader, task.step, decisions)
+
+    def _settle(self, reader: Reader, number: int, decisions: list[Decision]) -> None:
+        """See whether a stage has acknowledged all that it will have in a step."""
+        if reader.total is not None and reader.done == reader.total:
+            step = self._board.steps[number]
+            if step.decided or reader.stage.name not in self._board.before_gate:
+                self._over(step, reader, decisions)
+
+    def _fail(self, running: Running, decisions: list[Decision]) -> None:
+        """Hand out again what the attempt has not acknowledged, other than what was cancelled in the meantime."""
+        task, reader = running.task, running.reader
+        left = self._grants.lose(running)
+        unwanted = [group for group in left if (home := self._board.home(group)) and group in home.dropped]
+        self._clear(task.step, self._board.release(unwanted), decisions)
+        again = tuple(group for group in left if group not in unwanted)
+        if reader.stage.stamps:
+            self._board.unstamp(again)
+        if again or not task.groups:
+            reader.give_back(again, task.attempt)
+            self._grants.offer(reader)
+        if unwanted:
+            self._board.lessen(reader, len(unwanted))
+            self._settle(reader, task.step, decisions)
+
+    def _clear(self, number: int, groups: Sequence[int], decisions: list[Decision]) -> None:
+        if groups:
+            decisions.append(Clear(number, tuple(groups)))
+            if self._starved and not self._has_batch_in_waiting():
+                self._admit(decisions)
+
+    def _over(self, step: Step, reader: Reader, decisions: list[Decision]) -> None:
+        """A stage has acknowledged all that it will have in this step."""
+        step.unfinished -= 1
+        number, stage = step.number, reader.stage
+        for after, lag in self._after[stage.name]:
+            if later := self._board.steps.get(number + lag):
+                self._unblock(later, (after,), f"{stage.name} {number}")
+        if stage.name in self._settling and number >= self.start:
+            settling = [other for name, other in step.readers.items() if name in self._settling]
+            if all(other.done == other.total for other in settling):
+                self._settled = number
+                if self._checkpoint_due(number):
+                    self._save(number, decisions)
+        if not step.unfinished:
+            self._close(number, decisions)
+
+    def _unblock(self, step: Step, names: Iterable[str], blocker: str) -> None:
+        """Something that stages of a step waited for is behind."""
+        for name in names:
+            reader = step.readers.get(name)
+            if reader and blocker in reader.blockers:
+                reader.blockers.discard(blocker)
+                self._grants.offer(reader)
+                self._grants.look_again()  # what it still waits for may have become urgent
+
+    def _checkpoint_due(self, number: int) -> bool:
+        every = self.plan.checkpoint_every
+        last = number == self._last
+        return bool(self._trainers) and (last or bool(every and (number + 1) % every == 0))
+
+    def _save(self, number: int, decisions: list[Decision]) -> None:
+        self._saving.add(number)
+        self._saved = number
+        later = [step for after, step in self._board.steps.items() if after > number]
+        for step in later:
+            for name in self._trainers & step.readers.keys():
+                step.readers[name].blockers.add(f"checkpoint {number + 1}")
+        if self._board.pool:
+            later.append(self._board.pool)
+        pending = sorted([*self._pending, *(group for step in later for group in step.groups)])
+        next_group = self._next_group
+        while pending and pending[-1] == next_group - 1:  # what was admitted last is admitted next
+            next_group = pending.pop()
+        decisions.append(Save(number, next_group, tuple(pending)))
+
+    def _close(self, number: int, decisions: list[Decision]) -> None:
+        del self._board.steps[number]
+        if number < self.start:
+            if number < 0:
+                decisions.append(StepDone(number))
+            return
+        self._steps_done += 1
+        decisions.append(StepDone(number))
+        if not self._transfers:
+            self.version = self._steps_done  # with no weights to publish, a finished step counts as one version
+            self._generate(decisions)
+
+    def _can_wait(self, reader: Reader) -> bool:
+        """What no weights depend on does not interrupt a stream, unless another stage waits for nothing else."""
+        if self._stopping:
+            return False
+        name, number = reader.stage.name, reader.step
+        if reader.total is None or self.version > number + 1:
+            return False  # no group of the pool is claimed before its last stage is behind
+        for after, lag in self._after[name]:
+            later = self._board.steps.get(number + lag)
+            waiter = later.readers.get(after) if later else None
+            if waiter and waiter.units and waiter.blockers == {f"{name} {number}"}:
+                return False
+        return True

@@ -1,0 +1,299 @@
+"""Where the graph of a plan is drawn: boxes for stages, labels for what travels between them, lines. Pure.
+
+Stages lie in the layers of the plan, from top to bottom. Between two layers is a row for labels, and a line that passes
+a layer has a place of its own there, so that nothing lies on anything else. The order in a row follows from the places
+of its neighbours (barycentres, Sugiyama et al., 1981), then neighbours change places where fewer lines cross by it.
+Lengths are pixels at scale 1; x grows to the right, y down.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from pipeline.plan.plan import Plan, PlannedStage
+
+BOX_W, BOX_H = 188.0, 64.0
+LABEL_H = 20.0
+LAYER_GAP = 44.0  # between boxes of two layers; the labels lie in it
+GAP = 28.0  # between neighbours in a row
+LANE = 22.0  # for a line that only passes
+MARGIN = 24.0
+LETTER_W = 6.4  # of a label's text
+SWEEPS = 8
+BEGINNINGS = 6
+KEEPS = "KeepSamples"  # the stage of every plan that only looks
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage; `x`, `y` are its upper left corner."""
+
+    stage: str
+    x: float
+    y: float
+    w: float
+    h: float
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage writes for another. `points` lead from box to box, straight down past labels and
+    other boxes; the label's middle is (`label_x`, `label_y`)."""
+
+    writer: str
+    reader: str
+    fields: tuple[str, ...]
+    back: bool
+    points: tuple[tuple[float, float], ...]
+    label: str
+    label_x: float
+    label_y: float
+    label_w: float
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything inside `width` x `height`."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    lines: tuple[Line, ...]
+
+
+class _Place:
+    """A stage, a label, or a line that passes, in a row."""
+
+    def __init__(self, width: float) -> None:
+        self.width = width
+        self.x = 0.0  # its middle
+        self.above: list[_Place] = []
+        self.below: list[_Place] = []
+
+
+class _Wire:
+    """A line while it is laid."""
+
+    def __init__(self, writer: str, reader: str, fields: tuple[str, ...]) -> None:
+        self.writer, self.reader, self.fields = writer, reader, fields
+        self.text = label(fields)
+        self.places: list[_Place] = []  # one a row, from below the writer to above the reader
+
+
+def label(fields: Sequence[str]) -> str:
+    """What is written on a line: the fields, as far as they are short."""
+    shown = " ".join(fields[:2]) if sum(map(len, fields[:2])) <= 20 else fields[0]
+    rest = len(fields) - len(shown.split())
+    return f"{shown} +{rest}" if rest else shown
+
+
+def layout(plan: Plan) -> Layout:
+    """The drawing of a plan."""
+    drawn = plan.stages
+    wires = [_Wire(*pair, tuple(fields)) for pair, fields in _pairs(plan, back=False).items()]
+    rows, boxes = _rows(drawn, wires)
+    _settle(rows)
+    _spread(rows)
+    left = min(place.x - place.width / 2 for row in rows for place in row) - MARGIN
+    for row in rows:
+        for place in row:
+            place.x -= left
+    width = max(place.x + place.width / 2 for row in rows for place in row) + MARGIN
+    heights = _heights(len(rows))
+    placed = tuple(
+        Box(stage=stage.name, x=boxes[stage.name].x - BOX_W / 2, y=heights[2 * stage.layer], w=BOX_W, h=BOX_H)
+        for stage in drawn
+    )
+    lines = [_line(wire, boxes, {box.stage: box for box in placed}, heights) for wire in wires]
+    backs, width = _backs(plan, {box.stage: box for box in placed}, width)
+    height = heights[-1] + BOX_H + MARGIN
+    return Layout(width=width, height=height, boxes=placed, lines=(*lines, *backs))
+
+
+def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
+    """The fields of each pair of stages. What is only kept for people to look at has no line."""
+    keeps = {stage.name for stage in plan.stages if stage.kind == KEEPS}
+    pairs: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for edge in plan.edges:
+        if edge.back == back and edge.reader not in keeps:
+            pairs[edge.writer, edge.reader].append(edge.field)
+    return pairs
+
+
+def _rows(stages: Iterable[PlannedStage], wires: list[_Wire]) -> tuple[list[list[_Place]], dict[str, _Place]]:
+    """Rows of stages (even) and of labels (odd), every wire with a place in each row that it crosses."""
+    layer = {stage.name: stage.layer for stage in stages}
+    boxes = {name: _Place(BOX_W) for name in layer}
+    rows: list[list[_Place]] = [[] for _ in range(2 * max(layer.values(), default=0) + 1)]
+    for name, depth in layer.items():
+        rows[2 * depth].append(boxes[name])
+    for wire in wires:
+        first, last = 2 * layer[wire.writer] + 1, 2 * layer[wire.reader] - 1
+        before = boxes[wire.writer]
+        for number in range(first, last + 1):
+            place = _Place(len(wire.text) * LETTER_W + 16 if number == last else LANE)
+            rows[number].append(place)
+            wire.places.append(place)
+            _join(before, place)
+            before = place
+        _join(before, boxes[wire.reader])
+    return rows, boxes
+
+
+def _join(above: _Place, below: _Place) -> None:
+    above.below.append(below)
+    below.above.append(above)
+
+
+def _settle(rows: list[list[_Place]]) -> None:
+    """The order with the fewest crossings that is found, from a few beginnings."""
+    best, least = [list(row) for row in rows], _crossings(rows)
+    draw = random.Random(0)
+    for beginning in range(BEGINNINGS):
+        for row in rows if beginning else ():
+            draw.shuffle(row)
+        for sweep in range(SWEEPS):
+            _order(rows, down=sweep % 2 == 0)
+            while _exchange(rows):
+                pass
+            crossings = _crossings(rows)
+            if crossings < least:
+                best, least = [list(row) for row in rows], crossings
+    for row, order in zip(rows, best):
+        row[:] = order
+        _pack(row, [place.x for place in row])
+
+
+def _exchange(rows: list[list[_Place]]) -> bool:
+    """Let neighbours change places where that is better; whether any did."""
+    changed = False
+    for number, row in enumerate(rows):
+        near = rows[max(0, number - 1) : number + 2]
+        for n in range(len(row) - 1):
+            before = _crossings(near)
+            row[n], row[n + 1] = row[n + 1], row[n]
+            if _crossings(near) < before:
+                changed = True
+            else:
+                row[n], row[n + 1] = row[n + 1], row[n]
+    return changed
+
+
+def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
+    """Pairs of lines between neighbouring rows that cross."""
+    count = 0
+    for above, below in pairwise(rows):
+        at = {id(place): n for n, place in enumerate(below)}
+        ends = [sorted(at[id(place)] for place in upper.below) for upper in above]
+        flat = [end for ends_of_one in ends for end in ends_of_one]
+        count += sum(a > b for n, a in enumerate(flat) for b in flat[n + 1 :])
+    return count
+
+
+def _order(rows: list[list[_Place]], *, down: bool) -> None:
+    """Each row by the mean place of its neighbours in the row before."""
+    for row in rows:
+        _pack(row, [place.x for place in row])
+    for row in rows if down else reversed(rows):
+        wanted = [_mean(place.above if down else place.below, place.x) for place in row]
+        row[:] = [place for _, place in sorted(zip(wanted, row), key=lambda pair: pair[0])]
+        _pack(row, sorted(wanted))
+
+
+def _mean(places: Sequence[_Place], default: float) -> float:
+    return sum(place.x for place in places) / len(places) if places else default
+
+
+def _spread(rows: list[list[_Place]]) -> None:
+    """The places of each row near those of its neighbours, in the order that is settled."""
+    for sweep in range(SWEEPS):
+        for row in rows if sweep % 2 == 0 else reversed(rows):
+            _pack(row, [_mean([*place.above, *place.below], place.x) for place in row])
+
+
+def _pack(row: list[_Place], wanted: Sequence[float]) -> None:
+    """As near to the wanted places as neighbours allow: runs of places that touch share their shift.
+
+    Pool adjacent violators; the sum of squared distances is least.
+    """
+    runs: list[tuple[float, list[int]]] = []  # (the shift of its first, its members)
+    offset = [0.0] * len(row)
+    for n in range(1, len(row)):
+        offset[n] = offset[n - 1] + (row[n - 1].width + row[n].width) / 2 + GAP
+    for n in range(len(row)):
+        runs.append((wanted[n] - offset[n], [n]))
+        while len(runs) > 1 and runs[-2][0] > runs[-1][0]:
+            (a, members), (b, more) = runs[-2], runs.pop()
+            runs[-1] = ((a * len(members) + b * len(more)) / (len(members) + len(more)), members + more)
+    for shift, members in runs:
+        for n in members:
+            row[n].x = shift + offset[n]
+
+
+def _heights(rows: int) -> list[float]:
+    """The upper edge of each row."""
+    return [
+        MARGIN + (row // 2) * (BOX_H + LAYER_GAP) + (row % 2) * (BOX_H + (LAYER_GAP - LABEL_H) / 2)
+        for row in range(rows)
+    ]
+
+
+def _line(wire: _Wire, boxes: dict[str, _Place], placed: dict[str, Box], heights: list[float]) -> Line:
+    writer, reader = placed[wire.writer], placed[wire.reader]
+    first = round((writer.y - MARGIN) / (BOX_H + LAYER_GAP)) * 2 + 1
+    points = [(_port(boxes[wire.writer].below, wire.places[0], writer), writer.y + writer.h)]
+    for number, place in enumerate(wire.places, first):
+        points += [(place.x, heights[number]), (place.x, heights[number] + (LABEL_H if number % 2 else BOX_H))]
+    points.append((_port(boxes[wire.reader].above, wire.places[-1], reader), reader.y))
+    last = wire.places[-1]
+    return Line(
+        writer=wire.writer,
+        reader=wire.reader,
+        fields=wire.fields,
+        back=False,
+        points=tuple(points),
+        label=wire.text,
+        label_x=last.x,
+        label_y=points[-2][1] - LABEL_H / 2,
+        label_w=last.width,
+    )
+
+
+def _port(places: list[_Place], of: _Place, box: Box) -> float:
+    """Where on the edge of a box a line begins: they are spread over it, in the order of where they lead."""
+    ordered = sorted(places, key=lambda place: place.x)
+    return box.x + box.w * (ordered.index(of) + 1) / (len(ordered) + 1)
+
+
+def _backs(plan: Plan, placed: dict[str, Box], width: float) -> tuple[list[Line], float]:
+    """Lines to a later step run up along the right side; returns them and the new width."""
+    lines = []
+    for (writer, reader), fields in _pairs(plan, back=True).items():
+        start, end = placed[writer], placed[reader]
+        text = label(tuple(fields))
+        label_w = len(text) * LETTER_W + 16
+        x = width - MARGIN + GAP + label_w / 2
+        y = (start.y + end.y + BOX_H) / 2
+        points = (
+            (start.x + start.w, start.y + start.h / 2),
+            (x, start.y + start.h / 2),
+            (x, end.y + end.h / 2),
+            (end.x + end.w, end.y + end.h / 2),
+        )
+        lines.append(
+            Line(
+                writer=writer,
+                reader=reader,
+                fields=tuple(fields),
+                back=True,
+                points=points,
+                label=text,
+                label_x=x,
+                label_y=y,
+                label_w=label_w,
+            )
+        )
+        width = x + label_w / 2 + MARGIN
+    return lines, width

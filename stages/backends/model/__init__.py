@@ -1,0 +1,1 @@
+"""Models on disk and in memory, apart from any engine: folders, tokenizers, weights by name."""

@@ -1,0 +1,107 @@
+"""A model as a Hugging Face folder, for engines that load nothing else. Knows files; trains nothing itself.
+
+A model with a `config` or a `warm_start` is made by the torch backend first, once a machine: the first worker that
+needs it writes the folder, the others wait. So the sampler and the trainer start from the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from pipeline import Model, StageError
+from pipeline.errors import Problem
+from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.text import identity
+from stages.backends.model.weights import weights
+
+DEADLINE_S = 1800.0  # that a worker waits for another one to make the model
+LOOK_S = 0.2
+
+
+def model_folder(model: Model, run_dir: Path | None) -> Path:
+    """The folder with a model's weights, configuration and tokenizer.
+
+    That of a run lies in its directory; without one, in the temporary directory. Raises StageError where the source
+    cannot be loaded.
+    """
+    model = identity(model)
+    if model.config is None and model.warm_start is None:
+        return Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
+    described = f"{model.source} {model.config} {model.alphabet} {model.warm_start} {model.seed} {torch.__version__}"
+    digest = hashlib.sha256(described.encode()).hexdigest()[:12]
+    root = (run_dir or Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}") / "models"
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model.source)}-{digest}"
+    with _alone(root / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            tokenizer = load_tokenizer(model)
+            network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+            with tempfile.TemporaryDirectory(dir=root) as made:
+                _write(network, tokenizer, Path(made) / "model")
+                (Path(made) / "model").rename(folder)
+    return folder
+
+
+def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The folder of a model, from whichever rank of a process group: transformers' own writes on the first one only."""
+    folder.mkdir()
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    if network.generation_config is not None:
+        network.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(weights(network), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _from_hub(model: Model) -> Path:
+    """The local copy of a hub model, fetched where it is not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"the model {model.source!r} cannot be fetched: {str(error).splitlines()[0]}",
+                why="it is neither a folder here nor in the hub's local cache",
+                fix="the path of a folder with the model, or a hub name that this machine reaches",
+            )
+        ) from error
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock file; a lock of a process that died is free."""
+    with path.open("w") as file:
+        until_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise StageError(
+                        Problem(
+                            where=str(path),
+                            what=f"another worker has been making the model for {DEADLINE_S:g} s",
+                            why="the workers of a machine start from one folder",
+                            fix="end that process, or make the folder beforehand and name it as the model",
+                        )
+                    ) from None
+                time.sleep(LOOK_S)
+        yield

@@ -1,0 +1,41 @@
+"""Ragged rows to rectangles and back. Prompts are padded on the left, responses on the right.
+
+Legend: N samples, P width of the prompts, T width of the responses; without a width, the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipeline.declare.columns import Ragged
+
+
+def pad_left(column: Ragged, fill: int, width: int | None = None) -> torch.Tensor:
+    """[N, P], the rows at the right edge."""
+    lengths = torch.tensor(column.lengths)
+    width = max(column.lengths) if width is None else width
+    if len(column.values) == width * len(lengths):
+        return column.values.view(len(lengths), width)
+    padded_NP = column.values.new_full((len(lengths), width), fill)
+    padded_NP[(torch.arange(width) >= width - lengths[:, None]).to(padded_NP.device)] = column.values
+    return padded_NP
+
+
+def pad_right(column: Ragged, fill: float = 0, width: int | None = None) -> torch.Tensor:
+    """[N, T], the rows at the left edge."""
+    lengths = torch.tensor(column.lengths)
+    width = max(column.lengths) if width is None else width
+    if len(column.values) == width * len(lengths):
+        return column.values.view(len(lengths), width)
+    padded_NT = column.values.new_full((len(lengths), width), fill)
+    padded_NT[(torch.arange(width) < lengths[:, None]).to(padded_NT.device)] = column.values
+    return padded_NT
+
+
+def unpad_right(padded_NT: torch.Tensor, lengths: Sequence[int]) -> Ragged:
+    """The first `lengths[i]` entries of each row, on the CPU."""
+    padded_NT = padded_NT.cpu()
+    kept_NT = torch.arange(padded_NT.shape[1]) < torch.tensor(lengths)[:, None]
+    return Ragged(padded_NT[kept_NT], tuple(lengths))

@@ -1,0 +1,66 @@
+"""Where a rank holds the tensors of a network of transformers, for a refit. Knows modules and names.
+
+    tensors, places, held = placed(network, torch.bfloat16)     # `held` are the rank's own tensors, by buffer
+
+Names are those of the network's state, which are a Hugging Face folder's, but for the experts of a layer, which
+transformers keeps in two tensors. A tied tensor is there once, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ops.refit.layout import Box, Place, Tensor, dense
+from stages.backends.model.weights import state
+
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+def placed(
+    network: nn.Module, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]:
+    """All tensors of the network, the places of this rank's part, and the part. `dtype` is what floating-point tensors
+    are offered in; None is their own."""
+    tensors: dict[str, Tensor] = {}
+    places: list[Place] = []
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in state(network).items():
+        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        held[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for part, shape, place in _parts(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
+            tensors[part] = Tensor(shape, str(kind).removeprefix("torch."))
+            if held[name].numel():
+                places.append(place)
+    return tensors, places, held
+
+
+def _own(tensor: torch.Tensor) -> Box:
+    """The box that this rank has."""
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple((start, start + size) for start, size in zip(starts, sizes))
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], own: Box, item_bytes: int
+) -> Iterator[tuple[str, tuple[int, ...], Place]]:
+    """Of a tensor of the state, the model's tensors in it, their shapes, and where they lie."""
+    layer, _, _ = name.partition("experts.")
+    if name.endswith(DOWN):
+        part = f"{layer}experts.*.down_proj.weight"
+        yield part, shape, dense(part, own, item_bytes, name)
+    elif name.endswith(GATE_UP):
+        experts, both, hidden = shape
+        strides = (item_bytes * both * hidden, item_bytes * hidden, item_bytes)
+        for i, kind in enumerate(("gate", "up")):
+            part, half = f"{layer}experts.*.{kind}_proj.weight", both // 2
+            place = Place(part, (own[0], (0, half), (0, hidden)), name, i * half * strides[1], strides)
+            yield part, (experts, half, hidden), place
+    else:
+        yield name, shape, dense(name, own, item_bytes, name)

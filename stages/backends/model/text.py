@@ -1,0 +1,131 @@
+"""Texts to tokens and back, with a model's own tokenizer. Knows Hugging Face tokenizers; computes nothing.
+
+Backends share it, so that the same text is the same tokens whoever samples or trains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from pipeline import Model, StageError
+from pipeline.declare.columns import Ragged
+from pipeline.errors import Problem
+from stages.backends.model.build import BYTES, load_tokenizer
+
+
+class Texts:
+    """The tokenizers of a worker's models."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
+
+    def tokenizer(self, model: Model) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        key = identity(model)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(key)
+        return self._tokenizers[key]
+
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
+        """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty, and for
+        messages where it has no chat template."""
+        tokenizer = self.tokenizer(model)
+        distinct = list(dict.fromkeys(texts))
+        encoded = _templated(tokenizer, model, distinct) if chat else _encoded(tokenizer, model, distinct)
+        rows = {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(distinct, encoded)}
+        return Ragged.of([rows[text] for text in texts])
+
+    def decode(self, model: Model, ids: Ragged) -> list[str]:
+        """The texts, without special tokens."""
+        rows = [tuple(row.tolist()) for row in ids.rows()]
+        distinct = list(dict.fromkeys(rows))  # short answers repeat
+        texts = self.tokenizer(model).batch_decode([list(row) for row in distinct], skip_special_tokens=True)
+        text_of = dict(zip(distinct, texts))
+        return [text_of[row] for row in rows]
+
+    def pieces(self, model: Model) -> list[bytes]:
+        """What each token of the vocabulary adds to a text, by its id."""
+        return pieces(self.tokenizer(model))
+
+
+def identity(model: Model) -> Model:
+    """What a model and its frozen copy have in common."""
+    return model if model.trainable else replace(model, trainable=True)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """What each token adds to a text, as UTF-8, by its id: special ones nothing, others part of a character."""
+    names = [name or "" for name in tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])]
+    core = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    made = _of_bytes(tokenizer, names) if "ByteLevel" in str(core.get("decoder")) else _of_texts(tokenizer, names)
+    special = set(tokenizer.all_special_ids)
+    return [b"" if n in special else piece for n, piece in enumerate(made)]
+
+
+def _of_bytes(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
+    """Of a tokenizer whose tokens are bytes, each written as a letter of its own."""
+    byte_of, added = {letter: byte for byte, letter in bytes_to_unicode().items()}, set(tokenizer.added_tokens_decoder)
+    return [
+        bytes(byte_of[letter] for letter in name) if n not in added and byte_of.keys() >= set(name) else name.encode()
+        for n, name in enumerate(names)
+    ]
+
+
+def _of_texts(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
+    """Of one whose tokens are texts: what comes behind another token, as the first of a text may lose its space."""
+    alone = tokenizer.batch_decode([[n] for n in range(len(names))])
+    first = next((n for n, text in enumerate(alone) if text.isalnum() and n not in tokenizer.all_special_ids), None)
+    if first is None:
+        return [text.encode() for text in alone]
+    behind = tokenizer.batch_decode([[first, n] for n in range(len(names))])
+    bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    return [bytes_of.get(name, text[len(alone[first]) :].encode()) for name, text in zip(names, behind)]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text. Raises StageError for the first that has none, or a character outside the alphabet."""
+    alphabet = set(model.alphabet or "") if model.config is not None and model.alphabet != BYTES else None
+    for text in texts:
+        unknown = sorted(set(text) - alphabet) if alphabet else []
+        if unknown or not text:
+            raise _cannot_say(model, text, unknown)
+    encoded = tokenizer(list(texts)).input_ids
+    for text, ids in zip(texts, encoded):
+        if not ids:
+            raise _cannot_say(model, text, [])
+    return encoded
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of lists of messages, up to where the assistant's answer begins."""
+    if not tokenizer.chat_template:
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"the tokenizer of {model.source!r} has no chat template",
+                why="messages become a prompt by the template of the model",
+                fix="a model that was trained to chat, or Rollout(..., chat=False)",
+            )
+        )
+    made: Any = [
+        tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False) for text in texts
+    ]
+    return made
+
+
+def _cannot_say(model: Model, text: str, unknown: list[str]) -> StageError:
+    return StageError(
+        Problem(
+            where=f"prompt {text[:60]!r}",
+            what=f"it has the characters {', '.join(map(repr, unknown))}" if unknown else "it has no token",
+            why="the model's alphabet is " + repr(model.alphabet) if unknown else "a response needs a prompt",
+            fix="a larger alphabet, or another prompt" if unknown else "a prompt that is not empty",
+        )
+    )

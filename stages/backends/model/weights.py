@@ -1,0 +1,67 @@
+"""Weights by name. Knows modules and bytes; it does not know who needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pipeline import StageError
+from pipeline.errors import Problem
+from stages.backends.model.sharded import like, whole
+
+
+def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers on the CPU, by name, copied. Of tied tensors the first name only.
+
+    `dtype` is what floating-point weights are rounded to; None keeps theirs. Of a divided network every rank gets them
+    whole, and all ranks must call it.
+    """
+    return {name: tensor.to("cpu", copy=True) for name, tensor in live_weights(network, dtype)}
+
+
+def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same where they are, one after the other, and not copied where they are whole and of that dtype."""
+    for name, tensor in state(network).items():
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor).to(wanted).contiguous()
+
+
+@torch.no_grad()
+def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
+    """Copy `new` into the network in place, so that ties stay. Names, shapes and dtypes must be those of `weights`.
+
+    Raises StageError, before anything is copied, naming the first tensor that differs.
+    """
+    held = state(network)
+    for name in sorted(held.keys() | new.keys()):
+        if _shown(held.get(name)) != _shown(new.get(name)):
+            raise StageError(
+                Problem(
+                    where=f"weight {name!r}",
+                    what=f"this model has {_shown(held.get(name))} and is given {_shown(new.get(name))}",
+                    why="weights are loaded only into the same architecture and dtype",
+                    fix="the same Model on both sides, on the same kind of device",
+                )
+            )
+    for name, tensor in new.items():
+        held[name].copy_(like(tensor, held[name]))
+
+
+def state(network: nn.Module) -> dict[str, torch.Tensor]:
+    """The live tensors of a network's state, a tied one under its first name."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    found = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        nowhere = isinstance(tensor, DTensor) or tensor.is_meta
+        identity = (id(tensor) if nowhere else tensor.data_ptr(), tuple(tensor.shape))
+        if not tensor.numel() or identity not in seen:
+            found[name] = tensor.detach()
+        seen.add(identity)
+    return found
+
+
+def _shown(tensor: torch.Tensor | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,211 @@
+"""The names of vLLM that this backend uses, from 0.26 to 0.32. No other file imports vLLM.
+
+What these versions have in common is enough: logits processors of the first model runner, `collective_rpc`, pausing
+with requests kept, and outputs that count their tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.third_party import pynvml
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from ops.refit.sums import Summed
+from stages.backends.refit.ends import peer_lost
+from stages.backends.refit.receiver import Received
+
+__all__ = [
+    "AsyncLLM",
+    "BatchUpdate",
+    "EngineDeadError",
+    "LogitsProcessor",
+    "MoveDirectionality",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "bytes_in_use",
+    "computes_on_cpu",
+    "differing",
+    "forget",
+    "join_transfer",
+    "load_anew",
+    "logprobs",
+    "longest",
+    "open_llm",
+    "outputs",
+    "parameters",
+    "pause",
+    "receive",
+]
+
+INTERVAL = 16  # tokens of a request between two of its outputs
+FREE_MEMORY = 0.92  # of what others have left of a GPU
+
+
+def computes_on_cpu() -> bool:
+    """Whether this is the CPU build."""
+    return bool(current_platform.is_cpu())
+
+
+def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -> AsyncLLM:
+    """Start an engine and wait until it is ready. Inside the event loop that it shall live on. On GPUs it takes the
+    share `memory` of each, or nearly all that others have left, where that is less.
+
+    Raises ValueError or RuntimeError where it cannot start.
+    """
+    settings: dict[str, Any] = (
+        {"enable_sleep_mode": True, "gpu_memory_utilization": min(memory, _left())} if gpus else {}
+    )
+    config = AsyncEngineArgs(
+        model=str(folder),
+        dtype="bfloat16" if gpus else "float32",
+        tensor_parallel_size=tensor_parallel,
+        # With ranks in processes of their own, even one, the next step is scheduled while this one is prepared.
+        distributed_executor_backend="mp" if gpus or tensor_parallel > 1 else "uni",
+        enforce_eager=not gpus,
+        max_model_len=-1,  # as long as the model allows and the cache holds
+        enable_prefix_caching=True,
+        logits_processors=["stages.backends.vllm.choice:Choice"],
+        worker_extension_cls="stages.backends.vllm.loader.Loader",
+        weight_transfer_config=WeightTransferConfig(backend="sluice"),
+        stream_interval=INTERVAL,
+        disable_log_stats=True,
+        **settings,
+    ).create_engine_config(UsageContext.LLM_CLASS)  # which has the largest batches: nobody waits for a first token
+    if not gpus:
+        _check_head(config.model_config.get_head_size())
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _left() -> float:
+    """The share of the first GPU that an engine can take, asked without making a context on it."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    pynvml.nvmlInit()
+    try:
+        named = first.isdigit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if named else pynvml.nvmlDeviceGetHandleByUUID(first)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+    finally:
+        pynvml.nvmlShutdown()
+    return float(FREE_MEMORY * memory.free / memory.total)
+
+
+def _check_head(size: int) -> None:
+    """The CPU build starts with a head that its attention does not have, and dies at the first step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        raise ValueError(f"head_dim is {size}, and attention on the CPU has {', '.join(map(str, sizes))}")
+
+
+def longest(llm: AsyncLLM) -> int:
+    """Tokens of a prompt and its response together, at most."""
+    return int(llm.vllm_config.model_config.max_model_len)
+
+
+def parameters(
+    *, max_tokens: int, closing: Sequence[int], stop: Sequence[str], choice: dict[str, Any]
+) -> SamplingParams:
+    """A request's parameters. `choice` is for the logits processor, which leaves the sampler one token to take."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,  # `closing` has all that end a response
+        stop_token_ids=list(closing),
+        stop=list(stop),
+        detokenize=bool(stop),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        extra_args={"sluice": choice},
+    )
+
+
+async def outputs(
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
+) -> AsyncIterator[tuple[list[int], str | None]]:
+    """Of a request, now and then: its tokens so far, and at last why it ended: stop, length, abort."""
+    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+        made: Any = output.outputs[0]
+        yield list(made.token_ids), made.finish_reason
+
+
+async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]) -> list[np.ndarray]:
+    """`Loader.sluice_logprobs`: one array a request, from the first rank, as all have the same."""
+    answers = await llm.collective_rpc("sluice_logprobs", args=(dict(lengths), list(others)))
+    return [np.frombuffer(row, np.float32) for row in answers[0]]
+
+
+def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Inside a worker: load weights with the names of a Hugging Face folder, as when it started."""
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config.model_config)
+
+
+async def bytes_in_use(llm: AsyncLLM) -> int:
+    """`Loader.sluice_bytes_in_use` of the first rank."""
+    return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
+
+
+async def pause(llm: AsyncLLM) -> None:
+    """Hold all requests between two steps. `AsyncLLM.pause_generation` does the same and then sleeps for 20 ms, so that
+    outputs come before it returns, which nobody here waits for."""
+    core: Any = llm.engine_core
+    if hasattr(core, "pause_scheduler_async"):
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+    else:
+        await llm.pause_generation(mode="keep", clear_cache=False)
+
+
+async def forget(llm: AsyncLLM) -> None:
+    """Clear the keys and values of a paused engine, those of its requests too. Pausing can do so itself, and then asks
+    all ranks twice about the caches of images, which these models have not."""
+    if not await llm.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("vLLM has not cleared its cache")
+
+
+async def differing(llm: AsyncLLM) -> list[str]:
+    """`Loader.sluice_differing` of all ranks."""
+    return sorted({name for names in await llm.collective_rpc("sluice_differing") for name in names})
+
+
+async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:
+    """Tell all ranks their place in the refits to come (`transfer.Joined`)."""
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place))
+
+
+async def receive(
+    llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
+) -> tuple[list[Received], list[str], dict[str, int]]:
+    """`Loader.sluice_receive` of all ranks (`transfer.Offered`): what they say of it, and what all have alike, of the
+    first: tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost
+    where it did not get through to a rank."""
+    answers = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
+    for _, _, _, lost, _ in answers:
+        if lost:
+            raise peer_lost(lost)
+    _, _, loaded, _, counts = answers[0]
+    return [Received(Summed(*summed), record) for summed, record, *_ in answers], loaded, counts
