@@ -31,8 +31,12 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # threads that wait leave the cores to the other process
 
-pytest_plugins = ["tests.journal.plugin"]  # every real run of a test is judged by its record
+pytest_plugins = [
+    "tests.journal.plugin",  # every real run of a test is judged by its record
+    "tests.selection",
+]
 
+STORAGE_UNITS = 2  # of the TransferQueue that tests share
 STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes")
 
 
@@ -74,20 +78,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
-    """The `ray` module, connected to a cluster of this session: 8 logical CPUs, loopback, token required.
+    """The `ray` module, connected to a cluster of this session: 8 logical CPUs for tests, loopback, token required.
 
-    A TransferQueue is started by the suite that needs one, and closed by it: a cluster holds one at a time.
+    It has one TransferQueue, which every run in this process uses; each run removes its rows at its end.
     """
-    from pipeline.data_plane.transfer_queue import environment
+    from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
 
     os.environ.update(environment())
     import ray
 
     from pipeline.executors.placement import PRIORITY
+    from pipeline.executors.ray import RayExecutor
 
     ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=8 + 1 + STORAGE_UNITS,
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
@@ -96,5 +101,9 @@ def ray_session() -> Iterator[Any]:
         _node_ip_address="127.0.0.2",
         runtime_env={"env_vars": {**environment(), **PRIORITY, "PYTHONPATH": REPOSITORY}},
     )
+    plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
+    RayExecutor.store = plane.settings
     yield ray
+    RayExecutor.store = None
+    plane.close()
     ray.shutdown()

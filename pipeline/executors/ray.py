@@ -28,7 +28,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
+from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, environment
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.ranks import Layout
@@ -62,6 +62,7 @@ class RayExecutor:
     """
 
     name = "ray"
+    store: Settings | None = None  # of a TransferQueue that is there already and outlives the run, for all of a process
 
     def __init__(
         self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False
@@ -244,6 +245,8 @@ class RayExecutor:
 
     def _open_plane(self) -> TransferQueuePlane:
         """A data plane with its storage on this node. Ray may still list that of a run that has just ended."""
+        if self.store is not None:
+            return TransferQueuePlane.attach(self.store)
         here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
         for _ in range(PLANE_ATTEMPTS - 1):
             try:

@@ -49,8 +49,11 @@ class Store:
 
 @pytest.fixture(scope="package")
 def transfer_queue(ray_session: Any) -> Iterator[TransferQueuePlane]:
-    """The plane that owns the suite's TransferQueue."""
-    plane = TransferQueuePlane.create(deadline_s=20, storage_units=2)
+    """A client of the session's TransferQueue."""
+    from pipeline.executors.ray import RayExecutor
+
+    assert RayExecutor.store is not None
+    plane = TransferQueuePlane.attach(replace(RayExecutor.store, deadline_s=20))
     yield plane
     plane.close()
 

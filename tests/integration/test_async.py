@@ -128,19 +128,6 @@ def test_ray_and_this_process_train_the_same_where_batches_wait(tmp_path, ray_se
     assert not check(here.path) and not check(there.path)
 
 
-def test_on_ray_weights_change_between_two_tokens_and_slow_groups_are_given_up(tmp_path, ray_session):
-    from pipeline.executors.ray import RayExecutor, user_modules
-
-    flags = {"steps": 25, "max_staleness": 1, "on_stale": "drop", "refit": "in_flight", **SLOW_TAIL}
-    run_dir = execute(NUMBERS, flags, tmp_path / "run", RayExecutor(modules=user_modules(load(NUMBERS).module)))
-    trained = events(run_dir, trace.Trained)
-    assert any(a < b for one in trained for a, b in zip(one.oldest, one.newest))
-    assert max(one.version - oldest for one in trained for oldest in one.oldest) <= 1
-    assert any(event.reason == "cancelled" for event in events(run_dir, trace.Dropped))
-    assert events(run_dir, trace.Ended)[0].rows_left == 0
-    assert not check(run_dir.path)
-
-
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_a_run_that_stopped_goes_on_from_its_checkpoint_with_what_was_in_flight(tmp_path, on_stale):
     flags = {"steps": 12, "max_staleness": 2, "on_stale": on_stale, "refit": "in_flight", "checkpoint_every": 4}

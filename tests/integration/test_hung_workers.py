@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import console
 from pipeline.cli.load import load
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.columns import Columns, Ragged
@@ -26,10 +25,9 @@ from pipeline.errors import WorkerLost
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.worker import TaskResult
 from pipeline.record import trace
-from pipeline.run import main
 from pipeline.rundir import RunDir
 from tests.integration.test_async import QUICKSTART, events, execute, lines, weights
-from tests.integration.test_lost_workers import COMMAND, FLAGS, pids
+from tests.integration.test_lost_workers import COMMAND, FLAGS, in_command, pids
 
 SLOW = Path(__file__).parent / "slow_graph.py"
 SILENT_S = 3.0
@@ -87,15 +85,8 @@ def test_a_trainer_that_is_stopped_takes_the_run_back_to_a_checkpoint(
     tmp_path, ray_session, undisturbed, impatient, monkeypatch, capsys
 ):
     (tmp_path / "small.py").write_text(COMMAND)
-    folder, step = tmp_path / "run", console.Progress.step
-    on_step = stopped(folder, "learner", 3)
-
-    def and_stop(progress: console.Progress, number: int, metrics: dict[str, float]) -> None:
-        step(progress, number, metrics)
-        on_step(number, metrics)
-
-    monkeypatch.setattr(console.Progress, "step", and_stop)
-    assert main([str(tmp_path / "small.py"), "--run-dir", str(folder), "--plain"]) == 0
+    folder = tmp_path / "run"
+    assert in_command(tmp_path / "small.py", folder, monkeypatch, stopped(folder, "learner", 3)) == 0
     told = capsys.readouterr().err
     assert "a worker has not answered for 3 s and did not finish" in told and "restart from step 3" in told
     run_dir = RunDir(folder)

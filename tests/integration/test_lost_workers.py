@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.cli import console
 from pipeline.cli.load import load
 from pipeline.errors import StageError, WorkerLost
 from pipeline.record import trace
+from pipeline.run import main
 from pipeline.rundir import RunDir
 from tests.integration.test_async import FAST, NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
 from tests.journal.checker import check
@@ -35,36 +35,78 @@ def killed(run_dir: Path, group: str, steps: set[int]) -> Callable[[int, dict[st
     return on_step
 
 
+def killed_until_written_again(
+    run_dir: Path, is_short: Callable[[int], bool]
+) -> Callable[[int, dict[str, float]], None]:
+    """Kills the sampler while short groups are under way; again, where all that it had begun was dropped meanwhile."""
+    killed: set[int] = set()
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        found = RunDir(run_dir)
+        puts = [event for event in events(found, trace.Put) if event.stage == "sample"]
+        pid = pids(run_dir, "sampler")[-1]
+        if pid in killed or any(event.attempt for event in puts):
+            return
+        dropped = groups_of(events(found, trace.Dropped))
+        asked = groups_of(event for event in events(found, trace.Submitted) if event.stage == "sample")
+        under_way = asked - groups_of(puts) - dropped
+        if step >= 4 and groups_of(events(found, trace.Retried)) <= dropped and any(map(is_short, under_way)):
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    return on_step
+
+
+def groups_of(found: Iterable[Any]) -> set[int]:
+    """All groups that these events name."""
+    return {group for event in found for group in event.groups}
+
+
 def pids(run_dir: Path, group: str) -> list[int]:
     """The processes of a group so far; the last one is there now."""
     return [event.pid for event in events(RunDir(run_dir), trace.Placed) if event.group == group]
 
 
-@pytest.mark.parametrize("flags", [{}, {"max_staleness": 1}], ids=["synchronous", "ahead"])
-def test_a_sampler_that_dies_is_replaced_and_its_samples_are_made_again(tmp_path, ray_session, undisturbed, flags):
+@pytest.mark.parametrize(
+    "flags, after",
+    [({}, {1, 4}), ({"max_staleness": 1, "steps": 4, "evaluate_every": 4}, {1})],
+    ids=["synchronous", "ahead"],
+)
+def test_a_sampler_that_dies_is_replaced_and_its_samples_are_made_again(
+    tmp_path, ray_session, undisturbed, flags, after
+):
     from pipeline.executors.ray import RayExecutor
 
     folder = tmp_path / "run"
-    run_dir = execute(QUICKSTART, FLAGS | flags, folder, RayExecutor(), on_step=killed(folder, "sampler", {1, 4}))
+    run_dir = execute(QUICKSTART, FLAGS | flags, folder, RayExecutor(), on_step=killed(folder, "sampler", after))
     placed = pids(folder, "sampler")
-    assert len(placed) == len(set(placed)) == 3
+    assert len(placed) == len(set(placed)) == 1 + len(after)
     retried = events(run_dir, trace.Retried)
     assert retried and {event.reason for event in retried} == {"worker sampler.0 died"}
     if not flags:  # running ahead, a second attempt may sample with newer weights than the first
         assert weights(run_dir, 8) == undisturbed
-    assert [line["step"] for line in lines(run_dir)] == list(range(1, 9))
+    assert [line["step"] for line in lines(run_dir)] == list(range(1, 1 + (FLAGS | flags)["steps"]))
     assert not check(run_dir.path)
 
 
 def test_streams_that_die_are_begun_again_and_slow_groups_still_dropped(tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor, user_modules
 
-    flags = {"steps": 25, "max_staleness": 1, "on_stale": "drop", "refit": "in_flight", **SLOW_TAIL}
+    flags = {"steps": 30, "max_staleness": 1, "on_stale": "drop", "refit": "in_flight", **SLOW_TAIL, "token_s": 0.01}
     folder = tmp_path / "run"
-    executor = RayExecutor(modules=user_modules(load(NUMBERS).module))
-    run_dir = execute(NUMBERS, flags, folder, executor, on_step=killed(folder, "sampler", {5, 12}))
+    file = load(NUMBERS)
+    sample: Any = next(stage for stage in file.build(flags).stages if stage.name == "sample")
+    executor = RayExecutor(modules=user_modules(file.module))
+    on_step = killed_until_written_again(folder, lambda group: sample.length(group) <= 4)
+    run_dir = execute(NUMBERS, flags, folder, executor, on_step=on_step)
     assert any(event.stage == "sample" for event in events(run_dir, trace.Retried))
-    assert any(event.attempt == 1 for event in events(run_dir, trace.Put))
+    again = [event.start_s for event in events(run_dir, trace.Put) if event.stage == "sample" and event.attempt]
+    assert again
+    assert any(event.at_s > again[0] for event in events(run_dir, trace.Dropped))
+    trained = events(run_dir, trace.Trained)
+    assert any(a < b for one in trained for a, b in zip(one.oldest, one.newest)), "weights changed between tokens"
+    assert max(one.version - oldest for one in trained for oldest in one.oldest) <= 1
+    assert any(event.reason == "cancelled" for event in events(run_dir, trace.Dropped))
     assert events(run_dir, trace.Ended)[0].rows_left == 0
     assert not check(run_dir.path)
 
@@ -96,37 +138,37 @@ def graph(steps: int = 8, every: int = 3) -> Graph:
                             samples_per_prompt=4, threads=1)
     return replace(made, schedule=replace(made.schedule, checkpoint_every=every))
 """
-MAIN = """
-import os, signal, sys
-from pathlib import Path
-from pipeline.cli import console
-from pipeline.record import trace
-from pipeline.run import main
-
-folder, step = Path(sys.argv[2]), console.Progress.step
-
-def kill_once(self, number, metrics):
-    step(self, number, metrics)
-    done = folder / "killed"
-    if number == 4 and not done.exists():
-        done.touch()
-        events = [event for _, event in trace.read(folder / "events.jsonl")]
-        os.kill([e.pid for e in events if isinstance(e, trace.Placed) and e.group == "learner"][-1], signal.SIGKILL)
-
-console.Progress.step = kill_once
-sys.exit(main([sys.argv[1], "--run-dir", str(folder), "--plain"]))
-"""
 
 
-def test_the_command_goes_on_from_the_last_checkpoint_and_ends_with_the_same_weights(tmp_path, undisturbed):
+def in_command(
+    graph: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int, dict[str, float]], None]
+) -> int:
+    """What the command returns, in this process and on its Ray, where something is done after each step."""
+    step = console.Progress.step
+
+    def and_more(progress: console.Progress, number: int, metrics: dict[str, float]) -> None:
+        step(progress, number, metrics)
+        on_step(number, metrics)
+
+    monkeypatch.setattr(console.Progress, "step", and_more)
+    return main([str(graph), "--run-dir", str(folder), "--plain"])
+
+
+def test_the_command_goes_on_from_the_last_checkpoint_and_ends_with_the_same_weights(
+    tmp_path, ray_session, undisturbed, monkeypatch, capsys
+):
     (tmp_path / "small.py").write_text(COMMAND)
-    command = [sys.executable, "-c", MAIN, str(tmp_path / "small.py"), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (
-        "a worker died and did not finish" in done.stderr and "restart from step 3; 1 restarts are left" in done.stderr
-    )
-    run_dir = RunDir(tmp_path / "run")
+    folder, died = tmp_path / "run", []
+
+    def kill_once(step: int, metrics: dict[str, float]) -> None:
+        if step == 4 and not died:
+            died.append(pids(folder, "learner")[-1])
+            os.kill(died[0], signal.SIGKILL)
+
+    assert in_command(tmp_path / "small.py", folder, monkeypatch, kill_once) == 0
+    said = capsys.readouterr().err
+    assert "a worker died and did not finish" in said and "restart from step 3; 1 restarts are left" in said
+    run_dir = RunDir(folder)
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     assert [line["step"] for line in lines(run_dir)] == list(range(1, 9))
     assert weights(run_dir, 8) == undisturbed

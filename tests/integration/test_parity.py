@@ -23,6 +23,7 @@ from pipeline.rundir import RunDir
 from stages import Dynamic, Packed, PrevLogprobs, Train
 from tests.integration import handwritten
 from tests.integration.same_settings import reverse_settings
+from tests.journal.plugin import assert_sound
 
 STEPS, PROMPTS, SAMPLES, MINIBATCHES, LR, WARM_STEPS, SEED = 20, 8, 8, 2, 2e-3, 20, 3
 
@@ -58,10 +59,19 @@ def by_hand():
     )
 
 
-def cut(microbatch, steps: int):
-    """The same graph with other microbatches, for some steps."""
-    graph = described()
-    stages = [replace(s, microbatch=microbatch) if isinstance(s, Train | PrevLogprobs) else s for s in graph.stages]
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The whole run in this process."""
+    run_dir = RunDir(tmp_path_factory.mktemp("whole") / "run")
+    execute(LocalExecutor(), run_dir)
+    assert_sound(run_dir.path)
+    return run_dir
+
+
+def cut(steps: int):
+    """The same graph with two other kinds of microbatches, for some steps."""
+    graph, ways = described(), {Train: Packed(tokens=96), PrevLogprobs: Dynamic(tokens=128)}
+    stages = [replace(s, microbatch=ways[type(s)]) if type(s) in ways else s for s in graph.stages]
     return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, steps=steps, checkpoint_every=0))
 
 
@@ -97,9 +107,8 @@ def resumed(run_dir: RunDir, to: Path) -> RunDir:
 
 
 @pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
-def test_local_equals_the_handwritten_loop_and_so_does_its_resumption(by_hand, tmp_path):
-    run_dir = RunDir(tmp_path / "local")
-    execute(LocalExecutor(), run_dir)
+def test_local_equals_the_handwritten_loop_and_so_does_its_resumption(by_hand, local, tmp_path):
+    run_dir = local
     assert len(losses(run_dir)) == STEPS
     assert_same(run_dir, by_hand)
     again = resumed(run_dir, tmp_path / "resumed")
@@ -124,23 +133,20 @@ def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ra
 
 
 @pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
-def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, tmp_path, ray_session):
+def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, local, tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor
 
-    whole = RunDir(tmp_path / "whole")
-    execute(LocalExecutor(), whole)
-    again = resumed(whole, tmp_path / "resumed")
+    again = resumed(local, tmp_path / "resumed")
     execute(RayExecutor(), again, start=STEPS // 2)
     assert_same(again, by_hand)
 
 
-@pytest.mark.parametrize("microbatch", [Dynamic(tokens=128), Packed(tokens=96)])
-def test_every_way_of_cutting_a_batch_is_the_same_in_memory_and_in_transfer_queue(tmp_path, ray_session, microbatch):
+def test_every_way_of_cutting_a_batch_is_the_same_in_memory_and_in_transfer_queue(tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor
 
     runs = [RunDir(tmp_path / name) for name in ("local", "ray")]
     for run_dir, executor in zip(runs, (LocalExecutor(), RayExecutor())):
-        execute(executor, run_dir, graph=cut(microbatch, steps=3))
+        execute(executor, run_dir, graph=cut(steps=3))
     assert losses(runs[0]) == losses(runs[1])
     local, ray = (weights(run_dir, steps=3) for run_dir in runs)
     assert all(torch.equal(local[name], ray[name]) for name in local)

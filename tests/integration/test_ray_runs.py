@@ -38,9 +38,14 @@ def events_of(engine: Engine, kind: type) -> list:
     return [event for _, event in trace.read(engine.run_dir.events) if isinstance(event, kind)]
 
 
+def listened(engine: Engine) -> dict[int, float]:
+    """When the reader of the field from outside began, by group."""
+    return {group: ran.start_s for ran in events_of(engine, trace.Ran) if ran.stage == "listen" for group in ran.groups}
+
+
 def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts(tmp_path, ray_session):
-    """Nothing in the graph makes `score`: four rows of it are written straight into TransferQueue, one by one."""
-    engine = engine_of(tmp_path, steps=1, batch=4, external=True)
+    """Nothing in the graph makes `score`: two rows of it are written straight into TransferQueue, one by one."""
+    engine = engine_of(tmp_path, steps=1, batch=2, external=True)
     thread = threading.Thread(target=engine.execute)
     thread.start()
     address = ray_session.get_runtime_context().gcs_address
@@ -49,8 +54,8 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
         put.stage == "shout" for put in (events_of(engine, trace.Put) if engine.run_dir.events.exists() else [])
     ):
         time.sleep(0.1)
-    written_s = {}
-    for group in (2, 0, 3, 1):
+    read: list[int] = []
+    for group in (1, 0):
         command = [
             sys.executable,
             str(HERE / "outside.py"),
@@ -61,17 +66,15 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
         ]
         done = subprocess.run([*command, str(group), "0.5"], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr[-2000:]
-        written_s[group] = tuple(map(float, done.stdout.split()[-2:]))
+        while time.monotonic() < waiting_s and len(started_s := listened(engine)) == len(read):
+            time.sleep(0.1)
+        assert started_s.keys() - set(read) == {group}, "the reader starts when the field is there, and not before"
+        assert started_s[group] > float(done.stdout.split()[-2])
+        read.append(group)
     thread.join(timeout=240)
     assert not thread.is_alive()
-    started_s = {
-        group: ran.start_s for ran in events_of(engine, trace.Ran) if ran.stage == "listen" for group in ran.groups
-    }
-    assert started_s.keys() == written_s.keys()
-    for group, (before_s, after_s) in written_s.items():
-        assert before_s < started_s[group] < after_s + 2.0, "the reader starts after the field is there, and within 2 s"
     metrics = msgspec.json.decode(engine.run_dir.metrics.read_bytes())
-    assert metrics["listen/sum"] == pytest.approx((0 + 1 + 2 + 3 + 4 * 0.5) / 4)
+    assert metrics["listen/sum"] == pytest.approx((0 + 1 + 2 * 0.5) / 2)
     assert events_of(engine, trace.Ended)[0].rows_left == 0
 
 
@@ -116,13 +119,13 @@ def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(t
 
 
 def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session):
-    engine = engine_of(tmp_path, steps=40, batch=4)
+    engine = engine_of(tmp_path, steps=12, batch=4)
     done = []
     engine.on_step = lambda step, metrics: (
-        done.append(metrics), step == 10 and ray_session.kill(engine.executor._actors["shouters"][0])
+        done.append(metrics), step == 3 and ray_session.kill(engine.executor._actors["shouters"][0])
     )  # fmt: skip
     engine.execute()
-    assert len(done) == 40
+    assert len(done) == 12
     assert {event.stage for event in events_of(engine, trace.Retried)} == {"shout"}
     assert events_of(engine, trace.Ended)[0].rows_left == 0
 

@@ -1,0 +1,148 @@
+"""Which tests a command runs: `-m quick`, `-m search`, `--changed`, or all but the searches.
+
+    python -m pytest               all but what searches
+    python -m pytest -m quick      the inner loop: starts no Ray, no engine, no browser
+    python -m pytest -m search     what searches: every property test with many examples, mutants, many seeds
+    python -m pytest --changed     what a change since the last such run can reach
+
+`--changed` is pytest-testmon, which sees the lines that a test runs in its own process. Tests that start others run
+when any file of the product has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("pipeline", "stages", "ops", "graphs")
+SEARCHED = 20  # as many examples as by default
+
+QUICK = ("contract", "errors", "journal", "numerics", "unit")
+SLOW = {  # modules of these folders that take more than two seconds
+    "contract/test_merged_calls.py", "contract/test_transfer_queue_plane.py", "errors/test_failing_run.py",
+    "journal/test_checker.py", "journal/test_live_runs.py", "numerics/test_metamorphic.py",
+    "numerics/test_mutations.py", "numerics/test_refit_rules.py", "numerics/test_trl.py", "unit/test_colocated.py",
+    "unit/test_findings.py", "unit/test_forwarders.py", "unit/test_imports.py", "unit/test_in_flight.py",
+    "unit/test_math_reward.py", "unit/test_patience.py", "unit/test_refit_agreement.py", "unit/test_refit_kernels.py",
+    "unit/test_refit_plan.py", "unit/test_refit_sums.py", "unit/test_refit_transports.py", "unit/test_refit_tree.py",
+    "unit/test_reward_calls.py", "unit/test_scheduler_machine.py", "unit/test_simulated_journal.py",
+    "unit/test_torch_parity.py",
+}  # fmt: skip
+CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and the parameter of one
+PROCESSES = re.compile(r"subprocess|multiprocessing|os\.fork|ray_session|RayExecutor")
+
+hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("search", max_examples=100 * SEARCHED, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Our own option."""
+    parser.addoption("--changed", action="store_true", help="run what a change since the last such run can reach")
+
+
+def only(config: pytest.Config, name: str) -> bool:
+    """Whether exactly the tests of a marker are asked for."""
+    return config.getoption("markexpr") == name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before testmon looks at its options."""
+    hypothesis.settings.load_profile("search" if only(config, "search") else "suite")
+    if config.getoption("changed"):
+        config.option.testmon = True
+        config.option.testmon_forceselect = True  # also where -m, which the default command has, selects
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules that have no quick test are not even imported."""
+    if only(config, "quick") and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        return None if is_quick(collection_path) else True
+    return None
+
+
+def is_quick(module: Path) -> bool:
+    """Whether the tests of a module are, apart from those that start Ray."""
+    return module.parent.name in QUICK and f"{module.parent.name}/{module.name}" not in SLOW
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before pytest looks at markers."""
+    searches = only(config, "search")
+    for item in items:
+        function = getattr(item, "obj", None)
+        drawn = getattr(function, "is_hypothesis_test", False)
+        if searches and drawn:
+            item.add_marker("search")
+            search_longer(function)
+        cluster = CLUSTER & {*getattr(item, "fixturenames", ()), *re.split(r"[^\w]+", item.name)}
+        if is_quick(item.path) and not cluster:
+            item.add_marker("quick")
+    if not config.getoption("markexpr") and not any("::" in argument for argument in config.args):
+        left = [item for item in items if item.get_closest_marker("search")]
+        if left:
+            items[:] = [item for item in items if not item.get_closest_marker("search")]
+            config.hook.pytest_deselected(items=left)
+
+
+def search_longer(function: object) -> None:
+    """More examples for a test that names its own number, which no profile changes."""
+    function = getattr(function, "__func__", function)
+    own = getattr(function, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples < hypothesis.settings().max_examples:
+        more = hypothesis.settings(own, max_examples=own.max_examples * SEARCHED, deadline=None)
+        function._hypothesis_internal_use_settings = more  # type: ignore[attr-defined]
+
+
+# --changed
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Testmon leaves out what runs the same lines; who starts processes stays where the product has changed."""
+    select = session.config.pluginmanager.get_plugin("TestmonSelect")
+    if select and session.config.cache.get("changed/product", "") != product():
+        select.deselected_tests = [test for test in select.deselected_tests if not starts_processes(test)]
+        select.deselected_files = [file for file in select.deselected_files if not starts_processes(file)]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """What has been run to its end, all of it passing, is not run again."""
+    config = session.config
+    chosen = config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.getoption("markexpr")
+    chosen = chosen or config.getoption("keyword") or hasattr(config, "workerinput")
+    if config.getoption("changed") and exitstatus == 0 and not chosen:
+        config.cache.set("changed/product", product())
+
+
+@functools.cache
+def product() -> str:
+    """What the files of the product say, in short."""
+    files = sorted(path for package in PRODUCT for path in (ROOT / package).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@functools.cache
+def starts_processes(test: str) -> bool:
+    """Whether the module of a test, or one of the suite that it imports, starts processes."""
+    module = test.partition("::")[0]
+    seen, to_read = set(), [module]
+    while to_read:
+        path = ROOT / to_read.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        text = path.read_text()
+        if PROCESSES.search(text):
+            return True
+        to_read += [
+            name.replace(".", "/") + ".py" for name in re.findall(r"^\s*(?:from|import) (tests\.[\w.]+)", text, re.M)
+        ]
+    return False
