@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from pipeline.data_plane import DataPlane
-from pipeline.declare.handle import keys_of
+from pipeline.declare.handle import group_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.errors import Problem, StageError
 from pipeline.plan.plan import Plan, PlannedStage
@@ -58,7 +58,8 @@ class Outside:
     ) -> tuple[Landed, trace.Put] | None:
         keys = keys_of(tuple(groups), self._plan.group_size)
         there = plane.presence(self._plan.partition, keys, [field])[field]
-        present = [key for key, is_there in zip(keys, there) if is_there]
+        incomplete = {group_of(key) for key, is_there in zip(keys, there) if not is_there}
+        present = [key for key in keys if group_of(key) not in incomplete]
         lengths = self._handles.lengths(present)
         if not present or self._ragged[field] not in (None, *lengths):  # cut by lengths that are not known yet
             return None

@@ -1,15 +1,15 @@
-"""Refits into vLLM on the CPU, in a process of its own: python -m tests.engines.refit_case FAMILY RANKS FOLDER WAYS...
+"""Refits into vLLM on the CPU: `refit(FOLDER, FAMILY, RANKS, WAYS)`.
 
 Two models of a family with the same config: an engine that serves the first is given the second, by one transport after
 the other, and says how far the logprobs of what it samples then are from those that transformers computes for the
 second, and which tensors went through vLLM's own loader.
 """
 
-import json
-import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -55,8 +55,8 @@ def made(root: Path, family: str, seed: int) -> Model:
     return Model(str(root / f"{family}-{seed}"))
 
 
-def main() -> None:
-    family, tensor, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str, Any]:
+    """What came of the versions that these transports brought, one after the other."""
     first, second = (made(root, family, seed) for seed in (0, 1))
     from stages.backends.model.places import placed
     from stages.backends.vllm.engine import open_engine
@@ -68,7 +68,7 @@ def main() -> None:
     publisher, groups, store = Publisher(tensors, places, held), (0, 1), open_store("127.0.0.1", 1, deadline_s=240.0)
     prompt_ids = backend.encode(first, tiny.texts(groups))
     trainer, far, records = sender(), [], []
-    for version, transport in enumerate(sys.argv[4:], start=1):
+    for version, transport in enumerate(ways, start=1):
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(1.0 if version == 1 else 0.9)
@@ -82,8 +82,4 @@ def main() -> None:
         far.append(tiny.farthest(sampled, tiny.logprobs(reference, prompt_ids, sampled, 1.0)))
     loaded = backend.client(first).loaded
     backend.close()
-    print(json.dumps({"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "records": records}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "records": records}

@@ -37,16 +37,16 @@ def run(folder: Path, file: Path, flags: dict[str, Any], on_step: Any = None) ->
 def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_path, ray_session):
     need("vllm", "vllm")
     folder = tmp_path / "run"
-    flags = {"generator": "vllm", "trainer": "megatron", "steps": 40, "evaluate_every": 40, "threads": 1, "seed": 1}
-    run_dir = run(folder, QUICKSTART, flags, on_step=killed(folder, "sampler", {20}))
+    flags = {"generator": "vllm", "trainer": "megatron", "steps": 16, "evaluate_every": 16, "threads": 1, "seed": 1}
+    run_dir = run(folder, QUICKSTART, flags, on_step=killed(folder, "sampler", {6}))
     made = lines(run_dir)
-    assert [line["step"] for line in made] == list(range(1, 41))
-    assert made[-1]["eval/exact_match"] >= 0.90
+    assert [line["step"] for line in made] == list(range(1, 17))
+    assert made[-1]["reward/mean"] > made[0]["reward/mean"] + 0.15 and made[-1]["eval/exact_match"] > 0.7
     # What vLLM says of a token it sampled is what Megatron-core says of it, after every refit.
     assert max(line["train/mismatch_ratio_max"] for line in made) < 1 + 1e-4
     assert max(abs(line["train/mismatch_kl"]) for line in made) < 1e-5
     assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker sampler.0 died"}
-    assert len({event.sha256 for event in events(run_dir, trace.Published)}) == 41
+    assert len({event.sha256 for event in events(run_dir, trace.Published)}) == 17
     assert not check(run_dir.path)
 
 
@@ -55,7 +55,7 @@ from graphs import quickstart
 from pipeline import Graph
 from tests.unit.test_colocated import colocated
 
-def graph(steps: int = 4) -> Graph:
+def graph(steps: int = 2) -> Graph:
     return colocated(quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
                                       samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron"))
 """
@@ -102,7 +102,7 @@ def test_both_engines_take_turns_where_they_are_colocated(tmp_path, ray_session)
     file = tmp_path / "together.py"
     file.write_text(COLOCATED)
     run_dir = run(tmp_path / "run", file, {})
-    assert len(lines(run_dir)) == 4
+    assert len(lines(run_dir)) == 2
     assert max(line["train/mismatch_ratio_max"] for line in lines(run_dir)) < 1 + 1e-4
     turned = [(event.group, event.awake) for event in events(run_dir, trace.Turned)]
     assert turned[:3] == [("learner", False), ("sampler", False), ("learner", True)]

@@ -42,7 +42,7 @@ def other(root: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def started(root: Path) -> Iterator[Any]:
+def started(root: Path, prepared: None) -> Iterator[Any]:
     from stages.backends.vllm.engine import open_engine
 
     backend = open_engine(tiny.context(root))

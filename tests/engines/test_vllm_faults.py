@@ -1,12 +1,12 @@
 """Engines of vLLM that die under the worker, and workers that die over their engine."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from pipeline import Model, StageError
 from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost, Unfit
 from stages.backends import PULL, Decoded, Sampling
+from stages.backends.vllm import api as versions
 from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
+from tests.engines.prepared import engines, runs
 from tests.optional import need
 from tests.shares import carried, publisher_of, route_of, sender, shares_of
 
@@ -42,29 +44,13 @@ def model(root: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def backend(root: Path, model: Model) -> Iterator[Any]:
+def backend(root: Path, model: Model, prepared: None) -> Iterator[Any]:
     from stages.backends.vllm.engine import open_engine
 
     backend = open_engine(tiny.context(root))
     yield backend
     backend.close()
-    wait_for(lambda: not engines(os.getpid()))
-
-
-def engines(owner: int) -> list[int]:
-    """The processes of vLLM that this one started and that run."""
-    found = [each.pid for each in psutil.Process(owner).children(recursive=True) if runs(each.pid)]
-    return [
-        pid for pid in found if any("spawn_main" in part or "VLLM" in part for part in psutil.Process(pid).cmdline())
-    ]
-
-
-def runs(process: int) -> bool:
-    """Whether it exists and is more than an exit code that nobody has asked for."""
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_for(lambda: not engines())
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
@@ -116,7 +102,7 @@ def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any,
 
     def lose() -> None:
         wait_for(lambda: busy(backend, model))
-        kill(engines(os.getpid()))
+        kill(engines())
 
     events = streamed(backend, model, lose)
     assert backend.client(model).starts == 2
@@ -128,8 +114,8 @@ def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any,
 def test_an_engine_that_died_between_tasks_is_started_again(backend: Any, model: Model) -> None:
     before = rows_of(streamed(backend, model))
     starts = backend.client(model).starts
-    kill(engines(os.getpid()))
-    wait_for(lambda: not engines(os.getpid()))
+    kill(engines())
+    wait_for(lambda: not engines())
     assert rows_of(streamed(backend, model)) == before
     assert backend.client(model).starts == starts + 1
 
@@ -156,7 +142,7 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
     def lose_twice() -> None:
         for again in range(2):
             wait_for(lambda again=again: backend.client(model).starts == starts + again and busy(backend, model))
-            kill(engines(os.getpid()))
+            kill(engines())
 
     with pytest.raises(StageError, match="died 2 times under one task"):
         streamed(backend, model, lose_twice)
@@ -179,17 +165,17 @@ def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path
         served = backend.serve(model, [share], 12, route)
     assert served.sha256 == digest_of([share]) and served.record["received_bytes"] == share.model_bytes
     assert rows_of(streamed(backend, model)) == pulled and backend.client(model).starts == starts
-    kill(engines(os.getpid()))
-    wait_for(lambda: not engines(os.getpid()))
+    kill(engines())
+    wait_for(lambda: not engines())
     with pytest.raises(Unfit, match="the trainer would have to carry the weights here once more"):
         streamed(backend, model)
     backend.client(model)._weights = None  # as in a worker that takes its place
 
 
 def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
-    backend: Any, model: Model, root: Path
+    backend: Any, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of this engine: the run would have to be resumed."""
+    """The last test of this engine: the run would have to be resumed. All that wait for a start share its failure."""
     weights = tiny.weights_of(tiny.folder(root, 2))
     publisher = publisher_of(weights)
     backend.serve(model, [publisher.publish(weights)], 6)
@@ -197,50 +183,36 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
         weights[name] = weights[name] * 0.5
     for _ in range(2):  # the second is where the first version was
         publisher.publish(weights)
-    kill(engines(os.getpid()))
-    wait_for(lambda: not engines(os.getpid()))
-    for _ in range(2):
+    kill(engines())
+    wait_for(lambda: backend.client(model)._llm is None)
+    opened, open_llm = [], versions.open_llm
+    monkeypatch.setattr(versions, "open_llm", lambda *given, **named: opened.append(1) or open_llm(*given, **named))
+    for tasks in (1, 2):
         with pytest.raises(StageError, match="are not in the trainer's memory any more"):
             streamed(backend, model)
-        wait_for(lambda: not engines(os.getpid()))
+        assert len(opened) == tasks
+        wait_for(lambda: not engines())
 
 
-WORKER = """
-import sys
-from pathlib import Path
-from tests.engines import vllm_models as tiny
-from stages.backends import Sampling
-from stages.backends.vllm.engine import open_engine
-from pipeline import Model
+def worker(root: Path, model: Model, ready: Any) -> None:
+    """One that has sampled, with an engine that is spawned as in a run."""
+    from stages.backends.vllm.engine import open_engine
 
-if __name__ == "__main__":
-    backend, model = open_engine(tiny.context(Path(sys.argv[1]))), Model(sys.argv[2])
-    prompts = backend.encode(model, tiny.texts((0,)))
-    print("first", flush=True)
-    backend.generate(model, prompts, Sampling(max_tokens=4, greedy=True), None)
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
+    backend = open_engine(tiny.context(root))
+    backend.generate(model, backend.encode(model, tiny.texts((0,))), replace(LONG, max_tokens=4), None)
+    ready.send([child.pid for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())])
+    time.sleep(DEADLINE_S)
 
 
-def test_an_engine_ends_with_its_worker(root: Path, model: Model, tmp_path: Path) -> None:
+def test_an_engine_ends_with_its_worker(root: Path, model: Model, prepared: None) -> None:
     """Also with one that was killed, and could not end it."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    repository = str(Path(__file__).resolve().parents[2])
-    worker = subprocess.Popen(
-        [sys.executable, str(script), str(root), model.source],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": repository},
-    )
-    with worker:
-        assert worker.stdout is not None
-        while "ready" not in (line := worker.stdout.readline()):
-            assert line, "the worker ended"
-        processes = engines(worker.pid)
-        assert processes
-        worker.kill()
-        worker.wait(DEADLINE_S)
-    wait_for(lambda: not any(runs(process) for process in processes))
+    context = multiprocessing.get_context("forkserver")
+    read, ready = context.Pipe(duplex=False)
+    process = context.Process(target=worker, args=(root, model, ready))
+    process.start()
+    ready.close()
+    found = read.recv()  # EOFError where the worker has ended
+    assert found and all(runs(each) for each in found)
+    process.kill()
+    process.join(DEADLINE_S)
+    wait_for(lambda: not any(runs(each) for each in found))

@@ -1,71 +1,47 @@
 """vLLM on the CPU serves what it was given, of every kind of model, and says what it could not write in place."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines.refit_case import refit
 from tests.optional import need
 
 need("vllm", "vllm")
 
-RANKS = {"qwen2": 2, "qwen3_moe": 1, "mistral": 1, "llama": 1}  # by family; mistral has no table
-ROUTES = {"qwen2": ("pull", "messages", "gloo", "gloo"), "llama": ("golden", "golden")}
-DEFAULT = ("pull", "messages")
 NEAR = 1e-5
-DEADLINE_S = 400
 
 
-@pytest.fixture(scope="module")
-def refitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Processes that say what came of a refit; side by side, as most of their time is imports."""
-    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = {
-        family: subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.engines.refit_case",
-                family,
-                str(ranks),
-                str(tmp_path_factory.mktemp(family)),
-                *ROUTES.get(family, DEFAULT),
-            ],
-            **pipe,
-        )
-        for family, ranks in RANKS.items()
-    }
-    yield processes
-    for process in processes.values():
-        process.kill()
+@pytest.fixture
+def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts its ranks as processes: this one has been prepared for engines of one rank."""
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What `tests.engines.refit_case` says."""
-    said, complained = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, complained[-3000:]
-    return json.loads(said.splitlines()[-1])
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_model_with_a_table_is_written_by_it(refitted: Any, family: str) -> None:
-    found = told(refitted[family])
+def check_written_by_table(found: dict[str, Any]) -> None:
     assert max(found["far"]) < NEAR and found["loaded"] == []
     assert found["records"][1]["lookups"] == 1  # the second version came as bytes, so memory was another
+
+
+def test_a_model_with_a_table_is_written_by_it(prepared: None, several_ranks: None, tmp_path: Path) -> None:
+    found = refit(tmp_path, "qwen2", 2, ("pull", "messages", "gloo", "gloo"))
+    check_written_by_table(found)
     carried = [record for record in found["records"] if "meet_ms" in record]
-    assert [record["lookups"] > 0 for record in carried] == [True, True][: len(carried)]  # of memory that takes turns
+    assert [record["lookups"] > 0 for record in carried] == [True, True]  # of memory that takes turns
 
 
-def test_a_model_without_a_table_goes_through_the_loader_and_is_counted(refitted: Any) -> None:
-    found = told(refitted["mistral"])
+def test_a_mixture_of_experts_is_written_by_its_table(prepared: None, tmp_path: Path) -> None:
+    check_written_by_table(refit(tmp_path, "qwen3_moe", 1, ("pull", "messages")))
+
+
+def test_a_model_without_a_table_goes_through_the_loader_and_is_counted(prepared: None, tmp_path: Path) -> None:
+    found = refit(tmp_path, "mistral", 1, ("pull", "messages"))
     assert max(found["far"]) < NEAR and found["loaded"] == found["tensors"]
     assert found["records"][1]["through_loader"] == len(found["tensors"])
 
 
-def test_the_golden_way_is_that_of_the_loader(refitted: Any) -> None:
-    found = told(refitted["llama"])
+def test_the_golden_way_is_that_of_the_loader(prepared: None, tmp_path: Path) -> None:
+    found = refit(tmp_path, "llama", 1, ("golden", "golden"))
     assert max(found["far"]) < NEAR and found["loaded"] == found["tensors"]
     assert all(record["received_bytes"] > 0 and record["lookups"] == 0 for record in found["records"])

@@ -21,7 +21,7 @@ STEPS = 3
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def opened(prepared: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The engines of vLLM that a run opens; they are closed after it."""
     from stages.backends.vllm import engine
 

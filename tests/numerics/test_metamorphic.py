@@ -15,9 +15,10 @@ from ops.loss import AGGREGATIONS, LEVELS, aggregate, aggregation_normalizer, ci
 from ops.masks import length_mask, masked_mean, masked_sum
 from stages.backends.objective import MAXIMA, Scored, objective
 from stages.losses import ClippedLoss
+from tests.examples import few
 
 torch.set_num_threads(1)
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=few(40), deadline=None, derandomize=True, database=None)
 SIZES = st.integers(2, 6)
 SEEDS = st.integers(0, 2**31)
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)

@@ -15,6 +15,7 @@ from pipeline.record.history import Tasks, last_run
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from pipeline.simulation.virtual_run import Fault, Simulation
+from tests.examples import few
 from tests.unit import toy
 
 
@@ -212,7 +213,7 @@ def test_only_what_came_since_the_last_start_counts():
 SECONDS = {"rollout": "lognormal(1, 1)", "train": "0.4 @ 1", "logprobs": "0.1 @ 1", "refit": "0.1", "evaluate": "0.3"}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=few(25))
 @given(
     st.integers(0, 2), st.booleans(), st.sampled_from(["drain", "in_flight"]), st.integers(0, 99), st.booleans(),
 )  # fmt: skip

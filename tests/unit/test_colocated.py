@@ -26,6 +26,7 @@ from pipeline.simulation.virtual_run import Fault, Simulation
 from stages import PrevLogprobs, Refit, RefLogprobs, Train
 from stages.backends import device
 from stages.backends.device import Parking
+from tests.examples import few
 from tests.journal.checker import check
 from tests.unit import toy
 
@@ -66,7 +67,7 @@ def toys(replicas: int, batch: int, steps: int, **changes: Any) -> Graph:
     runs=st.sampled_from([None, 1, 2]),
     failing=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 def test_groups_on_the_same_gpus_never_run_at_once(seed, replicas, refit, runs, failing):
     graph = toys(replicas, 4, 4, run_groups=runs)
     graph = replace(graph, schedule=replace(graph.schedule, refit=refit))

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 
 from pipeline.analysis.critical_path import NOBODY, critical_path, step_paths
 from pipeline.record.history import Tasks, step_ends
+from tests.examples import few
 from tests.unit.records import records
 from tests.unit.test_analysis import Record, planned, step
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(records())
 def test_spans_tile_each_step_and_lie_in_their_tasks(record):
     made, events = record

@@ -22,6 +22,7 @@ from pipeline.executors import merged, shards
 from pipeline.executors.worker import SHARD, TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record import trace
+from tests.examples import few
 
 TASK = Task(stage="prev_logprobs", step=4, groups=(0, 1, 2, 3))
 
@@ -120,7 +121,7 @@ def test_a_group_of_one_talks_to_nobody() -> None:
     ranks.leave()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=12, max_size=12),
     st.sampled_from([1, 2, 3, 4, 6]),
@@ -153,6 +154,30 @@ def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ra
     column = plane.get(found, ["token"], reader="reader")["token"]
     assert column.lengths == responses
     assert column.values.tolist() == [i for i in range(12) for _ in range(responses[i])]
+
+
+def test_a_later_attempt_takes_the_place_of_what_an_earlier_one_put() -> None:
+    """Whole, in part, or with some of its samples to come: nothing of it counts, and no handle names its rows."""
+    plane, table = MemoryPlane(), HandleTable(2)
+    plane.register("g", [Field("token", dtype="int32")], ["reader"])
+
+    def put(samples: slice, attempt: int) -> tuple[int, ...]:
+        keys = keys_of((0, 1), 2)[samples]
+        columns = {"token": torch.full((len(keys),), attempt, dtype=torch.int32)}
+        return table.add(plane.put(keys, columns, partition="g", stage="s", attempt=attempt, unit="batch"))
+
+    assert put(slice(0, 3), 0) == (0,)
+    assert put(slice(3, 4), 1) == (), "of group 1 the other sample is an earlier attempt's"
+    assert put(slice(0, 2), 1) == (0,)
+    assert put(slice(2, 3), 1) == (1,)
+    found = table.handle((0, 1), ["token"])
+    assert found is not None and found.attempt == 1
+    assert {row.split(".")[1] for placement in found.placements for row in placement.rows} == {"1"}, "the attempt"
+    assert plane.get(found, ["token"], reader="reader")["token"].tolist() == [1] * 4
+    cleared = table.rows((0, 1))
+    assert cleared is not None
+    plane.clear(cleared)
+    assert plane.row_count("g") == 0, "what it put goes with its groups"
 
 
 def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -> None:

@@ -22,6 +22,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.durations import Costs
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.records import SECONDS, records, times
 from tests.unit.simulated_runs import write_run
@@ -258,7 +259,7 @@ def ran(events: list[trace.TraceEvent]) -> list[trace.Ran]:
     return [event for event in events if isinstance(event, trace.Ran)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(records(), st.floats(0, 1))
 def test_the_end_of_a_long_record_is_read_without_its_beginning(tmp_path_factory, record, share):
     planned, events = record

@@ -13,6 +13,7 @@ from pipeline.analysis.idle import idle_by_group, idle_by_worker
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.record.history import Tasks
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.records import records
 from tests.unit.test_analysis import Record, planned, step
@@ -29,7 +30,7 @@ def end_of(events) -> float:
     return max([getattr(e, name) for e in events for name in ("at_s", "end_s") if hasattr(e, name)], default=1.0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(records())
 def test_gaps_and_tasks_tile_the_time_of_every_worker(record):
     made, events = record

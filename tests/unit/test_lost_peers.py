@@ -7,7 +7,7 @@ from ray.exceptions import RayActorError
 
 from graphs.quickstart import graph
 from pipeline import Task
-from pipeline.declare.ranks import reach_store
+from pipeline.declare.ranks import Layout, reach_store
 from pipeline.errors import PeerLost, Problem, Unfit
 from pipeline.executors import ray as executors
 from pipeline.executors.ray import RayExecutor
@@ -92,3 +92,25 @@ def test_one_that_gives_up_and_cannot_be_replaced_is_the_error(
         executor._replaceable["sampler"] = False
     (report,) = told(executor, monkeypatch, sampler_1=result(UNFIT))
     assert report.error is UNFIT
+
+
+def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of two ranks each, and their source. The last of them to get it makes the version whole."""
+    made: Any = RayExecutor()
+    made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
+    ranks = [f"sampler.{rank}" for rank in range(4)]
+    made._actors, made._layouts = {"learner": [LEARNER], "sampler": ranks}, {"sampler": Layout(tensor=2, data=2)}
+    offer = executors._Offer(task=TASK, near=True, carried=False, payloads=())
+
+    def served(**answers: Any) -> list[int | None]:
+        running = executors._Running(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
+        made._pending.clear()
+        made._follow(running)
+        return [report.served for report in told(made, monkeypatch, **answers)]
+
+    of = {rank: rank.replace(".", "_") for rank in (*ranks, LEARNER)}
+    assert served(**{of[LEARNER]: result(), of["sampler.0"]: result(), of["sampler.2"]: result()}) == []
+    assert served(**{of["sampler.2"]: result(), of["sampler.3"]: result()}) == [1]
+    assert served(**{of["sampler.1"]: result(), of["sampler.2"]: result(), of["sampler.0"]: result()}) == [0]
+    assert served(**{of["sampler.0"]: result(APART), of["sampler.1"]: result()}) == [], "one was not reached"
+    assert served(**{of["sampler.0"]: result(), of["sampler.1"]: result(APART)}) == []

@@ -80,12 +80,12 @@ from pipeline.data_plane.patience import Patience
 
 answer = Future()
 def soon():
-    for _ in range(30):
+    for _ in range(10):
         Event().wait(0.05)
     answer.set_result("answered")
 Thread(target=soon, daemon=True).start()
 print("waits", flush=True)
-print(Patience({}, 6.0).wait(answer), flush=True)
+print(Patience({}, 2.0).wait(answer), flush=True)
 """
 
 
@@ -94,6 +94,6 @@ def test_a_caller_that_was_stopped_itself_finds_nobody_late():
         assert caller.stdout is not None
         assert caller.stdout.readline() == "waits\n"
         os.kill(caller.pid, signal.SIGSTOP)
-        time.sleep(8.0)
+        time.sleep(3.0)
         os.kill(caller.pid, signal.SIGCONT)
         assert caller.stdout.readline() == "answered\n"

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.random import permutation, philox4x32, shuffled, uniform
+from tests.examples import few
 
 # Random123 1.14.0, tests/kat_vectors, lines "philox4x32 10": counter, key, result.
 KNOWN = [
@@ -34,7 +35,7 @@ def test_uniform_takes_two_numbers_from_each_block():
     assert uniform(seed, stream, [admission], [index], 2, start).tolist() == [expected]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@settings(max_examples=few(50), deadline=None, derandomize=True, database=None)
 @given(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),

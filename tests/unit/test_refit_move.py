@@ -10,11 +10,12 @@ from ops.refit.layout import Layout
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
 from ops.refit.tiles import TILE_BYTES, in_turns, tiles, word_bytes
+from tests.examples import few
 from tests.unit.refit_layouts import buffers, filled, moves, on, sides
 
 
 @given(sides())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 def test_moved_twice_everything_is_in_its_place(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
     given_ = [on("cpu", memory) for memory in filled(source)]
@@ -54,7 +55,7 @@ DESCRIPTORS = st.tuples(
 
 
 @given(st.lists(DESCRIPTORS, min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 def test_tiles_are_small_and_together_what_was_described(drawn: list[tuple[int, ...]]) -> None:
     described = np.array([(*row[:5], row[4] + 8 * row[5], row[4] + 8 * row[6]) for row in drawn])
     made = tiles(described)

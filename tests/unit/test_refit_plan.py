@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ops.refit.layout import Layout, Place, Tensor, dense, intersection, size, whole, without
 from ops.refit.plan import SEGMENT_BYTES, Plan, build, pieces
+from tests.examples import few
 from tests.unit.refit_layouts import POISON, buffers, filled, sides
 
 
@@ -26,7 +27,7 @@ def carry_out(plan: Plan, given: list[dict[str, np.ndarray]], taken: list[dict[s
 
 
 @given(sides(), st.sampled_from([1, 16, 64, SEGMENT_BYTES]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 def test_the_destination_has_every_byte_and_no_other(pair: tuple[Layout, Layout], segment: int) -> None:
     source, destination = pair
     given_, taken = filled(source), buffers(destination)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ops.refit import sums
 from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.sums import Sums, digest
+from tests.examples import few
 from tests.unit.refit_layouts import buffers, filled, on, shifted, sides, view
 
 
@@ -25,7 +26,7 @@ def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
 
 @pytest.mark.parametrize("kept_bytes", [0, sums.KEPT_BYTES])
 @given(pair=sides())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_the_digest_is_the_same_in_every_layout(kept_bytes: int, pair: tuple[Layout, Layout]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "KEPT_BYTES", kept_bytes)
@@ -34,7 +35,7 @@ def test_the_digest_is_the_same_in_every_layout(kept_bytes: int, pair: tuple[Lay
 
 
 @given(sides(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     layout, memory = pair[0], filled(pair[0])
     before = told(layout, memory)
@@ -50,7 +51,7 @@ def test_another_byte_shows(pair: tuple[Layout, Layout], data: st.DataObject) ->
 
 
 @given(sides(), st.integers(0, 8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_a_source_fills_the_places_and_nothing_else(pair: tuple[Layout, Layout], shift: int) -> None:
     layout = pair[0]
     for places, memory, made in zip(layout.ranks, filled(layout), buffers(layout)):
@@ -70,7 +71,7 @@ def test_a_source_of_another_length_is_refused() -> None:
 
 
 @given(st.binary(min_size=1, max_size=9 * sums.BLOCK))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 def test_they_are_the_sums_by_hand(raw: bytes) -> None:
     tensors = {"t": Tensor((len(raw),), "uint8")}
     memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

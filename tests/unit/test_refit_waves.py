@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ops.refit.layout import Layout, Tensor, dense, whole
 from ops.refit.waves import TRAINER, NoSourceError, Report, State, gives, kinds, parts, settled, waves
+from tests.examples import few
 from tests.unit.refit_layouts import POISON, buffers, filled, sides
 
 SENDERS = 2
@@ -47,7 +48,7 @@ def check(kind: dict[int, int], state: State, trainer: list[int], made: list[lis
 
 
 @given(states())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 def test_everyone_gets_it_once_or_the_plan_is_refused(drawn: tuple[dict[int, int], State, list[int]]) -> None:
     kind, state, trainer = drawn
     left = set(kind) - set(state.gone)
@@ -109,7 +110,7 @@ def test_plans_and_states_are_plain(drawn: tuple[dict[int, int], State, list[int
 
 
 @given(KINDS, st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=few(120), deadline=None)
 def test_whoever_dies_in_whatever_wave_the_others_have_it_or_nobody_could_give_it(
     kind: dict[int, int], data: st.DataObject
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_refusal_says_who_lacks_it_and_why() -> None:
 
 
 @given(sides(), st.integers(1, 3), st.sampled_from([1, 16, 1 << 20]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_both_ends_have_the_same_copies_and_they_are_the_whole_of_it(
     pair: tuple[Layout, Layout], replicas: int, segment: int
 ) -> None:

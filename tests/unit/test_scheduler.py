@@ -10,6 +10,7 @@ from pipeline import Field, Graph, Schedule, WorkerGroup
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, Cancel, Claim, Drop, Finished, Landed, Run, Save
 from pipeline.schedule.staleness import admissible, askable, too_old
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, REF, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World
@@ -73,7 +74,7 @@ def trained(world, step, but=()):
     st.integers(0, 2),
     st.integers(0, 2),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_any_order_of_completion_trains_every_group_exactly_once(random, batch, steps, every, staleness, start):
     planned = build(
         batch=batch,
@@ -644,7 +645,7 @@ def test_what_is_still_to_come_again_is_named_by_the_next_checkpoint():
 
 
 @given(st.integers(0, 2), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=few(30), deadline=None)
 def test_what_a_dropping_run_left_is_trained_once_by_one_that_waits(staleness, rng):
     """A run that is resumed with another schedule loses nothing and trains nothing twice."""
     schedule = DROP | {"checkpoint_every": 1, "max_staleness": 2}

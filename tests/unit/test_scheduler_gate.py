@@ -12,6 +12,7 @@ from pipeline import Field, Graph, GraphError, Schedule, WorkerGroup
 from pipeline.declare.stage import External
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, Dropped
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, PROMPT, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World
@@ -114,7 +115,7 @@ def graphs(draw, staleness=0):
 
 
 @given(st.data(), st.integers(0, 2), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.2, 0.6, 0.9]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 def test_any_graph_in_any_order_trains_the_first_groups_that_are_kept(data, staleness, rng, rate):
     described = data.draw(graphs(staleness))
     drop = [rng.random() < rate for _ in range(400)] + [False] * 200
@@ -122,7 +123,7 @@ def test_any_graph_in_any_order_trains_the_first_groups_that_are_kept(data, stal
 
 
 @given(st.integers(1, 5), st.lists(st.booleans(), min_size=0, max_size=40), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=few(30), deadline=None)
 def test_the_batch_does_not_depend_on_the_order(batch, pattern, rng):
     drop = pattern + [False] * 100
     described = graph(gate(max_rounds=100), batch=batch, schedule={"steps": 2})
@@ -133,7 +134,7 @@ def test_the_batch_does_not_depend_on_the_order(batch, pattern, rng):
 
 
 @given(st.lists(st.booleans(), min_size=20, max_size=20), st.randoms(use_true_random=False), st.integers(0, 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=few(25), deadline=None)
 def test_a_resumed_run_goes_on_with_the_next_number(pattern, rng, staleness):
     drop = pattern + [False] * 100
     changes = {"train": {"corrects_off_policy": True}}

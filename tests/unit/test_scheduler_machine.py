@@ -22,6 +22,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Dropped, Failed, Finished, Landed, Saved
 from pipeline.schedule.scheduler import Scheduler
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, PROMPT, REF, RESPONSE, REWARD, VERSIONS, Toy
 from tests.unit.world import World
@@ -317,9 +318,9 @@ class DisorderWithDrops(Disorder):
 
 
 TestDisorder = Disorder.TestCase
-TestDisorder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestDisorder.settings = settings(max_examples=few(100), stateful_step_count=50, deadline=None)
 TestDisorderWithDrops = DisorderWithDrops.TestCase
-TestDisorderWithDrops.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestDisorderWithDrops.settings = settings(max_examples=few(60), stateful_step_count=50, deadline=None)
 
 
 def disorderly(case: Case, drops: frozenset[int], rng: random.Random, *, slow: float, faults: float) -> World:
@@ -339,7 +340,7 @@ def disorderly(case: Case, drops: frozenset[int], rng: random.Random, *, slow: f
 
 
 @given(cases(), dropped_groups, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_any_case_in_any_order_comes_to_its_end(case, drops, rng):
     disorderly(case, drops, rng, slow=rng.choice([0, 0.2]), faults=rng.choice([0, 0.05])).check_end()
 
@@ -361,7 +362,7 @@ def stopped(world: World, rng: random.Random, after: int) -> World:
 
 
 @given(st.one_of(cases(), cases(**AGEING)), dropped_groups, st.randoms(use_true_random=False), st.integers(0, 120))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_a_run_that_is_asked_to_stop_saves_what_it_has_trained_and_goes_on_from_there(case, drops, rng, after):
     case = case._replace(extras=case.extras - {"outside"})
     if not any(stage.updates for stage in planned(case).stages):
@@ -380,13 +381,13 @@ def test_a_run_that_is_asked_to_stop_saves_what_it_has_trained_and_goes_on_from_
 
 
 @given(cases(**AGEING), st.frozensets(st.integers(0, 20), max_size=2), st.integers(0, 2**32))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(80), deadline=None)
 def test_samples_that_become_too_old_are_replaced(case, drops, seed):
     disorderly(case, drops, random.Random(seed), slow=0.2, faults=0.02).check_end()
 
 
 @given(cases(staleness=st.just(0)), dropped_groups, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 def test_without_staleness_every_schedule_decides_the_same(case, drops, rng):
     """k = 0 is sync: what becomes of stale samples, and how weights are swapped, changes no decision."""
     world = World(planned(case), drops=drops.__contains__).run(rng.randrange)
@@ -409,7 +410,7 @@ def units(world: World) -> set[tuple]:
 
 
 @given(cases(on_stale=st.just("wait")), dropped_groups, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_what_is_computed_together_follows_from_admission(case, drops, rng):
     if case.staleness and case.depth != 0:  # what a gate drops is then replaced at once, not round by round
         case = case._replace(extras=case.extras - {"gate"})

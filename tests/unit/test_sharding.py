@@ -25,6 +25,7 @@ from pipeline.declare.sharding import (
     shard_batch,
     waste,
 )
+from tests.examples import few
 
 HARD_BUDGET = 2048
 
@@ -99,7 +100,7 @@ def check_budget(shards, arguments):
                         assert sum(prompts[i] + responses[i] for i in at) <= tokens
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=few(250), deadline=None)
 @given(batches())
 def test_ranks_that_meet_have_equal_shapes_and_every_sample_once(arguments):
     shards = shard_batch(**arguments)
@@ -113,7 +114,7 @@ def test_ranks_that_meet_have_equal_shapes_and_every_sample_once(arguments):
     assert shard_batch(**arguments) == shards
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=few(120), deadline=None)
 @given(batches(divisible=False))
 def test_a_rank_that_packs_its_own_share_keeps_the_budget_without_equal_counts(arguments):
     shards = shard_batch(**arguments, equal=False)
@@ -124,7 +125,7 @@ def test_a_rank_that_packs_its_own_share_keeps_the_budget_without_equal_counts(a
         assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 @given(batches(divisible=False), st.sampled_from([Dynamic, Packed]), st.integers(1, 60))
 def test_what_does_not_divide_is_equal_too_or_an_error(arguments, mode, above):
     longest = max(map(sum, zip(arguments["prompts"], arguments["responses"])))
@@ -142,7 +143,7 @@ def test_what_does_not_divide_is_equal_too_or_an_error(arguments, mode, above):
         check_equal(shards)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(batches())
 def test_which_samples_an_update_sees_does_not_depend_on_the_ranks(arguments):
     by_ranks = []
@@ -161,7 +162,7 @@ def test_which_samples_an_update_sees_does_not_depend_on_the_ranks(arguments):
     assert by_ranks[0] == by_ranks[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(batches())
 def test_a_shard_survives_the_handle_it_travels_in(arguments):
     prompts = arguments["prompts"]
@@ -200,7 +201,7 @@ def ffd(sizes, budget):
     return len(rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=60),
     st.integers(0, 120),
@@ -391,3 +392,20 @@ def test_a_stage_is_sharded_as_its_description_says(mode):
     described = msgspec.convert(msgspec.to_builtins(described), Sharding)
     expected = shard_batch(prompts, responses, ranks=3, microbatching=mode, minibatches=2)
     assert described.shards({"P": prompts, "T": responses}, 3) == expected
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_description_of_a_stage_says_whether_its_ranks_meet(equal):
+    prompts, responses = [1] * 8, [60, 60, 60, 60, 40, 35, 30, 25]
+    described = Sharding.of(Packed(100), equal=equal)
+    made = described.shards({"P": prompts, "T": responses}, 2)
+    assert made == shard_batch(prompts, responses, ranks=2, microbatching=Packed(100), equal=equal)
+    assert made != shard_batch(prompts, responses, ranks=2, microbatching=Packed(100), equal=not equal)
+
+
+def test_ranks_that_would_not_meet_are_never_handed_out(monkeypatch):
+    unequal = two_shards(microbatches=3)
+    monkeypatch.setattr("pipeline.declare.sharding.shard_batch", lambda *lengths, **described: unequal)
+    with pytest.raises(ValueError, match="ranks 0 and 1 have 1 and 3 microbatches in update 0"):
+        Sharding().shards({"P": [4], "T": [8]}, 2)
+    assert Sharding(equal=False).shards({"P": [4], "T": [8]}, 2) == unequal

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.simulation.sharing import Lane, Machine
+from tests.examples import few
 
 STEP_S = 1e-3
 MEET_S = 6 * STEP_S
@@ -72,7 +73,7 @@ def meet(stream, end_s, task):
     return task[4] and not stream[4] and task[0] == stream[0] and abs(end_s - task[1]) < MEET_S
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(JOBS, st.sampled_from([1.0, 2.0, 3.0]))
 def test_clocks_agree_with_small_steps(jobs, cores):
     expected = ends_by_small_steps(jobs, cores)

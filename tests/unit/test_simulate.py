@@ -23,6 +23,7 @@ from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from pipeline.simulation.virtual_run import Fault, Simulation
 from pipeline.simulation.whatif import Changes
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.simulated_runs import write_run
 
@@ -64,7 +65,7 @@ def test_a_synchronous_step_is_the_sum_of_its_stages():
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 3), st.sampled_from(["in_flight", "drain"]))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=few(25))
 def test_k_batches_ahead_is_the_recursion_by_hand(rollout, train, k, refit):
     """Batch n is sampled once version n - k is there, trained once it is sampled and version n is there. A refit that
     drains comes when what is being sampled has ended."""

@@ -12,6 +12,7 @@ from pipeline.record import trace
 from pipeline.record.history import Tasks, step_ends
 from pipeline.simulation.durations import Costs
 from pipeline.simulation.virtual_run import Fault
+from tests.examples import few
 from tests.unit.records import records, simulated
 from tests.unit.test_analysis import Record, planned
 
@@ -56,7 +57,7 @@ def test_what_runs_before_in_the_same_process_is_waited_for():
     assert slack(planned(), Tasks(record.events)).tasks[2] == pytest.approx(0.25)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=few(40))
 @given(st.data())
 def test_a_task_may_be_slower_by_its_slack_and_by_no_more(data):
     free = Costs()  # what is on its way cannot be told from what lies there
@@ -78,7 +79,7 @@ def test_a_task_may_be_slower_by_its_slack_and_by_no_more(data):
         assert (published(slower) != pytest.approx(published(events))) == delayed
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=few(40))
 @given(records())
 def test_slack_is_never_negative_and_every_task_that_ran_has_one(record):
     made, events = record

@@ -17,6 +17,7 @@ from stages.sources.mixture import LONGEST_WINDOW, turns
 from stages.sources.rows import open_rows
 from stages.sources.schema import Layout
 from stages.tasks import Generated
+from tests.examples import few
 from tests.optional import need
 from tests.unit.test_prompts import REPOSITORY, draw, problem, problems, write
 
@@ -490,7 +491,7 @@ def test_another_process_gives_the_same_rows(tmp_path):
     assert json.loads(done.stdout or "null") == here, done.stderr
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 30), st.sampled_from([0.1, 0.25, 0.7, 1.5])), min_size=1, max_size=5))
 def test_turns_are_exact_over_a_window_and_close_everywhere(weights):
     whose = turns(weights)

@@ -15,7 +15,7 @@ from ops.refit.share import digest_of
 from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Model, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Columns, Ragged
-from pipeline.declare.sharding import Packed
+from pipeline.declare.sharding import Packed, Sharding
 from stages import (
     ClippedLoss,
     Evaluate,
@@ -119,6 +119,39 @@ def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, s
         columns["ref_logprobs"] = columns["prev_logprobs"]
     columns["advantage"] = torch.linspace(-1, 1, len(groups) * G)
     return columns
+
+
+@pytest.mark.parametrize("stage", [PrevLogprobs(POLICY, on=LEARNER), RefLogprobs(POLICY.frozen(), on=LEARNER)])
+def test_logprobs_are_computed_in_the_microbatches_that_the_task_has(stage: Stage, monkeypatch: Any) -> None:
+    """They come in the handle. A rank that packed by itself would meet the others another number of times."""
+    columns, here = batch_columns(), context(LEARNER)
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    (planned,) = Sharding.of(Packed(31)).shards(lengths, 1)
+    (own,) = stage.sharding.shards(lengths, 1)
+    backend, taken = engine(here), []
+    score = backend.score
+    monkeypatch.setattr(
+        backend, "score", lambda *given, **named: taken.append(given[3]) or score(*given, **named), raising=False
+    )
+    run = stage.setup(here)
+    groups = (0, 1, 2, 3)
+    for shard in (planned, None):
+        run(columns, Task(stage=stage.name, step=0, groups=groups, shard=shard))
+    assert taken == [planned, own] and planned != own
+
+
+@pytest.mark.parametrize(
+    ("group", "equal"),
+    [
+        ({}, False),
+        ({"workers": 2, "fully_sharded": True}, True),
+        ({"workers": 2, "expert_parallel": 2}, True),
+    ],
+)
+def test_ranks_that_hold_the_weights_together_score_equally_many_microbatches(group: Any, equal: bool) -> None:
+    for stage in (PrevLogprobs(POLICY, on=WorkerGroup("learner", backend="torch", **group)), RefLogprobs(POLICY)):
+        assert stage.sharding.equal == (equal and stage.on is not None)
+    assert Train(POLICY, on=WorkerGroup("learner", backend="torch", **group), lr=1e-3).sharding.equal
 
 
 def test_prev_and_ref_logprobs_are_the_rollouts_of_the_same_weights() -> None:

@@ -237,7 +237,8 @@ class Client:
                 await self._received(llm, self._weights)
             ready = True
         except NotAsOfferedError as error:
-            raise StageError(self._overtaken()) from error
+            self._failures, self._failure = self._failures + 1, self._overtaken()
+            raise StageError(self._failure) from error
         finally:
             if not ready:  # it has other weights than those that were served
                 self._lose(llm)

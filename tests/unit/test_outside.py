@@ -1,0 +1,48 @@
+"""A process outside the graph writes a field: what of it is there is taken, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipeline import KVBatchMeta
+from pipeline.cli.load import load
+from pipeline.data_plane.memory import MemoryPlane
+from pipeline.engine.handles import HandleTable
+from pipeline.engine.outside import Outside
+from pipeline.executors.worker import register
+from pipeline.plan.planner import plan
+from pipeline.schedule.scheduler import Scheduler
+
+SMALL = Path(__file__).parents[1] / "integration" / "small_graph.py"
+
+
+def scores(handle: KVBatchMeta | None, plane: MemoryPlane) -> list[float]:
+    assert handle is not None
+    return plane.get(handle, ["score"], reader="listen")["score"].tolist()
+
+
+def test_only_what_is_there_is_taken() -> None:
+    described = load(SMALL).build({"steps": 1, "batch": 3, "external": True})
+    planned = plan(described)[0]
+    plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
+    register(plane, planned.partition, described.all_stages())
+    scheduler.begin()
+    outside = Outside(planned, handles)
+
+    def asked() -> list[tuple[tuple[int, ...], int]]:
+        found = outside.ask(plane, scheduler, {0: float("inf")})  # nothing is late
+        for landed, _ in found:
+            scheduler.handle(landed)
+        return [(landed.groups, put.samples) for landed, put in found]
+
+    assert asked() == [] and not len(handles)
+    plane.write_outside("small", "00000001.0", {"score": torch.tensor([3.0, 4.0])})
+    plane.write_outside("small", "00000002.0", {"score": torch.tensor([5.0])})  # one of its two samples
+    assert asked() == [((1,), 2)] and asked() == []
+    assert scores(handles.handle((1,), ["score"]), plane) == [3.0, 4.0]
+    assert scheduler.absent(0, "score") == [0, 2]
+    plane.write_outside("small", "00000002.0", {"score": torch.tensor([5.0, 6.0])})
+    assert asked() == [((2,), 2)]
+    assert scores(handles.handle((1, 2), ["score"]), plane) == [3.0, 4.0, 5.0, 6.0]
