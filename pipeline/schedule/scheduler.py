@@ -23,7 +23,7 @@ arrival. Admission numbers count up without a gap, so a step has the least numbe
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 from pipeline.declare.task import Task
 from pipeline.errors import Problem
@@ -104,6 +104,13 @@ class Scheduler:
         """Every step has been trained and acknowledged, every checkpoint written, and nothing runs any more."""
         idle = not self._board.steps and not self._saving and self._grants.idle
         return idle and self._steps_done == self.plan.steps
+
+    @property
+    def over(self) -> bool:
+        """Whether all is done, or all that `stop` leaves to do."""
+        if self._board.steps and not self._stopping:
+            return False
+        return self.done or self.stopped
 
     @property
     def in_flight(self) -> int:
@@ -193,14 +200,11 @@ class Scheduler:
         self._grants.look_again()
         return self._granted(decisions)
 
-    def is_current(self, task: Task) -> bool:
-        """Whether a report of this task counts: it is not over, and no other attempt has replaced it."""
-        return self._grants.running(task.number) is not None
-
-    def owed(self, task: Task) -> tuple[int, ...]:
-        """The groups of a current task that it has not acknowledged."""
+    def owed(self, task: Task) -> KeysView[int] | None:
+        """The groups that a task has not acknowledged, as they are from now on; None where it is over or was replaced,
+        and no report of it counts."""
         running = self._grants.running(task.number)
-        return tuple(running.left) if running else ()
+        return None if running is None else running.left.keys()
 
     def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
         """(step, stage, what it waits for) of every stage in flight that has not acknowledged everything."""
@@ -573,6 +577,6 @@ class Scheduler:
         for after, lag in self._after[name]:
             later = self._board.steps.get(number + lag)
             waiter = later.readers.get(after) if later else None
-            if waiter and waiter.units and waiter.blockers == {Fence(name, number)}:
+            if waiter and waiter.units and len(waiter.blockers) == 1 and Fence(name, number) in waiter.blockers:
                 return False
         return True

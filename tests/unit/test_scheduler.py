@@ -489,7 +489,7 @@ def test_what_was_not_acknowledged_is_handed_out_again_as_the_next_attempt():
     world.fail(lost)
     again = world.job("rollout").task
     assert (again.groups, again.attempt) == ((0, 2, 3), 1) and again.number > lost.task.number
-    assert not world.scheduler.is_current(lost.task) and world.scheduler.is_current(again)
+    assert world.scheduler.owed(lost.task) is None and world.scheduler.owed(again) is not None
     assert world.tell(Landed(0, (0,), ("response", "token_versions"), task=lost.task.number)) == []
     assert world.tell(Finished(lost.task, (0,))) == []
     assert world.scheduler.absent(0, "response") == [0, 3]
