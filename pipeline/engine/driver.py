@@ -1,36 +1,37 @@
-"""Drives one run: the scheduler decides, the executor acts, the trace remembers.
+"""Drives one run: the scheduler decides, the executor acts, the journal remembers.
 
 run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
 run.execute()
+
+`Driver` is all that real runs and simulations have in common; `Engine` gives it the parts of a real run.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
-from pipeline.engine.handles import HandleTable
-from pipeline.engine.outside import EVERY_S, Outside
-from pipeline.engine.tally import Tally
+from pipeline.engine.checkpoints import Checkpoints, Folders
+from pipeline.engine.drops import Drops
+from pipeline.engine.journal import Journal, WallClock
+from pipeline.engine.outside import EVERY_S, Notice, Outside
+from pipeline.engine.oversight import Oversight
+from pipeline.engine.rows import Rows
+from pipeline.engine.steps import Numbers, StepListener, Steps
 from pipeline.engine.termination import Termination
-from pipeline.engine.usage import Usage
-from pipeline.errors import CheckpointError, Problem, SluiceError, StageError
+from pipeline.errors import SluiceError, StageError
 from pipeline.executors import Executor
 from pipeline.executors.worker import TaskResult, WorkerSettings, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import with_samples
 from pipeline.record import checkpoint, trace
-from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
 from pipeline.schedule.events import (
-    CANCELLED,
     Admit,
     Cancel,
     Claim,
@@ -45,14 +46,255 @@ from pipeline.schedule.events import (
     Landed,
     Run,
     Save,
-    Saved,
     Served,
     StepDone,
 )
 from pipeline.schedule.scheduler import Scheduler
 
-CLEARS_AT_ONCE = 2
-StepListener = Callable[[int, dict[str, float]], None]
+
+class Runs(Protocol):
+    """What the driver asks of an executor; `pipeline.executors.Executor` and the simulated workers are such."""
+
+    name: str
+
+    def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
+        """Start a task."""
+
+    def wait(self, timeout_s: float) -> Sequence[TaskResult | Notice]:
+        """What was reported, in the order in which it came; nothing where nothing was within `timeout_s`."""
+
+    def cancel(self, task: Task, groups: Sequence[int]) -> None:
+        """Have a running stream give up groups."""
+
+    def close(self) -> None:
+        """End all workers. Idempotent."""
+
+
+class Store(Protocol):
+    """Where columns lie. `pipeline.engine.rows.Rows` is one; a simulation has none of them and knows their lengths."""
+
+    def handle(self, task: Task) -> KVBatchMeta | None:
+        """What a task reads; None where it reads no samples."""
+
+    def landed(self, report: TaskResult) -> list[Event]:
+        """What is present now that a task has put what it reports."""
+
+    def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of the longest response of each group."""
+
+    def lost(self, groups: Sequence[int], attempt: int) -> None:
+        """The worker of an attempt is lost."""
+
+    def clear(self, step: int, groups: tuple[int, ...]) -> None:
+        """Nobody will read these groups again."""
+
+    def sweep(self, report: TaskResult) -> None:
+        """Remove what an attempt has put that was replaced."""
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Record what was removed."""
+
+    def left(self) -> int:
+        """Rows that are there at the end."""
+
+    def close(self) -> None:
+        """Nothing will be removed any more. Idempotent."""
+
+
+class Arrivals(Protocol):
+    """What comes from outside the graph."""
+
+    def admitted(self, step: int, groups: tuple[int, ...]) -> None:
+        """Groups entered with a step: what is written of them from outside may come from now on."""
+
+    def came(self, scheduler: Scheduler) -> Sequence[Notice]:
+        """What has come since the last time."""
+
+
+class Driver:
+    """One run of a plan: hands the scheduler's decisions to its parts, and what they report to the scheduler."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Runs,
+        *,
+        journal: Journal,
+        rows: Store,
+        steps: Steps,
+        drops: Drops,
+        checkpoints: Checkpoints,
+        outside: Arrivals,
+        oversight: Oversight,
+    ) -> None:
+        self.scheduler, self.executor = scheduler, executor
+        self.journal, self.rows, self.steps, self.drops = journal, rows, steps, drops
+        self.checkpoints, self.outside, self.oversight = checkpoints, outside, oversight
+        weights = set(scheduler.plan.weights_fields)
+        self._weights = {  # what a stage makes of weights, and whether they are served then
+            stage.name: (tuple(field for field in stage.writes if field in weights), stage.shape == "transfer")
+            for stage in scheduler.plan.stages
+        }
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was asked to stop and did, before its last step."""
+        return self.oversight.stopping and not self.scheduler.done
+
+    def run(self, start: Callable[[], Iterable[trace.Placed]]) -> None:
+        """Run every step that is left; `start` brings the workers up. Raises SluiceError."""
+        try:
+            self.journal.started(self.scheduler.start, self.executor.name)
+            for placed in start():
+                self.journal.write(placed)
+            self._loop()
+            self.rows.settle(wait=True)
+            if self.scheduler.done:
+                self.journal.ended(self.rows.left())
+            else:
+                self.journal.interrupted()
+        except SluiceError as error:
+            self.journal.failed(error, self.oversight.failed)
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            self.journal.interrupted()
+            raise
+        finally:
+            self.rows.close()
+            self.executor.close()
+            self.journal.close()
+
+    def _loop(self) -> None:
+        oversight, rows, journal = self.oversight, self.rows, self.journal
+        oversight.progressed()
+        self._carry_out(self.scheduler.begin())
+        while True:
+            if oversight.must_stop:
+                oversight.stopping = True
+                journal.stopping()
+                self._carry_out(self.scheduler.stop())
+            rows.settle()
+            journal.flush()
+            if oversight.over(self.scheduler):
+                return
+            reports = self.executor.wait(EVERY_S)
+            for report in reports:  # what follows from one report comes before the next
+                self._handle(self._notice(report) if isinstance(report, Notice) else self._take(report))
+            came = self.outside.came(self.scheduler)
+            for notice in came:
+                self._handle(self._notice(notice))
+            if reports or came:
+                oversight.progressed()
+            else:
+                oversight.check(self.scheduler)
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        if events:
+            self._carry_out(self.scheduler.handle(*events))
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Run():
+                    self._submit(decision.task)
+                case Clear():
+                    self.rows.clear(decision.step, decision.groups)
+                case Admit(step=step, groups=groups):
+                    self.steps.admitted(step, len(groups), self.journal.clock.now_s)
+                    self.journal.admitted(step, groups, self.scheduler.version)
+                    self.outside.admitted(step, groups)
+                case Claim(step=step, groups=groups):
+                    self.steps.claimed(step, groups)
+                    self.journal.claimed(step, groups)
+                case Drop():
+                    self.drops.take(decision)
+                case Cancel():
+                    self.executor.cancel(decision.task, decision.groups)
+                case Save():
+                    self.drops.unheard(self.drops.cancelled)  # the checkpoint has them behind it, the record may end
+                    self._handle(self.checkpoints.save(decision))
+                case StepDone():
+                    self._step_done(decision.step)
+                case GiveUp():
+                    self.oversight.failed = Task(stage=decision.stage, step=decision.step)
+                    raise StageError(decision.problem)
+
+    def _submit(self, task: Task) -> None:
+        meta = self.rows.handle(task)
+        self.journal.submitted(task)
+        self.executor.submit(task, meta)
+
+    def _step_done(self, step: int) -> None:
+        version = self.scheduler.version
+        metrics, cpu_s = self.steps.close(step, version, self.journal.clock.now_s)
+        self.journal.step_ended(step, metrics, cpu_s)
+        self.steps.done(step, metrics)
+
+    # What is reported, as events for the scheduler.
+
+    def _notice(self, notice: Notice) -> list[Event]:
+        self.journal.write(notice.written)
+        return [notice.event]
+
+    def _take(self, report: TaskResult) -> list[Event]:
+        task, journal = report.task, self.journal
+        for event in report.events:
+            journal.write(event)
+        self.steps.report(report)
+        if report.error:
+            self.oversight.failed = task
+            raise report.error
+        owed = self.scheduler.owed(task)
+        if report.lost:
+            return [] if owed is None else self._lost(task, tuple(owed), report.lost)
+        if report.served is not None:
+            return [] if owed is None else self._served(task, report.served)
+        if owed is None:
+            return self._fence(report)
+        finished = report.finished
+        if finished and owed.isdisjoint(finished):
+            return []  # the same report for the second time says nothing
+        events = self.rows.landed(report)
+        if report.weights:
+            events.append(self._made(task, report.weights))
+        if report.dropped:
+            gate = self.scheduler.plan.gate
+            self.drops.refused(gate.stage if gate else task.stage, task.step, report.dropped)
+            events.append(Dropped(task.step, report.dropped, task.number))
+        if self.drops.cancelled:
+            self.drops.acknowledged(finished, report.cancelled)
+        if finished or not task.groups:
+            journal.acknowledged(task, finished)
+            events.append(Finished(task, finished))
+        return events
+
+    def _fence(self, report: TaskResult) -> list[Event]:
+        """A report of an attempt that was replaced: what it has put is swept. The end of a stream is none."""
+        if report.finished or report.handles or not report.task.groups:
+            self.journal.fenced(report.task, report.finished)
+        self.rows.sweep(report)
+        return []
+
+    def _lost(self, task: Task, owed: tuple[int, ...], reason: str) -> list[Event]:
+        """The worker of a task is another one now: what it had not acknowledged goes out again, as the next attempt."""
+        self.drops.unheard(owed)
+        self.journal.retried(task, owed, reason)
+        self.rows.lost(owed, task.attempt)
+        return [Failed(task)]
+
+    def _served(self, task: Task, replica: int) -> list[Event]:
+        """A replica has the version that a transfer brings."""
+        self.journal.served(task, replica)
+        return [Served(task, replica)]
+
+    def _made(self, task: Task, weights: tuple[int, str]) -> Landed:
+        """A stage has made weights, or published them."""
+        fields, served = self._weights[task.stage]
+        if served:
+            now_s = self.journal.clock.now_s
+            self.journal.published(task, *weights, now_s)
+            self.steps.published(task.step, now_s)
+        return Landed(task.step, (), fields, task=task.number)
 
 
 class Engine:
@@ -60,7 +302,7 @@ class Engine:
 
     `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long
     the run may go without any task finishing. `termination` may ask the run to stop: then what is being trained is
-    finished and saved, `execute` returns, and `stopped` is true.
+    finished and saved, `execute` returns, and `driver.stopped` is true.
     """
 
     def __init__(
@@ -75,28 +317,50 @@ class Engine:
         deadline_s: float = 3600.0,
         termination: Termination | None = None,
     ) -> None:
-        self.termination, self.stopped = termination, False
-        self._stopping = False
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
-        self.start, self.on_step, self.deadline_s = start, on_step, deadline_s
-        self.scheduler = Scheduler(plan, start=start)
-        self.handles = HandleTable(plan.group_size)
-        self.weights: dict[int, str] = {}  # the last published version and its hash
-        self._trace = trace.TraceWriter(run_dir.events if run_dir else None)
-        self._tally = Tally(plan)
-        self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
-        self._clears: deque[Future[trace.Cleared]] = deque()
-        self._cancelled: dict[int, int] = {}  # groups that are to be given up, and the step for which they were too old
-        self._published_s = 0.0  # a step lasts from one published version to the next
-        self._failed: Task | None = None
-        self._last_progress_s = time.monotonic()
-        self._outside = Outside(plan, self.handles)
-        self._usage = Usage()
+        journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
         stamps = next((stage.stamps for stage in graph.all_stages() if stage.stamps), None)
-        self._tokens = stamps.ragged if stamps else None  # the dimension of tokens
+        self.rows = Rows(plan, executor, journal, stamps.ragged if stamps else None)
+        steps = Numbers(plan, run_dir, start, on_step)
+        outside = Outside(plan, self.rows.handles, executor)
+        self.driver = Driver(
+            Scheduler(plan, start=start),
+            executor,
+            journal=journal,
+            rows=self.rows,
+            steps=steps,
+            drops=Drops(journal, steps, self.rows.lengths, at_once=False),
+            checkpoints=Folders(plan.name, graph.schedule.seed, run_dir, executor, journal),
+            outside=outside,
+            oversight=Oversight(
+                f"run of {plan.name}",
+                journal.clock,
+                termination=termination,
+                deadline_s=deadline_s,
+                awaits=outside.awaited,
+            ),
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """That of the run."""
+        return self.driver.scheduler
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was asked to stop and did, before its last step."""
+        return self.driver.stopped
 
     def execute(self) -> None:
         """Run every step that is left. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
+        start, restore = self.scheduler.start, None
+        if self.run_dir and start:
+            restore, manifest, _ = checkpoint.read(self.run_dir, start)
+            self.driver.scheduler = Scheduler(
+                self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
+            )
+        if self.run_dir:
+            self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
         settings = WorkerSettings(
             partition=self.plan.partition,
             group_size=self.plan.group_size,
@@ -104,382 +368,11 @@ class Engine:
             seed=self.graph.schedule.seed,
             run_dir=self.run_dir.path if self.run_dir else None,
         )
-        restore = None
-        if self.run_dir and self.start:
-            restore, manifest, _ = checkpoint.read(self.run_dir, self.start)
-            self.scheduler = Scheduler(
-                self.plan, start=self.start, next_group=manifest.next_group, pending=manifest.pending
-            )
-        if self.run_dir:
-            self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
-        self._trace.write(
-            trace.Started(
-                graph=self.plan.name,
-                start=self.start,
-                steps=self.plan.steps,
-                executor=self.executor.name,
-                monotonic_s=time.monotonic(),
-                wall_s=time.time(),
-            )
-        )
-        try:
-            for placed in self.executor.start(self.graph, self.plan, settings, restore):
-                self._trace.write(placed)
+
+        def bring_up() -> Iterable[trace.Placed]:
+            yield from self.executor.start(self.graph, self.plan, settings, restore)
             register(self.executor.plane, self.plan.partition, with_samples(self.graph))
-            if self.termination:
-                self.termination.install()  # again: Ray has a handler of its own
-            self._loop()
-            self._end()
-        except SluiceError as error:
-            self._trace.write(
-                trace.Failed(
-                    stage=self._failed.stage if self._failed else None,
-                    step=self._failed.step if self._failed else None,
-                    error=type(error).__name__,
-                    problems=tuple(map(str, error.problems)),
-                    at_s=time.monotonic(),
-                )
-            )
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            self._interrupted()
-            raise
-        finally:
-            self._clearing.shutdown()
-            self.executor.close()
-            self._trace.close()
+            if termination := self.driver.oversight.termination:
+                termination.install()  # again: Ray has a handler of its own
 
-    def _loop(self) -> None:
-        self._last_progress_s = time.monotonic()
-        self._carry_out(self.scheduler.begin())
-        while True:
-            if self.termination and self.termination.asked and not self._stopping:
-                self._stopping = True
-                self._trace.write(trace.Stopping(at_s=time.monotonic()))
-                self._carry_out(self.scheduler.stop())
-            self._take_clears()
-            self._trace.flush()
-            if self.scheduler.done or self.scheduler.stopped:
-                return self._take_clears(wait=True)
-            results = self.executor.wait(EVERY_S)
-            found = []
-            for result in results:  # what follows from one report comes before the next
-                self._handle(self._take(result))
-            if self._outside.due():
-                found = self._outside.ask(self.executor.plane, self.scheduler, self._tally.last_admitted_s())
-                for landed, put in found:
-                    self._trace.write(put)
-                    self._handle([landed])
-            if results or found:
-                self._last_progress_s = time.monotonic()
-            else:
-                self._check_progress()
-
-    def _handle(self, events: Sequence[Event]) -> None:
-        if events:
-            self._carry_out(self.scheduler.handle(*events))
-
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
-            self._handle(self._act(decision))
-
-    def _act(self, decision: Decision) -> list[Event]:
-        now_s = time.monotonic()
-        match decision:
-            case Admit(step=step, groups=groups):
-                self._tally.admitted(step, len(groups), now_s)
-                self._trace.write(trace.Admitted(step=step, groups=groups, version=self.scheduler.version, at_s=now_s))
-            case Claim(step=step, groups=groups):
-                self._tally.claimed(step, groups)
-                self._trace.write(trace.Claimed(step=step, groups=groups, at_s=now_s))
-            case Run():
-                self._submit(decision.task)
-            case Drop(step=step, groups=groups, reason=reason):
-                if reason == CANCELLED:  # how long they were is known when the worker has given them up
-                    self._cancelled.update(dict.fromkeys(groups, step))
-                else:
-                    self._drop(step, groups, reason)
-            case Cancel():
-                self.executor.cancel(decision.task, decision.groups)
-            case Clear():
-                self._clear(decision)
-            case Save():
-                return [self._save(decision)]
-            case StepDone():
-                self._step_done(decision.step)
-            case GiveUp():
-                self._failed = Task(stage=decision.stage, step=decision.step)
-                raise StageError(decision.problem)
-        return []
-
-    def _submit(self, task: Task) -> None:
-        planned = self.plan.stage(task.stage)
-        fields = [field for field in planned.reads if field not in self.plan.weights_fields]
-        groups = task.groups if planned.chooses else task.groups[: planned.first_groups]
-        meta = self.handles.handle(groups, fields) if fields and groups else None
-        self._trace.write(
-            trace.Submitted(
-                **trace.of(task),
-                group=planned.groups[0],
-                replica=task.replica,
-                groups=task.groups,
-                samples=len(task.groups) * self.plan.group_size,
-                version=task.version,
-                at_s=time.monotonic(),
-            )
-        )
-        self.executor.submit(task, meta)
-
-    def _take(self, result: TaskResult) -> list[Event]:
-        """What a worker reported, as events."""
-        task = result.task
-        for event in result.events:
-            self._trace.write(event)
-        self._measure(result)
-        if result.error:
-            self._failed = task
-            raise result.error
-        if result.lost:
-            return self._lost(task, result.lost)
-        if not self.scheduler.is_current(task):
-            return self._fence(result)
-        if result.served is not None:
-            return [self._served(task, result.served)]
-        events: list[Event] = []
-        for handle in result.handles:
-            whole = self.handles.add(handle)
-            oldest = tuple(result.oldest[group] for group in whole) if result.oldest else ()
-            events.append(Landed(task.step, whole, handle.fields, oldest, task.number))
-        if result.weights:
-            events.append(self._weights(task, result.weights))
-        if result.dropped:
-            stage = self.plan.gate.stage if self.plan.gate else task.stage
-            for reason in dict.fromkeys(result.dropped.values()):
-                self._drop(task.step, [g for g, why in result.dropped.items() if why == reason], reason, stage=stage)
-            events.append(Dropped(task.step, result.dropped, task.number))
-        if self._cancelled:
-            self._given_up(result)
-        if result.finished or not task.groups:
-            self._trace.write(
-                trace.Acknowledged(
-                    **trace.of(task),
-                    groups=result.finished,
-                    at_s=time.monotonic(),
-                )
-            )
-            events.append(Finished(task, result.finished))
-        return events
-
-    def _served(self, task: Task, replica: int) -> Served:
-        """A replica has the version that a transfer brings."""
-        now_s = time.monotonic()
-        self._trace.write(trace.Served(**trace.of(task), replica=replica, version=task.step + 1, at_s=now_s))
-        return Served(task, replica)
-
-    def _fence(self, result: TaskResult) -> list[Event]:
-        """A report of an attempt that was replaced: what it has put is swept. The end of a stream is none."""
-        task = result.task
-        if result.finished or result.handles:
-            self._trace.write(
-                trace.Fenced(
-                    **trace.of(task),
-                    groups=result.finished,
-                    at_s=time.monotonic(),
-                )
-            )
-        for handle in result.handles:
-            self._clear_rows(handle, task.step, ())
-        return []
-
-    def _lost(self, task: Task, reason: str) -> list[Event]:
-        """The worker of a task is another one now: what it had not acknowledged goes out again, as the next attempt."""
-        if not self.scheduler.is_current(task):
-            return []
-        owed = self.scheduler.owed(task)
-        self._give_up(group for group in owed if group in self._cancelled)
-        self._trace.write(trace.Retried(**trace.of(task), groups=owed, reason=reason, at_s=time.monotonic()))
-        self.handles.lose(owed, task.attempt)
-        return [Failed(task)]
-
-    def _weights(self, task: Task, weights: tuple[int, str]) -> Landed:
-        """A stage has made weights, or published them."""
-        planned = self.plan.stage(task.stage)
-        fields = tuple(field for field in planned.writes if field in self.plan.weights_fields)
-        if planned.shape == "transfer":
-            version, sha256 = weights
-            self.weights = {version: sha256}
-            now_s = time.monotonic()
-            self._trace.write(
-                trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=now_s)
-            )
-            if task.step >= self.start:
-                self._tally.took(task.step, "step", now_s - self._published_s)
-            self._published_s = now_s
-        return Landed(task.step, (), fields, task=task.number)
-
-    def _measure(self, result: TaskResult) -> None:
-        """Count the metrics of a task, and the seconds of its slowest worker."""
-        task = result.task
-        groups = [group for group in result.finished if group not in result.cancelled]
-        self._tally.report(task, result.metrics, result.samples if task.groups else 0, groups)
-        spans = [event for event in result.events if isinstance(event, trace.Ran)]
-        if not spans:
-            return
-        if self.plan.stage(task.stage).shape == "transfer":  # one side after the other, or both together
-            took_s = covered_s((span.start_s, span.end_s) for span in spans)
-        else:
-            taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
-            for span in spans:
-                worker = (span.group, span.worker)
-                taken_s[worker] = taken_s.get(worker, 0.0) + span.end_s - span.start_s
-            took_s = max(taken_s.values())
-        self._tally.took(task.step, task.stage, took_s)
-
-    def _drop(
-        self, step: int, groups: Sequence[int], reason: str, *, stage: str = "", tokens: Sequence[int] | None = None
-    ) -> None:
-        """Record groups that leave without being trained."""
-        if tokens is None:
-            tokens = self.handles.longest(groups, self._tokens) if self._tokens else ()
-        self._tally.dropped(step, groups, stage or reason)
-        self._trace.write(
-            trace.Dropped(
-                stage=stage,
-                step=step,
-                groups=tuple(groups),
-                reason=reason,
-                tokens=tuple(tokens),
-                at_s=time.monotonic(),
-            )
-        )
-
-    def _give_up(self, groups: Iterable[int]) -> None:
-        """Record groups that were cancelled though their worker has not acknowledged it; nobody knows their length."""
-        for group in list(groups):
-            self._drop(self._cancelled.pop(group), (group,), CANCELLED, tokens=())
-
-    def _given_up(self, result: TaskResult) -> None:
-        """Record groups that were cancelled, now that their worker acknowledges them: given up, or just finished."""
-        for group in result.finished:
-            if group in self._cancelled:
-                step = self._cancelled.pop(group)
-                tokens = (result.cancelled[group],) if group in result.cancelled else None
-                self._drop(step, (group,), CANCELLED, tokens=tokens)
-
-    def _clear(self, decision: Clear) -> None:
-        handle = self.handles.rows(decision.groups)
-        self.handles.forget(decision.groups)
-        if handle is not None:
-            self._clear_rows(handle, decision.step, decision.groups)
-
-    def _clear_rows(self, handle: KVBatchMeta, step: int, groups: tuple[int, ...]) -> None:
-        """Hand the clearing to a thread of its own: nobody waits for rows that nobody reads."""
-
-        def clear() -> trace.Cleared:
-            start_s = time.monotonic()
-            self.executor.plane.clear(handle)
-            return trace.Cleared(step=step, groups=groups, start_s=start_s, end_s=time.monotonic())
-
-        while len(self._clears) >= CLEARS_AT_ONCE:  # the data plane holds no more than the plan says and these
-            self._trace.write(self._clears.popleft().result())
-        self._clears.append(self._clearing.submit(clear))
-        self.executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))
-
-    def _take_clears(self, *, wait: bool = False) -> None:
-        """Record the clears that are done; raises what one of them raised."""
-        while self._clears and (wait or self._clears[0].done()):
-            self._trace.write(self._clears.popleft().result())
-
-    def _save(self, decision: Save) -> Saved:
-        self._give_up(self._cancelled)  # the checkpoint has them behind it, and its record may end before they are done
-        if self.run_dir:
-            self._trace.flush()  # a checkpoint is never ahead of the record
-            start_s = time.monotonic()
-            try:
-                folder, manifest = checkpoint.write(
-                    self.run_dir,
-                    graph=self.plan.name,
-                    steps=decision.step + 1,
-                    next_group=decision.next_group,
-                    pending=decision.pending,
-                    seed=self.graph.schedule.seed,
-                    save=self.executor.save,
-                )
-            except OSError as error:
-                raise CheckpointError(
-                    Problem(
-                        where=str(self.run_dir.checkpoints),
-                        what=f"a checkpoint could not be written: {error}",
-                        why="the run must be able to resume; earlier checkpoints are whole",
-                        fix="make room, then --resume",
-                    )
-                ) from error
-            self._trace.write(
-                trace.Checkpointed(
-                    step=decision.step,
-                    folder=folder.name,
-                    size_bytes=manifest.size_bytes,
-                    start_s=start_s,
-                    end_s=time.monotonic(),
-                )
-            )
-        return Saved(decision.step)
-
-    def _step_done(self, step: int) -> None:
-        metrics = self._tally.close(step, time.monotonic())
-        line = {"step": step + 1, "version": self.scheduler.version, **metrics}
-        if self.run_dir:
-            with self.run_dir.metrics.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
-        driver_cpu_s, processes_cpu_s = self._usage.read()
-        self._trace.write(
-            trace.StepEnded(
-                step=step,
-                metrics=metrics,
-                at_s=time.monotonic(),
-                driver_cpu_s=driver_cpu_s,
-                processes_cpu_s=processes_cpu_s,
-            )
-        )
-        if self.on_step:
-            self.on_step(step, metrics)
-
-    def _check_progress(self) -> None:
-        idle_s = time.monotonic() - self._last_progress_s
-        waits = "; ".join(
-            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
-            for step, stage, what in self.scheduler.waiting()
-        )
-        running = self.scheduler.running
-        if not running and not self._outside.stages:
-            raise StageError(
-                Problem(
-                    where=f"run of {self.plan.name}",
-                    what=f"nothing can start: {waits}",
-                    why="no task is running",
-                    fix="report this graph: the checks should have refused it",
-                )
-            )
-        if idle_s > self.deadline_s:
-            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}" for task in running))
-            raise StageError(
-                Problem(
-                    where=f"run of {self.plan.name}",
-                    what=f"no task finished in {self.deadline_s:g} s; running: {doing or 'none'}",
-                    why=f"every wait has a deadline; {waits}",
-                    fix="raise --deadline-s, or mend the stage that hangs",
-                )
-            )
-
-    def _interrupted(self) -> None:
-        self._trace.write(trace.Failed(stage=None, step=None, error="interrupted", problems=(), at_s=time.monotonic()))
-
-    def _end(self) -> None:
-        if not self.scheduler.done:
-            self.stopped = True
-            return self._interrupted()
-        late = self.handles.late(self.plan.partition)  # a worker that was taken for lost may have gone on
-        if late is not None:
-            self.executor.plane.clear(late)
-        rows = self.executor.plane.row_count(self.plan.partition)
-        self._trace.write(trace.Ended(steps=self.plan.steps, rows_left=rows, at_s=time.monotonic()))
+        self.driver.run(bring_up)

@@ -7,55 +7,71 @@ of the graph had put it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipeline.data_plane import DataPlane
 from pipeline.declare.handle import group_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.errors import Problem, StageError
+from pipeline.executors import Executor
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
-from pipeline.schedule.events import Landed
+from pipeline.schedule.events import Event, Landed
 from pipeline.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0  # between two questions to the store
 
 
+class Notice(NamedTuple):
+    """Something happened that is no report of a task: what the scheduler hears of it, and what is written down."""
+
+    event: Event
+    written: trace.TraceEvent
+
+
 class Outside:
     """The fields of a plan that nothing in its graph writes and something in it reads."""
 
-    def __init__(self, plan: Plan, handles: HandleTable) -> None:
+    def __init__(self, plan: Plan, handles: HandleTable, executor: Executor) -> None:
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
-        self._plan, self._handles = plan, handles
+        self._plan, self._handles, self._executor = plan, handles, executor
         self._ragged = {edge.field: edge.ragged for edge in plan.edges}
         self._asked_s = time.monotonic()
+        self._admitted_s: dict[int, float] = {}  # by step, when it was last given groups
+
+    def admitted(self, step: int, groups: tuple[int, ...]) -> None:
+        """Groups entered with a step: their fields may come from now on."""
+        if self.stages:
+            self._admitted_s[step] = time.monotonic()
+
+    def awaited(self) -> bool:
+        """Whether something may come that no task brings."""
+        return bool(self.stages)
 
     def due(self) -> bool:
         """Whether there is something to ask for, and it is time."""
         return bool(self.stages) and time.monotonic() - self._asked_s >= EVERY_S
 
-    def ask(
-        self, plane: DataPlane, scheduler: Scheduler, admitted_s: Mapping[int, float]
-    ) -> list[tuple[Landed, trace.Put]]:
-        """What has come since the last time; `admitted_s` says when each step was last given groups.
-
-        Raises StageError for a field that is later than its stage allows.
-        """
+    def came(self, scheduler: Scheduler) -> Sequence[Notice]:
+        """What has come since the last time. Raises StageError for a field that is later than its stage allows."""
+        if not self.due():
+            return ()
         self._asked_s = time.monotonic()
+        steps = scheduler.steps_in_flight()
+        self._admitted_s = {step: at_s for step, at_s in self._admitted_s.items() if step in steps}
         found = []
         for stage in self.stages:
-            for step in scheduler.steps_in_flight():
+            for step in steps:
                 for field in (field for field in stage.writes if field in self._ragged):
                     groups = scheduler.absent(step, field)
-                    if groups and (put := self._adopt(plane, stage, step, groups, field)):
+                    if groups and (put := self._adopt(self._executor.plane, stage, step, groups, field)):
                         found.append(put)
                     elif groups:
-                        self._check_late(stage, step, field, admitted_s.get(step, self._asked_s))
+                        self._check_late(stage, step, field, self._admitted_s.get(step, self._asked_s))
         return found
 
-    def _adopt(
-        self, plane: DataPlane, stage: PlannedStage, step: int, groups: list[int], field: str
-    ) -> tuple[Landed, trace.Put] | None:
+    def _adopt(self, plane: DataPlane, stage: PlannedStage, step: int, groups: list[int], field: str) -> Notice | None:
         keys = keys_of(tuple(groups), self._plan.group_size)
         there = plane.presence(self._plan.partition, keys, [field])[field]
         incomplete = {group_of(key) for key, is_there in zip(keys, there) if not is_there}
@@ -76,7 +92,7 @@ class Outside:
             start_s=now_s,
             end_s=now_s,
         )
-        return Landed(step, whole, (field,)), put
+        return Notice(Landed(step, whole, (field,)), put)
 
     def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
         if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:

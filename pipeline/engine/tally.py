@@ -20,7 +20,6 @@ class _Numbers:
         self.admitted = 0
         self.dropped: Counter[str] = Counter()  # by reason: the gate's name, or why a group was too old
         self.first_admitted_s: float | None = None
-        self.last_admitted_s: float | None = None
 
 
 class Tally:
@@ -37,14 +36,8 @@ class Tally:
         """Groups entered with a step."""
         numbers = self._of(step)
         numbers.admitted += groups
-        numbers.last_admitted_s = at_s
         if numbers.first_admitted_s is None:
             numbers.first_admitted_s = at_s
-
-    def last_admitted_s(self) -> dict[int, float]:
-        """When each step in flight was last given groups."""
-        times = {step: numbers.last_admitted_s for step, numbers in self._steps.items()}
-        return {step: at_s for step, at_s in times.items() if at_s is not None}
 
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
         """Groups left without being trained: `reason` is the gate, STALE or CANCELLED."""

@@ -10,6 +10,7 @@ from functools import reduce
 from operator import or_
 
 from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.schedule.blockers import Blocker
 from pipeline.schedule.readiness import Reader, units_of
 
 
@@ -82,7 +83,7 @@ class Board:
         homes = [home for home in self.homes if home.number == step]
         return [g for home in homes for g in home.groups if not present.get(g, 0) & bit and g not in home.dropped]
 
-    def add_reader(self, step: Step, stage: PlannedStage, blockers: set[str], *, opening: bool = False) -> None:
+    def add_reader(self, step: Step, stage: PlannedStage, blockers: set[Blocker], *, opening: bool = False) -> None:
         """A stage will see this step; `opening`, only the weights that the run starts from."""
         holds = stage.name in self.holding and not opening
         total: int | None = 1

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pipeline.plan.plan import PlannedStage
+from pipeline.schedule.blockers import Blocker
 
 Unit = tuple[int, ...]
 
@@ -230,7 +231,7 @@ class Reader:
 
     __slots__ = ("attempts", "blockers", "done", "missing", "stage", "step", "total", "units")
 
-    def __init__(self, stage: PlannedStage, step: int, blockers: set[str], units: Units, total: int | None) -> None:
+    def __init__(self, stage: PlannedStage, step: int, blockers: set[Blocker], units: Units, total: int | None) -> None:
         self.stage, self.step, self.blockers, self.units, self.total = stage, step, blockers, units, total
         self.missing: dict[int, int] = {}
         self.attempts: dict[int | None, int] = {}

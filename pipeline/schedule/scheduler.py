@@ -23,11 +23,12 @@ arrival. Admission numbers count up without a gap, so a step has the least numbe
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 from pipeline.declare.task import Task
 from pipeline.errors import Problem
 from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.schedule.blockers import STOPPED, Blocker, Checkpoint, Fence, Version, Weights
 from pipeline.schedule.board import Board, Step
 from pipeline.schedule.events import (
     CANCELLED,
@@ -105,6 +106,13 @@ class Scheduler:
         return idle and self._steps_done == self.plan.steps
 
     @property
+    def over(self) -> bool:
+        """Whether all is done, or all that `stop` leaves to do."""
+        if self._board.steps and not self._stopping:
+            return False
+        return self.done or self.stopped
+
+    @property
     def in_flight(self) -> int:
         """Groups that were admitted and are not yet cleared."""
         return self._board.in_flight
@@ -126,14 +134,14 @@ class Scheduler:
                 if stage.shape == "transfer":
                     self._board.add_reader(step, stage, set(), opening=True)
                 elif self.start == 0 and stage.reads and set(stage.reads) <= self._publishes:
-                    self._board.add_reader(step, stage, set(stage.reads), opening=True)
+                    self._board.add_reader(step, stage, set(map(Weights, stage.reads)), opening=True)
         else:
             self.version = self.start
         if self.plan.pool:
             pool = self._board.pool = Step(self.start)
             for name in self.plan.pool:
                 stage = self._stages[name]
-                self._board.add_reader(pool, stage, {f"version {self.start}"} if stage.reads_back else set())
+                self._board.add_reader(pool, stage, {Version(self.start)} if stage.reads_back else set())
         self._admit(decisions)
         return self._granted(decisions)
 
@@ -158,7 +166,7 @@ class Scheduler:
                 case Saved():
                     self._saving.discard(event.step)
                     for step in self._board.steps.values():
-                        self._unblock(step, self._trainers, f"checkpoint {event.step + 1}")
+                        self._unblock(step, self._trainers, Checkpoint(event.step + 1))
         return self._granted(decisions)
 
     def _granted(self, decisions: list[Decision]) -> list[Decision]:
@@ -186,20 +194,17 @@ class Scheduler:
         for home in self._board.homes:
             if home is self._board.pool or home.number > self._last:
                 for reader in home.readers.values():
-                    reader.blockers.add("stop")
+                    reader.blockers.add(STOPPED)
         if self._saved < self._settled == self._last:
             self._save(self._last, decisions)
         self._grants.look_again()
         return self._granted(decisions)
 
-    def is_current(self, task: Task) -> bool:
-        """Whether a report of this task counts: it is not over, and no other attempt has replaced it."""
-        return self._grants.running(task.number) is not None
-
-    def owed(self, task: Task) -> tuple[int, ...]:
-        """The groups of a current task that it has not acknowledged."""
+    def owed(self, task: Task) -> KeysView[int] | None:
+        """The groups that a task has not acknowledged, as they are from now on; None where it is over or was replaced,
+        and no report of it counts."""
         running = self._grants.running(task.number)
-        return tuple(running.left) if running else ()
+        return None if running is None else running.left.keys()
 
     def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
         """(step, stage, what it waits for) of every stage in flight that has not acknowledged everything."""
@@ -208,7 +213,7 @@ class Scheduler:
             for name, reader in step.readers.items():
                 if step.groups if reader.total is None else reader.done < reader.total:
                     absent = [field for field in self._board.waits[name] if self.absent(step.number, field)]
-                    rows.append((step.number, name, tuple(sorted(reader.blockers) + absent)))
+                    rows.append((step.number, name, (*sorted(map(str, reader.blockers)), *absent)))
         return rows
 
     def absent(self, step: int, field: str) -> list[int]:
@@ -270,14 +275,14 @@ class Scheduler:
         decisions.append(Admit(step.number, tuple(groups)))
         self._board.add(step, tuple(groups))
 
-    def _blockers(self, stage: PlannedStage, number: int) -> set[str]:
+    def _blockers(self, stage: PlannedStage, number: int) -> set[Blocker]:
         """The weights, fences and checkpoints that a stage of a step has ahead of it."""
-        blockers = {field for field in stage.reads if field not in self._board.sample_fields}
+        blockers: set[Blocker] = {Weights(field) for field in stage.reads if field not in self._board.sample_fields}
         for before, lag in self._before[stage.name]:
             if self._is_ahead(before, number, lag):
-                blockers.add(f"{before} {number - lag}")
+                blockers.add(Fence(before, number - lag))
         if stage.name in self._trainers:
-            blockers |= {f"checkpoint {saving + 1}" for saving in self._saving}
+            blockers |= {Checkpoint(saving + 1) for saving in self._saving}
         if stage.reads_back and not self._may_generate(number):
             blockers.add(self._version_for(number))
         return blockers
@@ -295,9 +300,9 @@ class Scheduler:
         more = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=number * batch)
         return more >= batch and self.version >= self.start
 
-    def _version_for(self, number: int) -> str:
+    def _version_for(self, number: int) -> Version:
         """What a batch waits for before it is generated: the least version that its samples may have."""
-        return f"version {max(number - self.plan.ahead, self.start)}"
+        return Version(max(number - self.plan.ahead, self.start))
 
     def _has_batch_in_waiting(self) -> bool:
         """A batch is ready for the sampler as soon as its version is published: no hurry to admit another."""
@@ -367,8 +372,8 @@ class Scheduler:
             self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
         for field in weights:
             for reader in step.readers.values() if step else ():
-                if field in reader.blockers:
-                    reader.blockers.discard(field)
+                if (blocker := Weights(field)) in reader.blockers:
+                    reader.blockers.discard(blocker)
                     self._grants.offer(reader)
             self._grants.look_again()
             if step and field in self._publishes:
@@ -396,7 +401,7 @@ class Scheduler:
         """A version was published: what waited for it may be generated."""
         for step in self._board.homes:
             pooled = step is self._board.pool
-            version = f"version {self.start}" if pooled else self._version_for(step.number)
+            version = Version(self.start) if pooled else self._version_for(step.number)
             if pooled or self._may_generate(step.number):
                 self._unblock(step, step.readers, version)
         self._admit(decisions)
@@ -511,7 +516,7 @@ class Scheduler:
         number, stage = step.number, reader.stage
         for after, lag in self._after[stage.name]:
             if later := self._board.steps.get(number + lag):
-                self._unblock(later, (after,), f"{stage.name} {number}")
+                self._unblock(later, (after,), Fence(stage.name, number))
         if stage.name in self._settling and number >= self.start:
             settling = [other for name, other in step.readers.items() if name in self._settling]
             if all(other.done == other.total for other in settling):
@@ -521,7 +526,7 @@ class Scheduler:
         if not step.unfinished:
             self._close(number, decisions)
 
-    def _unblock(self, step: Step, names: Iterable[str], blocker: str) -> None:
+    def _unblock(self, step: Step, names: Iterable[str], blocker: Blocker) -> None:
         """Something that stages of a step waited for is behind."""
         for name in names:
             reader = step.readers.get(name)
@@ -541,7 +546,7 @@ class Scheduler:
         later = [step for after, step in self._board.steps.items() if after > number]
         for step in later:
             for name in self._trainers & step.readers.keys():
-                step.readers[name].blockers.add(f"checkpoint {number + 1}")
+                step.readers[name].blockers.add(Checkpoint(number + 1))
         if self._board.pool:
             later.append(self._board.pool)
         pending = sorted([*self._pending, *(group for step in later for group in step.groups)])
@@ -572,6 +577,6 @@ class Scheduler:
         for after, lag in self._after[name]:
             later = self._board.steps.get(number + lag)
             waiter = later.readers.get(after) if later else None
-            if waiter and waiter.units and waiter.blockers == {f"{name} {number}"}:
+            if waiter and waiter.units and len(waiter.blockers) == 1 and Fence(name, number) in waiter.blockers:
                 return False
         return True

@@ -2,7 +2,7 @@
 
     clock = Clock([Machine(cores=2)])
     clock.at(1.5, print, "half past one")
-    clock.run()                                  # until nothing is left to happen
+    clock.run()                                  # until a call returns something true or nothing is left to happen
 
 What is given with a mark of a machine's lane is (call, arguments), as with a timer.
 """
@@ -22,21 +22,21 @@ class Clock:
     """`now_s` is the time of the event that is being handled. Events of one time come in the order of their timers."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:
-        self.now_s = 0.0
+        self.now_s = self.wall_s = 0.0
         self._machines = tuple(machines)
-        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._timers: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = count()
 
-    def at(self, at_s: float, call: Callable[..., None], *arguments: Any) -> None:
+    def at(self, at_s: float, call: Callable[..., object], *arguments: Any) -> None:
         """Call this at a time, which is not before now."""
         heapq.heappush(self._timers, (at_s, next(self._order), call, arguments))
 
-    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
         """Call this so many seconds from now."""
         heapq.heappush(self._timers, (self.now_s + seconds, next(self._order), call, arguments))
 
-    def run(self) -> None:
-        """Let time pass until nothing is left to happen."""
+    def run(self) -> bool:
+        """Let time pass until a call returns something true, or nothing is left to happen. Whether a call did."""
         machines, timers = self._machines, self._timers
         while True:
             timer_s = timers[0][0] if timers else math.inf
@@ -48,5 +48,6 @@ class Clock:
             elif timers:
                 self.now_s, _, call, arguments = heapq.heappop(timers)
             else:
-                return
-            call(*arguments)
+                return False
+            if call(*arguments):
+                return True

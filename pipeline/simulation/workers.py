@@ -47,7 +47,7 @@ class Attempt:
     """A task on its workers. `samples` and `tokens` are what each of them gets."""
 
     __slots__ = (
-        "begun_s", "cores", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces", "replaced",
+        "begun_s", "cores", "current", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces",
         "samples", "stage", "stamped", "task", "tokens", "told", "work_s",
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Attempt:
         self.had: Counter[int] = Counter()  # of a transfer: workers of each replica that have what it brings
         self.stamped = 0  # the version that its worker served when it began
         self.lost = False  # its worker is gone
-        self.replaced = False  # the driver has heard so
+        self.current = True  # the driver has not heard that it is over, or lost
 
     @property
     def factor(self) -> float:

@@ -95,7 +95,7 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp
 
     def look(step: int, metrics: dict[str, float]) -> None:
         rows.append(engine.executor.plane.row_count("numbers"))
-        sizes.append((len(engine.handles), engine.scheduler.in_flight, len(engine.scheduler.running)))
+        sizes.append((len(engine.rows.handles), engine.scheduler.in_flight, len(engine.scheduler.running)))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)

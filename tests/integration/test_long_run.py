@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -39,7 +40,7 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_steps():
 
     def look(step: int, metrics: dict[str, float]) -> None:
         rows.append(engine.executor.plane.row_count("small"))
-        sizes.append((len(engine.handles), engine.scheduler.in_flight, len(engine.scheduler.steps_in_flight())))
+        sizes.append((len(engine.rows.handles), engine.scheduler.in_flight, len(engine.scheduler.steps_in_flight())))
         resident.append(resident_mib())
 
     engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)
@@ -111,4 +112,7 @@ def test_a_field_from_outside_that_nobody_reads_is_neither_adopted_nor_waited_fo
     plane.write_outside("small", "00000000.0", {"score": torch.ones(2)})
     scheduler.begin()
     assert scheduler.steps_in_flight() == [0]
-    assert Outside(planned, HandleTable(planned.group_size)).ask(plane, scheduler, {0: 0.0}) == []
+    outside = Outside(planned, HandleTable(planned.group_size), SimpleNamespace(plane=plane))
+    outside.admitted(0, (0, 1))
+    outside.due = lambda: True
+    assert outside.came(scheduler) == []

@@ -128,7 +128,7 @@ def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ra
     published = [event for event in events if isinstance(event, trace.Published)]
     assert [event.version for event in published] == list(range(STEPS + 1))
     assert len({event.sha256 for event in published}) == STEPS + 1
-    assert engine.weights == {STEPS: published[-1].sha256}
+    assert engine.driver.journal.weights == {STEPS: published[-1].sha256}
     assert [event.rows_left for event in events if isinstance(event, trace.Ended)] == [0]
 
 

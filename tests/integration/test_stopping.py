@@ -74,8 +74,8 @@ def test_what_is_being_given_up_as_a_run_stops_is_accounted_for(tmp_path):
     given_up: set[int] = set()
 
     def done(step: int, metrics: dict[str, float]) -> None:
-        if engine._cancelled and not given_up:
-            given_up.update(engine._cancelled)
+        if engine.driver.drops.cancelled and not given_up:
+            given_up.update(engine.driver.drops.cancelled)
             os.kill(os.getpid(), signal.SIGTERM)
 
     with Termination() as termination:

@@ -13,7 +13,7 @@ import pytest
 from pipeline import Schedule
 from pipeline.cli.resume import cut_metrics
 from pipeline.declare.task import Task
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver, Engine
 from pipeline.errors import SluiceError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -82,13 +82,13 @@ def _no_bound(**_: int) -> bool:
     return False
 
 
-_submit = Engine._submit
+_submit = Driver._submit
 
 
-def _clears_at_once(self: Engine, task: Task) -> None:
+def _clears_at_once(self: Driver, task: Task) -> None:
     _submit(self, task)
-    if rows := self.handles.rows(task.groups):
-        self._clear_rows(rows, task.step, task.groups)
+    if rows := self.rows.handles.rows(task.groups):
+        self.rows._remove(rows, task.step, task.groups)
 
 
 def _much(**_: int) -> int:
@@ -103,8 +103,8 @@ def _much(**_: int) -> int:
         ("wait", "pipeline.schedule.scheduler.askable", _much, "I1"),
         ("wait", "pipeline.schedule.scheduler.admissible", _much, "I3"),
         ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
-        ("sync", "pipeline.engine.driver.Engine._submit", _clears_at_once, "I7"),
-        ("sync", "pipeline.engine.driver.Engine._clear_rows", lambda *_: None, "I2"),
+        ("sync", "pipeline.engine.driver.Driver._submit", _clears_at_once, "I7"),
+        ("sync", "pipeline.engine.rows.Rows._remove", lambda *_: None, "I2"),
     ],
 )
 def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invariant, tmp_path, monkeypatch):

@@ -241,7 +241,7 @@ def test_what_comes_from_outside_is_waited_for_before_a_group_is_dropped(tmp_pat
     executor = LocalExecutor()
     run_dir = RunDir(tmp_path / "run").create()
     engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
-    engine._outside.due = lambda: True  # asked at once, not every second
+    engine.driver.outside.due = lambda: True  # asked at once, not every second
     wait = executor.wait
 
     def wait_and_write(timeout_s):

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipeline import Schedule, WorkerGroup
 from pipeline.plan.plan import PlacedGroup
 from pipeline.plan.planner import plan
+from pipeline.schedule.blockers import Weights
 from pipeline.schedule.grants import Grants, Workers, divided
 from pipeline.schedule.readiness import Reader, units_of
 from tests.unit import toy
@@ -154,7 +155,7 @@ def end(made, number):
 def test_a_blocked_or_empty_offer_is_none():
     made, readers = grants()
     assert offer(made, readers["reward"]) == [] and made.idle
-    readers["reward"].blockers.add("x")
+    readers["reward"].blockers.add(Weights("x"))
     assert offer(made, readers["reward"], 1) == []
     readers["reward"].blockers.clear()
     assert offer(made, readers["reward"]) == [("reward", (1,), 0)] and not made.idle

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -488,7 +490,7 @@ def test_what_was_not_acknowledged_is_handed_out_again_as_the_next_attempt():
     world.fail(lost)
     again = world.job("rollout").task
     assert (again.groups, again.attempt) == ((0, 2, 3), 1) and again.number > lost.task.number
-    assert not world.scheduler.is_current(lost.task) and world.scheduler.is_current(again)
+    assert world.scheduler.owed(lost.task) is None and world.scheduler.owed(again) is not None
     assert world.tell(Landed(0, (0,), ("response", "token_versions"), task=lost.task.number)) == []
     assert world.tell(Finished(lost.task, (0,))) == []
     assert world.scheduler.absent(0, "response") == [0, 3]
@@ -664,3 +666,25 @@ def test_what_a_dropping_run_left_is_trained_once_by_one_that_waits(staleness, r
     assert len(groups) == len(set(groups)) == 12
     skipped = set(range(max(groups))) - set(groups) - set(world.dropped)
     assert not skipped, "nothing is passed over"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_stages_may_be_called_what_the_scheduler_waits_for(ahead):
+    """`version n` and `checkpoint n` are also how people read two fences of this graph. Each is waited for."""
+    user = dict(per="batch", on=toy.LEARNER, models=(toy.POLICY,))
+    planned = build(
+        batch=2,
+        schedule={"steps": 4, "max_staleness": ahead, "checkpoint_every": 1},
+        changes={
+            "train": None,
+            "version": user
+            | dict(reads=(REWARD, LOGPROBS), writes=(toy.TRAINED,), trains=toy.POLICY, corrects_off_policy=True),
+            "checkpoint": user | dict(reads=(REWARD,)),
+            "stop": user | dict(reads=(RESPONSE,)),
+            "rollout": dict(on=toy.LEARNER),
+        },
+    )
+    fences = {(fence.before, fence.after) for fence in planned.fences}
+    assert fences >= {("version", "rollout"), ("checkpoint", "version"), ("stop", "version")}
+    for seed in range(30):
+        World(planned).run(random.Random(seed).randrange).check_end()

@@ -1,0 +1,55 @@
+"""Saves a run so that it can go on from there. Knows where; what is saved is the workers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pipeline.engine.journal import Journal
+from pipeline.errors import CheckpointError, Problem
+from pipeline.executors import Executor
+from pipeline.record import checkpoint
+from pipeline.rundir import RunDir
+from pipeline.schedule.events import Event, Save, Saved
+
+
+class Checkpoints(Protocol):
+    """How the driver has a checkpoint written."""
+
+    def save(self, decision: Save) -> Sequence[Event]:
+        """Save what workers have after a step. Returns `Saved`, or nothing where that is heard of later."""
+
+
+class Folders:
+    """Checkpoints in a run directory; without one nothing is kept. `seed` is that of the graph's schedule."""
+
+    def __init__(self, graph: str, seed: int, run_dir: RunDir | None, executor: Executor, journal: Journal) -> None:
+        self._graph, self._seed = graph, seed
+        self._run_dir, self._executor, self._journal = run_dir, executor, journal
+
+    def save(self, decision: Save) -> Sequence[Event]:
+        """Write one. Raises CheckpointError where the disk does not take it."""
+        if self._run_dir:
+            self._journal.flush()  # a checkpoint is never ahead of the record
+            start_s = self._journal.clock.now_s
+            try:
+                folder, manifest = checkpoint.write(
+                    self._run_dir,
+                    graph=self._graph,
+                    steps=decision.step + 1,
+                    next_group=decision.next_group,
+                    pending=decision.pending,
+                    seed=self._seed,
+                    save=self._executor.save,
+                )
+            except OSError as error:
+                raise CheckpointError(
+                    Problem(
+                        where=str(self._run_dir.checkpoints),
+                        what=f"a checkpoint could not be written: {error}",
+                        why="the run must be able to resume; earlier checkpoints are whole",
+                        fix="make room, then --resume",
+                    )
+                ) from error
+            self._journal.checkpointed(decision.step, folder.name, manifest.size_bytes, start_s)
+        return [Saved(decision.step)]

@@ -1,0 +1,179 @@
+"""Writes down what a run does: one trace event for each decision that is carried out and each report that is taken.
+Real runs and simulations write the same. Knows no rule of the schedule.
+
+    journal = Journal(plan, WallClock(), TraceWriter(run_dir.events))
+    journal.submitted(task)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from pipeline.declare.task import Task
+from pipeline.errors import SluiceError
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
+
+
+class Clock(Protocol):
+    """What time it is."""
+
+    @property
+    def now_s(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since 1970."""
+
+
+class WallClock:
+    """The clock of this machine."""
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    @property
+    def wall_s(self) -> float:
+        return time.time()
+
+
+class Pen(Protocol):
+    """Where events go, such as a `TraceWriter`."""
+
+    def write(self, event: trace.TraceEvent) -> object:
+        """Take one event."""
+
+    def flush(self) -> None:
+        """Hand what was taken to the operating system."""
+
+    def close(self) -> None:
+        """The record ends here. Idempotent."""
+
+
+class Journal:
+    """The record of one run. `clock` is also the driver's."""
+
+    def __init__(self, plan: Plan, clock: Clock, pen: Pen) -> None:
+        self.clock = clock
+        self.write, self.flush, self.close = pen.write, pen.flush, pen.close
+        self.weights: dict[int, str] = {}  # the last published version and its hash
+        self._plan = plan
+        self._groups = {stage.name: stage.groups[0] for stage in plan.stages if stage.groups}
+        self._replaced: set[int] = set()  # the numbers of tasks of which an attempt was lost
+
+    def started(self, start: int, executor: str) -> None:
+        """A run begins after `start` steps."""
+        plan, clock = self._plan, self.clock
+        self.write(
+            trace.Started(
+                graph=plan.name,
+                start=start,
+                steps=plan.steps,
+                executor=executor,
+                monotonic_s=clock.now_s,
+                wall_s=clock.wall_s,
+            )
+        )
+
+    def admitted(self, step: int, groups: tuple[int, ...], version: int) -> None:
+        """Groups enter."""
+        self.write(trace.Admitted(step=step, groups=groups, version=version, at_s=self.clock.now_s))
+
+    def claimed(self, step: int, groups: tuple[int, ...]) -> None:
+        """Groups are the batch of a step."""
+        self.write(trace.Claimed(step=step, groups=groups, at_s=self.clock.now_s))
+
+    def submitted(self, task: Task) -> None:
+        """A task is handed to its workers."""
+        self.write(
+            trace.Submitted(
+                task=task.number,
+                stage=task.stage,
+                step=task.step,
+                attempt=task.attempt,
+                group=self._groups[task.stage],
+                replica=task.replica,
+                groups=task.groups,
+                samples=len(task.groups) * self._plan.group_size,
+                version=task.version,
+                at_s=self.clock.now_s,
+            )
+        )
+
+    def acknowledged(self, task: Task, groups: tuple[int, ...]) -> None:
+        """A task has done these groups."""
+        self.write(
+            trace.Acknowledged(
+                task=task.number,
+                stage=task.stage,
+                step=task.step,
+                attempt=task.attempt,
+                groups=groups,
+                at_s=self.clock.now_s,
+            )
+        )
+
+    def retried(self, task: Task, groups: tuple[int, ...], reason: str) -> None:
+        """An attempt is lost, and these groups with it."""
+        self._replaced.add(task.number)
+        self.write(trace.Retried(**trace.of(task), groups=groups, reason=reason, at_s=self.clock.now_s))
+
+    def fenced(self, task: Task, groups: tuple[int, ...]) -> None:
+        """A report is ignored. What a task that is over says for the second time is not worth a word."""
+        if task.number in self._replaced:
+            self.write(trace.Fenced(**trace.of(task), groups=groups, at_s=self.clock.now_s))
+
+    def served(self, task: Task, replica: int) -> None:
+        """A replica has the version that a transfer brings."""
+        now_s = self.clock.now_s
+        self.write(trace.Served(**trace.of(task), replica=replica, version=task.step + 1, at_s=now_s))
+
+    def published(self, task: Task, version: int, sha256: str, at_s: float) -> None:
+        """All replicas have a version."""
+        self.weights = {version: sha256}
+        self.write(trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=at_s))
+
+    def dropped(self, stage: str, step: int, groups: tuple[int, ...], reason: str, tokens: tuple[int, ...]) -> None:
+        """Groups leave without being trained."""
+        self.write(
+            trace.Dropped(stage=stage, step=step, groups=groups, reason=reason, tokens=tokens, at_s=self.clock.now_s)
+        )
+
+    def checkpointed(self, step: int, folder: str, size_bytes: int, start_s: float) -> None:
+        """A checkpoint that was begun at `start_s` is whole."""
+        self.write(
+            trace.Checkpointed(step=step, folder=folder, size_bytes=size_bytes, start_s=start_s, end_s=self.clock.now_s)
+        )
+
+    def step_ended(self, step: int, metrics: dict[str, float], cpu_s: tuple[float, float]) -> None:
+        """All of a step is acknowledged. `cpu_s` are CPU seconds of the driver and of all processes."""
+        self.write(
+            trace.StepEnded(
+                step=step, metrics=metrics, at_s=self.clock.now_s, driver_cpu_s=cpu_s[0], processes_cpu_s=cpu_s[1]
+            )
+        )
+
+    def stopping(self) -> None:
+        """The run was asked to stop."""
+        self.write(trace.Stopping(at_s=self.clock.now_s))
+
+    def failed(self, error: SluiceError, task: Task | None) -> None:
+        """What ended the run, and, where one did, the task that failed."""
+        stage, step = (task.stage, task.step) if task else (None, None)
+        self._ended_early(stage, step, type(error).__name__, tuple(map(str, error.problems)))
+
+    def interrupted(self) -> None:
+        """The run ends because somebody wants it to."""
+        self._ended_early(None, None, "interrupted", ())
+
+    def _ended_early(self, stage: str | None, step: int | None, error: str, problems: Sequence[str]) -> None:
+        now_s = self.clock.now_s
+        self.write(trace.Failed(stage=stage, step=step, error=error, problems=tuple(problems), at_s=now_s))
+
+    def ended(self, rows_left: int) -> None:
+        """Every step is done."""
+        self.write(trace.Ended(steps=self._plan.steps, rows_left=rows_left, at_s=self.clock.now_s))

@@ -1,0 +1,80 @@
+"""What may end a run before its last step: a request to stop, and time in which nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.declare.task import Task
+from pipeline.engine.journal import Clock
+from pipeline.engine.termination import Termination
+from pipeline.errors import Problem, StageError
+from pipeline.schedule.scheduler import Scheduler
+
+
+def never() -> bool:
+    """For what does not happen."""
+    return False
+
+
+class Oversight:
+    """Watches over one run. `of` names it for people: "run of quickstart". No longer than `deadline_s` passes without
+    any task finishing. `termination` may ask the run to stop. `lingers` says whether the run goes on to listen when all
+    is done, and `awaits` whether something is awaited that no task of the run brings."""
+
+    def __init__(
+        self,
+        of: str,
+        clock: Clock,
+        *,
+        termination: Termination | None,
+        deadline_s: float,
+        lingers: Callable[[], bool] = never,
+        awaits: Callable[[], bool] = never,
+    ) -> None:
+        self.termination, self.stopping = termination, False
+        self.failed: Task | None = None  # the task that failed, where one did
+        self._of, self._clock, self._deadline_s = of, clock, deadline_s
+        self._lingers, self._awaits = lingers, awaits
+        self._progress_s = clock.now_s
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run was asked to stop and has not begun to."""
+        return self.termination is not None and self.termination.asked and not self.stopping
+
+    def over(self, scheduler: Scheduler) -> bool:
+        """Whether nothing is left to wait for."""
+        return scheduler.over and not self._lingers()
+
+    def progressed(self) -> None:
+        """Something happened."""
+        self._progress_s = self._clock.now_s
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Nothing happened. Raises StageError where nothing can, or nothing did for too long."""
+        running = scheduler.running
+        if self.must_stop or scheduler.over:
+            return
+        waits = "; ".join(
+            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
+            for step, stage, what in scheduler.waiting()
+        )
+        if not running and not self._awaits():
+            raise StageError(
+                Problem(
+                    where=self._of,
+                    what=f"nothing can start: {waits or 'no stage is in flight'}",
+                    why="no task is running",
+                    fix="report this graph: the checks should have refused it",
+                )
+            )
+        if self._clock.now_s - self._progress_s > self._deadline_s:
+            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}" for task in running))
+            raise StageError(
+                Problem(
+                    where=self._of,
+                    what=f"no task finished in {self._deadline_s:g} s; running: {doing or 'none'}",
+                    why=f"every wait has a deadline; {waits}",
+                    fix="raise --deadline-s, or fix the stage that hangs",
+                )
+            )

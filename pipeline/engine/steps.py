@@ -1,0 +1,89 @@
+"""The numbers of each step as it ends: into metrics.jsonl, the trace, and to whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pipeline.engine.tally import Tally
+from pipeline.engine.usage import Usage
+from pipeline.executors.worker import TaskResult
+from pipeline.plan.plan import Plan
+from pipeline.record import trace
+from pipeline.record.history import covered_s
+from pipeline.rundir import RunDir
+
+StepListener = Callable[[int, dict[str, float]], None]
+
+
+class Steps(Protocol):
+    """What the driver says of each step while it is in flight."""
+
+    def admitted(self, step: int, groups: int, at_s: float) -> None:
+        """So many groups enter with a step."""
+
+    def claimed(self, step: int, groups: Sequence[int]) -> None:
+        """These groups are its batch."""
+
+    def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
+        """These leave it: `reason` is the gate, STALE or CANCELLED."""
+
+    def report(self, report: TaskResult) -> None:
+        """What a task says."""
+
+    def published(self, step: int, at_s: float) -> None:
+        """Its weights are served."""
+
+    def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
+        """It is done: its numbers, and CPU seconds of the driver and of all processes so far."""
+
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        """It is done and recorded."""
+
+
+class Numbers:
+    """The numbers of a real run, as `Steps`. A step lasts from one published version to the next."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir | None, start: int, listener: StepListener | None) -> None:
+        self._tally, self._usage = Tally(plan), Usage()
+        self._metrics = run_dir.metrics if run_dir else None
+        self._start, self._listener = start, listener
+        self._transfers = {stage.name for stage in plan.stages if stage.shape == "transfer"}
+        self._published_s = 0.0
+        self.admitted, self.claimed, self.dropped = self._tally.admitted, self._tally.claimed, self._tally.dropped
+
+    def report(self, report: TaskResult) -> None:
+        """Count the metrics of a task, and the seconds of its slowest worker."""
+        task = report.task
+        groups = [group for group in report.finished if group not in report.cancelled]
+        self._tally.report(task, report.metrics, report.samples if task.groups else 0, groups)
+        spans = [event for event in report.events if isinstance(event, trace.Ran)]
+        if not spans:
+            return
+        if task.stage in self._transfers:  # one side after the other, or both together
+            took_s = covered_s((span.start_s, span.end_s) for span in spans)
+        else:
+            taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
+            for span in spans:
+                worker = (span.group, span.worker)
+                taken_s[worker] = taken_s.get(worker, 0.0) + span.end_s - span.start_s
+            took_s = max(taken_s.values())
+        self._tally.took(task.step, task.stage, took_s)
+
+    def published(self, step: int, at_s: float) -> None:
+        if step >= self._start:
+            self._tally.took(step, "step", at_s - self._published_s)
+        self._published_s = at_s
+
+    def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
+        metrics = self._tally.close(step, now_s)
+        if self._metrics:
+            with self._metrics.open("ab") as file:
+                file.write(msgspec.json.encode({"step": step + 1, "version": version, **metrics}) + b"\n")
+        return metrics, self._usage.read()
+
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        if self._listener:
+            self._listener(step, metrics)

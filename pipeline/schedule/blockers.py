@@ -1,0 +1,60 @@
+"""What a stage may have ahead of it before it starts on a step, other than sample fields. Plain data, one type each:
+a stage called "checkpoint" or a weights field called "stop" is taken for nothing else.
+
+    reader.blockers = {Weights("trained_weights"), Fence("logprobs", 3)}
+    [str(blocker) for blocker in reader.blockers]       # as people read it: trained_weights, logprobs 3
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Weights(msgspec.Struct, frozen=True, gc=False):
+    """The step's weights of this field."""
+
+    field: str
+
+    def __str__(self) -> str:
+        return self.field
+
+
+class Fence(msgspec.Struct, frozen=True, gc=False):
+    """Stage `stage` has acknowledged all of step `step`."""
+
+    stage: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.step}"
+
+
+class Version(msgspec.Struct, frozen=True, gc=False):
+    """Policy version `number` is published."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"version {self.number}"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, gc=False):
+    """The checkpoint after `steps` steps is written."""
+
+    steps: int
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.steps}"
+
+
+class Stopped(msgspec.Struct, frozen=True, gc=False):
+    """The run was asked to stop: this is never done in it."""
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+STOPPED = Stopped()
+Blocker: TypeAlias = Weights | Fence | Version | Checkpoint | Stopped
