@@ -117,7 +117,7 @@ class Help(argparse.HelpFormatter):
         lines = super()._split_lines(text.replace(_EMPTY, ""), max(width - taken, 20)) or [""]
         if len(default) > DEFAULT_WIDTH + 2:
             return [default.rstrip(), *(" " * (DEFAULT_WIDTH + 2) + line for line in lines)]
-        return [default + lines[0], *(" " * len(default) + line for line in lines[1:])]
+        return [(default + lines[0]).rstrip(), *(" " * len(default) + line for line in lines[1:])]
 
 
 def default_of(action: argparse.Action) -> str:

@@ -101,7 +101,7 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
                     fix="rename the parameter",
                 )
             ) from error
-        action.shown = flag.shown  # type: ignore[attr-defined]
+        action.shown = flag.shown
 
 
 def spelled(name: str, value: object) -> list[str]:
@@ -198,7 +198,8 @@ def _said(docstring: str) -> dict[str, str]:
     """What a docstring says about parameters, in lines such as `lr, eps   of the optimizer` or `lr: the learning rate`;
     lines that are indented further go on with it."""
     said: dict[str, str] = {}
-    open_at, names = -1, []
+    names: list[str] = []
+    open_at = -1
     for line in inspect.cleandoc(docstring).splitlines():
         indent = len(line) - len(line.lstrip())
         row = re.match(r" *(\w+(?:, \w+)*)(?: {2,}|: +)(\S.*)$", line)
