@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline import precedence
 from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
 from pipeline.rundir import RunDir
@@ -67,8 +68,7 @@ def _main(argv: list[str]) -> int:
 @contextmanager
 def beside(run: Path) -> Iterator[None]:
     """The view of a run in a process of its own, which prints its address, and ends with the block or with us."""
-    command = [sys.executable, "-m", "pipeline.view", str(run), "--while-stdin"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = subprocess.Popen(precedence.command("pipeline.view", str(run), "--while-stdin"), stdin=subprocess.PIPE)
     try:
         yield
     finally:

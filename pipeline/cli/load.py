@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from pipeline.cli.flags import Flag, flags_of, line_of, plain
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem, SluiceError, told
+from pipeline.precedence import PACKAGES, hidden
 
 _WRONG_CALL = re.compile(
     r"(?P<name>\w+)(?:\.__init__)?\(\) (?P<wrong>missing|takes|got an unexpected keyword argument '(?P<given>\w+)')"
@@ -108,7 +111,7 @@ def _no_file(path: Path) -> Problem:
     return Problem(
         where=str(path),
         what="this is a folder" if path.is_dir() else "there is no such file",
-        why="a run starts from a graph file, which is named before all flags",
+        why="a run starts from a graph file",
         fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(beside[:5] or ['graphs/quickstart.py'])}",
     )
 
@@ -122,13 +125,18 @@ def _import(path: Path) -> types.ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # a graph may import what lies beside it
+    folders = [path.resolve().parent, *([Path.cwd()] if str(Path.cwd()) in map(os.path.abspath, sys.path) else [])]
+    if problems := list(_hidden(path, folders)):
+        raise GraphError(*problems)
+    if str(folders[0]) not in sys.path:
+        sys.path.append(str(folders[0]))  # a graph may import what lies beside it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         where, text, fix = _deepest(error, path), str(error), "mend that line"
+        name = (error.name or "") if isinstance(error, ImportError) else ""
+        if theirs := hidden(name, folders):
+            raise GraphError(_rename(where, name, theirs)) from error
         if isinstance(error, SyntaxError):
             where, text = f"{error.filename}:{error.lineno}", error.msg
         elif isinstance(error, ModuleNotFoundError):
@@ -142,6 +150,34 @@ def _import(path: Path) -> types.ModuleType:
             )
         ) from error
     return module
+
+
+def _hidden(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
+    """What the graph file imports from a package of the user's that one of ours hides."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:  # the import says so
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.ImportFrom) and node.level):
+            continue
+        of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        names = [f"{of}{alias.name}" for alias in node.names] + ([of[:-1]] if of.count(".") > 1 else [])
+        for name in names:
+            if name.partition(".")[0] in PACKAGES and (theirs := hidden(name, folders)):
+                yield _rename(f"{path}:{node.lineno}", name, theirs)
+                break
+
+
+def _rename(where: str, name: str, theirs: Path) -> Problem:
+    first, folder = name.partition(".")[0], "folder" if theirs.is_dir() else "file"
+    owner = "Sluice" if first in PACKAGES else "Python" if first in sys.stdlib_module_names else "an installed package"
+    return Problem(
+        where=where,
+        what=f"{name!r} is imported, and the {folder} {theirs} would be hidden",
+        why=f"{first!r} is a module of {owner}, which comes before one of the user's",
+        fix=f"rename {theirs}, and import it by its new name",
+    )
 
 
 def _deepest(error: BaseException, path: Path) -> str:

@@ -39,13 +39,15 @@ SHARD = "shard"  # the entry of a handle's extra_info that says how its samples 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What every worker of a run is told."""
+    """What every worker of a run is given. `folders` are those that the user's modules are imported from, as the driver
+    does."""
 
     partition: str
     group_size: int
     steps: int
     seed: int
     run_dir: Path | None
+    folders: tuple[str, ...] = ()
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
