@@ -148,6 +148,14 @@ def test_every_command_searches_the_working_directory_last(tmp_path, module):
     assert "Traceback" not in stderr and " Fix: " in stderr
 
 
+def test_a_script_that_imports_pipeline_first_gets_our_stages(tmp_path):
+    written(tmp_path, stages__init__=RAISES, ops__init__=RAISES, script="import pipeline\nimport ops, stages.reward\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, timeout=60
+    )
+    assert done.returncode == 0
+
+
 def test_a_process_of_ours_is_as_safe_as_this_one(monkeypatch):
     assert precedence.command("pipeline.view", "run") == [sys.executable, "-m", "pipeline.view", "run"]
     monkeypatch.setattr(sys, "flags", type("Flags", (), {"safe_path": True}))
