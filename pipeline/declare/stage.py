@@ -22,7 +22,8 @@ as the target: both then move it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -125,18 +126,28 @@ class Stage:
     def setup(self, context: StageContext) -> Callable[..., Any]:
         """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
         of every checkpoint."""
-        raise StageError(
-            Problem(
-                where=str(self.location),
-                what=f"stage {self.name!r} ({type(self).__name__}) does not define setup()",
-                why="it returns the runner, which does the work",
-                fix="def setup(self, context): return lambda columns, task: {...}",
-            )
-        )
+        raise StageError(*setup_problems(self))
 
     def vocabulary(self, context: StageContext) -> Sequence[bytes]:
         """Of a stage that `shows` tokens: what each adds to a text, as UTF-8, by its id. Asked once, after `setup`."""
         return ()
+
+
+def setup_problems(stage: Stage) -> Iterator[Problem]:
+    """A stage without a `setup` that a worker can call."""
+    setup: Any = type(stage).setup
+    try:
+        usable = setup is not Stage.setup and bool(inspect.signature(setup).bind(stage, None))
+    except TypeError:
+        usable = False
+    if not usable:
+        lacks = "does not define setup()" if setup is Stage.setup else "has a setup that does not take the context"
+        yield Problem(
+            where=str(stage.location),
+            what=f"stage {stage.name!r} ({type(stage).__name__}) {lacks}",
+            why="it returns the runner, which does the work",
+            fix="def setup(self, context): return lambda columns, task: {...}",
+        )
 
 
 @dataclass(frozen=True)

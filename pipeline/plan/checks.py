@@ -14,8 +14,8 @@ from pipeline.declare.parameters import is_whole
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown, told
 from pipeline.plan.gate import gate_problems
+from pipeline.plan.names import group_name_problem
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
-from pipeline.plan.structure import is_name
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
@@ -352,13 +352,7 @@ def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Gra
 
 def _group_values(group: WorkerGroup) -> Iterator[Problem]:
     where = str(group.location)
-    if not is_name(group.name):
-        yield Problem(
-            where=where,
-            what=f"worker group name {group.name!r} is not usable as a file name",
-            why="it names the logs of its workers",
-            fix="use letters, digits, '-' and '_'",
-        )
+    yield from group_name_problem(group)
     parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1), ("expert_parallel", 1))
     for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
         value = getattr(group, name)

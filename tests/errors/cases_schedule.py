@@ -21,7 +21,7 @@ class Judge(Stage):
     @property
     def uses(self):
         return self.models
-
+    setup = lambda *_: dict
 
 '''
 

@@ -61,6 +61,9 @@ class Toy(Stage):
     def check(self, graph):
         return self.found
 
+    def setup(self, context):
+        return lambda columns, task: {}
+
 
 def stages(**changes: dict) -> dict[str, Toy]:
     """The stages of a small GRPO step by name; `changes` replace parameters of single stages, None removes one."""
