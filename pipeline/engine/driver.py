@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from pipeline.declare.abilities import stamps_of
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
@@ -92,7 +93,7 @@ class Engine:
         self._last_progress_s = time.monotonic()
         self._outside = Outside(plan, self.handles)
         self._usage = Usage()
-        stamps = next((stage.stamps for stage in graph.all_stages() if stage.stamps), None)
+        stamps = stamps_of(graph.all_stages())
         self._tokens = stamps.ragged if stamps else None  # the dimension of tokens
 
     def execute(self) -> None:

@@ -11,7 +11,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import Model, WorkerGroup
 from pipeline.declare.parameters import is_whole
-from pipeline.declare.stage import Stage
+from pipeline.declare.stage import Stage, kept_by
 from pipeline.errors import Problem, shown, told
 from pipeline.plan.gate import gate_problems
 from pipeline.plan.names import group_name_problem
@@ -97,7 +97,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in stage.writes:
             writers.setdefault(field.name, []).append((stage, field))
     for name, pairs in writers.items():
-        gates = all(stage.gate == field for stage, field in pairs)  # of which `gate_problems` tells
+        gates = all(kept_by(stage) == field for stage, field in pairs)  # of which `gate_problems` tells
         if len(pairs) > 1 and not gates:
             both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
             transfers = all(stage.shape == "transfer" for stage, _ in pairs)
@@ -128,7 +128,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     why="dtype, dims and unit agree across an edge",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
-    read |= {stage.gate.name for stage in stages if isinstance(stage.gate, Field)}  # it is waited for
+    read |= {stage.gate.field.name for stage in stages if stage.gate}  # it is waited for
     for name, pairs in writers.items():
         if name not in read:
             yield Problem(
@@ -142,8 +142,8 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
 
 def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
     """What to write where no stage writes a field that `stage` reads."""
-    if field.name in stage.hints:
-        return stage.hints[field.name]
+    if field.hint:
+        return field.hint
     others = [name for name in written if name not in {read.name for read in stage.reads}]
     near = difflib.get_close_matches(field.name, others, n=1)
     near = near or [name for name in others if field.name.startswith(f"{name}_")]

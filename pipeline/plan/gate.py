@@ -25,7 +25,7 @@ def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
     """The gate of a graph, None where every group is kept."""
     for stage in stages:
         if stage.gate:
-            return Gate(stage=stage.name, field=stage.gate.name, max_groups=stage.max_rounds * batch)
+            return Gate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
     return None
 
 
@@ -34,10 +34,11 @@ def awaited(stages: Sequence[Stage], dag: nx.DiGraph) -> dict[str, tuple[Field, 
     gate = next((stage for stage in stages if stage.gate), None)
     if gate is None or gate.gate is None:
         return {}
+    kept = gate.gate.field
     behind = {stage.name: stage for stage in _behind(stages, dag)}
     read = {field.name for stage in stages for field in stage.reads}
     outside = [field for stage in stages if stage.shape == "external" for field in stage.writes if field.name in read]
-    waits = {name: (gate.gate,) for name, stage in behind.items() if gate.gate not in stage.reads}
+    waits = {name: (kept,) for name, stage in behind.items() if kept not in stage.reads}
     return waits | {gate.name: tuple(field for field in outside if field not in gate.reads)}
 
 
@@ -53,8 +54,9 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
         )
         return
     for gate in gates:
-        where = str(gate.location)
-        if gate.gate not in gate.writes or gate.shape != "map" or gate.per == "batch":
+        where, kept = str(gate.location), gate.gate
+        assert kept
+        if kept.field not in gate.writes or gate.shape != "map" or gate.per == "batch":
             yield Problem(
                 where=where,
                 what=f"stage {gate.name!r} has a gate; it is a {gate.shape} stage per {gate.per} and writes "
@@ -62,7 +64,7 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
                 why="it decides on groups as they come, and writes its gate for those that it keeps",
                 fix="a map stage with per='group' and the gate among its writes",
             )
-        rounds = gate.max_rounds
+        rounds = kept.max_rounds
         if not is_whole(rounds, 2):
             yield Problem(
                 where=where,

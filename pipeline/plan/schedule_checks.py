@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipeline.declare.abilities import corrects, run_of, stamped_by, stamps_of
 from pipeline.declare.graph import Graph
 from pipeline.declare.parameters import is_whole
 from pipeline.declare.stage import Stage
@@ -46,7 +47,7 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
             why="what is sampled further ahead would be too old to be trained",
             fix=f"max_staleness={depth}, or a smaller pipeline_depth",
         )
-    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
+    if schedule.max_staleness > 0 and not any(map(corrects, graph.stages)):
         yield Problem(
             where=where,
             what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
@@ -70,7 +71,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
     stages = graph.all_stages()
     lacks = [
         (any(stage.shape == "transfer" for stage in stages), "no stage publishes weights", "Refit(policy, ...)"),
-        (any(stage.stamps for stage in stages), "no stage says which version sampled a token", "a Rollout"),
+        (stamps_of(stages), "no stage says which version sampled a token", "a Rollout"),
     ]
     for there, what, fix in lacks:
         if not there:
@@ -85,7 +86,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
 def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
     """What a stage says of runs and versions, where it cannot be."""
     for stage in stages:
-        where, stamps, run = str(stage.location), stage.stamps, stage.run_samples
+        where, stamps, run = str(stage.location), stamped_by(stage), run_of(stage)
         fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
         if not fits:
             yield Problem(
@@ -115,17 +116,6 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
                 fix="run_samples=None",
             )
-        named = [field.name for field in stage.chooses]
-        if named and not (
-            set(stage.chooses) <= set(stage.reads) and stage.per == "batch" and is_whole(stage.first_groups, 1)
-        ):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} chooses groups by {', '.join(named)} (per={stage.per!r}, "
-                f"first_groups={shown(stage.first_groups)})",
-                why="it looks at what it reads of a whole batch, and says which groups, at most so many, it gets",
-                fix=f"reads with {', '.join(named)}, per='batch', first_groups=4; or chooses=()",
-            )
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
@@ -134,7 +124,7 @@ def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
     if schedule.on_stale != "drop" or not schedule.max_staleness:
         return
     for stage in graph.all_stages():
-        if (stage.gate is not None or stage.stamps is not None) and stage.name not in pool:
+        if (stage.gate or stamped_by(stage)) and stage.name not in pool:
             yield Problem(
                 where=str(stage.location),
                 what=f"Schedule(on_stale='drop') and {stage.name!r} needs the whole batch, or weights of its step",

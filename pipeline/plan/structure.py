@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
-from pipeline.declare.stage import Stage, setup_problems
+from pipeline.declare.stage import Gate, Stage, setup_problems
 from pipeline.errors import Problem, shown
 from pipeline.plan.names import is_name, reserved
 
@@ -96,6 +96,13 @@ def _parts(stage: Stage) -> Iterator[Problem]:
             what=f"stage {stage.name!r} has the model {shown(model)}",
             why="a model is a Model, built once and given to every stage that uses it",
             fix=f"policy = Model({model if isinstance(model, str) else 'name'!r})",
+        )
+    if not isinstance(stage.gate, Gate | None):
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has gate={shown(stage.gate)}",
+            why="a gate is a field, and how many rounds of sampling it allows",
+            fix="gate = Gate(KEPT, max_rounds=10)",
         )
     for kind in ("reads", "writes", "reads_back"):
         fields = getattr(stage, kind)

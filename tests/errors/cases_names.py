@@ -31,6 +31,9 @@ CASES = [
         },
         at=("scorers",),
     ),
+    defined(
+        "gate_is_a_field", "    name = 'mine'\n    gate = Field('kept', dtype='bool')\n    setup = lambda *_: dict"
+    ),
     defined("stage_without_setup", "    name = 'mine'"),
     defined("setup_takes_no_context", "    name = 'mine'\n\n    def setup(self):\n        return dict"),
 ]
