@@ -13,12 +13,20 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from pipeline.declare.fields import Field
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
 from pipeline.plan.plan import Gate
 
 ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no reason to have one
+
+
+_ROUNDS = at_least(
+    "max_rounds",
+    2,
+    why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew in later ones",
+    fix=10,
+)
 
 
 def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
@@ -64,15 +72,7 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
                 why="it decides on groups as they come, and writes its gate for those that it keeps",
                 fix="a map stage with per='group' and the gate among its writes",
             )
-        rounds = kept.max_rounds
-        if not is_whole(rounds, 2):
-            yield Problem(
-                where=where,
-                what=f"stage {gate.name!r} has max_rounds={rounds!r}",
-                why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew "
-                "in later ones",
-                fix="max_rounds=10",
-            )
+        yield from broken([_ROUNDS], kept, where=where, says=f"stage {gate.name!r} has {{}}")
         before = nx.ancestors(dag, gate.name) if gate.name in dag else set()
         for stage in stages:
             if stage.name in before and stage.per == "batch" and _holds(stage):

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.declare.abilities import corrects, run_of, stamped_by, stamps_of
+from pipeline.declare.abilities import StartsOnRuns, corrects, stamped_by, stamps_of
 from pipeline.declare.graph import Graph
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
 
-_WORDS = {"on_stale": ("wait", "drop"), "refit": ("drain", "in_flight")}
+_RULES = (
+    at_least("steps", 1, fix=100),
+    at_least("max_staleness", 0),
+    at_least("checkpoint_every", 0),
+    at_least("keep_groups", 0),
+    at_least("seed", 0),
+    at_least("capacity", 1).optional(),
+    at_least("pipeline_depth", 0).optional(),
+    one_of("on_stale", ("wait", "drop")),
+    one_of("refit", ("drain", "in_flight")),
+)
+_COUNTS = {rule.name: rule for rule in _RULES if rule.name in ("max_staleness", "capacity", "pipeline_depth")}
+_RUN = at_least(
+    "run_samples",
+    1,
+    why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
+    fix="None",
+).optional()
 
 
 def schedule_problems(graph: Graph) -> Iterator[Problem]:
     """Ranges, and what running ahead needs. `pool_problems` knows the rest."""
     schedule, where = graph.schedule, str(graph.location)
-    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
-    whole |= {
-        name: low for name, low in (("capacity", 1), ("pipeline_depth", 0)) if getattr(schedule, name) is not None
-    }
-    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
-    for name, low in wrong.items():
-        yield Problem(
-            where=where,
-            what=f"Schedule({name}={getattr(schedule, name)!r})",
-            why=f"{name} is a whole number, {low} or more",
-            fix=f"{name}={100 if name == 'steps' else low}",
-        )
-    for name, words in _WORDS.items():
-        value = getattr(schedule, name)
-        if value not in words:
-            yield Problem(
-                where=where,
-                what=f"Schedule({name}={shown(value)})",
-                why=f"{name} is {' or '.join(map(repr, words))}",
-                fix=f"{name}={words[0]!r}",
-            )
-    if wrong.keys() & {"max_staleness", "capacity", "pipeline_depth"}:
+    yield from broken(_RULES, schedule, where=where, says="Schedule({})")
+    if not all(rule.legal(getattr(schedule, name)) for name, rule in _COUNTS.items()):
         return
     depth = schedule.pipeline_depth
     if depth is not None and depth > schedule.max_staleness:
@@ -86,7 +83,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
 def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
     """What a stage says of runs and versions, where it cannot be."""
     for stage in stages:
-        where, stamps, run = str(stage.location), stamped_by(stage), run_of(stage)
+        where, stamps = str(stage.location), stamped_by(stage)
         fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
         if not fits:
             yield Problem(
@@ -109,13 +106,8 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="a stream yields groups as they finish",
                 fix="per='group'",
             )
-        if run is not None and not is_whole(run, 1):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} has run_samples={shown(run)}",
-                why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
-                fix="run_samples=None",
-            )
+        if isinstance(stage, StartsOnRuns):
+            yield from broken([_RUN], stage, where=where, says=f"stage {stage.name!r} has {{}}")
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
