@@ -45,8 +45,10 @@ def graph(
 
     model               a folder, or a hub name
     data                a JSONL file
-    generator, trainer  backends that sample and that train
-    sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
+    generator           backend that samples
+    trainer             backend that trains
+    sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
+    learner_gpus        GPUs that train, one worker each
     colocated           the same GPUs for both, in turns
     refit_transport     how new weights come to the sampler (stages/refit.py)
     steps               batches to train on

@@ -61,8 +61,10 @@ def graph(
 
     model               a folder, or a hub name; empty builds a tiny random model, which shows that everything runs
     data                a folder with train.jsonl and test.jsonl
-    generator, trainer  backends that sample and that train
-    sampler_gpus, learner_gpus  GPUs, a worker each; 0 computes on the CPU, and then both do
+    generator           backend that samples
+    trainer             backend that trains
+    sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
+    learner_gpus        GPUs that train, one worker each
     steps               batches to train on
     seed                of every random number
     prompts_per_step    groups of a batch

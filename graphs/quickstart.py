@@ -75,7 +75,8 @@ def graph(
     warm_start_until    they end once this fraction of answers is right: GRPO needs a model that is right now and then
     evaluate_every      steps between evaluations on 1,000 held-out prompts
     threads             torch threads of sampler and learner
-    generator, trainer  backends that sample and that train
+    generator           backend that samples
+    trainer             backend that trains
     """
     source = Generated(task, digits=4)
     policy = Model(

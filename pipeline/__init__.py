@@ -1,5 +1,6 @@
 """Sluice's engine: graphs, time and data movement. It knows no model and no reward."""
 
+from pipeline import precedence  # noqa: F401 - first: it says where the other packages are found
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup

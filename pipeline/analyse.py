@@ -24,7 +24,7 @@ from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.idle import Idle
 from pipeline.analysis.report import summary
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
 from pipeline.record.runs import OpenedRun, open_run
 from pipeline.simulation.hints import Hints, hints
@@ -64,11 +64,13 @@ def _main(argv: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m pipeline.analyse", allow_abbrev=False, epilog="exit codes: 0 done; 2 RUN or a flag is wrong"
+        prog="python -m pipeline.analyse",
+        usage="%(prog)s RUN [flags]",
+        epilog="exit codes: 0 done; 2 RUN or a flag is wrong",
     )
     parser.graph_file = "RUN"
     parser.add_argument("run", nargs="?", help="a run directory")
-    parser.add_argument("--step", type=int, metavar="N", help="one step, counted from 1 as in metrics.jsonl")
+    parser.add_argument("--step", type=whole, metavar="N", help="one step, counted from 1 as in metrics.jsonl")
     parser.add_argument("--compare", metavar="OTHER", help="another run directory, to put beside RUN")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser

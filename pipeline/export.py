@@ -72,7 +72,7 @@ def _write(path: Path, pieces: Iterator[str], flag: str) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.export", allow_abbrev=False)
+    parser = Parser(prog="python -m pipeline.export", usage="%(prog)s RUN [flags]")
     parser.graph_file = "RUN"
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a file is wrong"
     parser.add_argument("run", nargs="?", help="a run directory")

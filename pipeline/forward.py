@@ -195,7 +195,7 @@ def wanted_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.forward", allow_abbrev=False)
+    parser = Parser(prog="python -m pipeline.forward", usage="%(prog)s RUN [flags]")
     parser.graph_file = "RUN"
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a service is wrong"
     parser.add_argument("run", nargs="?", help="a run directory")

@@ -21,9 +21,10 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.command import Parser, exit_code, graph_named, number, one_of, whole
+from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
-from pipeline.cli.load import GraphFile, add_flags, load
+from pipeline.cli.load import GraphFile, load
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
 from pipeline.engine.termination import EXIT_CODE as TERMINATED
@@ -62,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     started_s = time.monotonic()
     first = _parser(add_help=False).parse_known_args(argv)[0]
+    named = graph_named(argv, first.graph)
     if first.list is not None:
         print_list(Path(first.list))
         return 0
-    if first.graph is None:
+    if named is None:
         _parser(add_help=True).parse_args(argv)
         raise GraphError(
             Problem(
@@ -75,9 +77,9 @@ def _main(argv: list[str]) -> int:
                 fix="python -m pipeline.run graphs/quickstart.py, or one of --list",
             )
         )
-    file = load(Path(first.graph))
+    file = load(Path(named))
     parser = _parser(add_help=True)
-    parser.graph_file = first.graph
+    parser.graph_file = named
     parser.description = file.says
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
@@ -100,7 +102,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _parser(*, add_help: bool) -> Parser:
-    parser = Parser(prog="python -m pipeline.run", add_help=add_help, allow_abbrev=False, epilog=EXIT_CODES)
+    parser = Parser(prog="python -m pipeline.run", usage="%(prog)s GRAPH [flags]", add_help=add_help, epilog=EXIT_CODES)
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -119,13 +121,15 @@ def _parser(*, add_help: bool) -> Parser:
     )
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="go on from a checkpoint of --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
-    parser.add_argument("--executor", choices=("ray", "local"), default="ray", help="default: ray")
+    parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="who runs the workers")
     parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
     parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
-    parser.add_argument("--gpus", type=int, metavar="N", help="check the placement against N GPUs")
-    parser.add_argument("--deadline-s", type=float, default=3600.0, help="give up when no task finishes for so long")
+    parser.add_argument("--gpus", type=whole, metavar="N", help="check the placement against N GPUs")
     parser.add_argument(
-        "--restarts", type=int, default=2, metavar="N", help="from the last checkpoint, when a trainer dies; default: 2"
+        "--deadline-s", type=number, default=3600.0, metavar="S", help="give up if no task ends for this long"
+    )
+    parser.add_argument(
+        "--restarts", type=whole, default=2, metavar="N", help="from the last checkpoint, when a trainer dies"
     )
     parser.add_argument("--view", action="store_true", help="show the run in a browser while it runs")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of a live one")
@@ -278,7 +282,7 @@ def _executor(asked: _Asked) -> Any:
 
 def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     """The commands that replay what failed and that go on from the last checkpoint."""
-    flags = [part for name, value in asked.values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for folder in sorted(run_dir.failures.iterdir(), key=lambda path: path.stat().st_mtime)[-1:]:
         command = ["python", "-m", "pipeline.run", str(asked.file.path), *flags, "--replay", str(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)

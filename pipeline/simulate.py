@@ -20,8 +20,9 @@ import msgspec
 
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code
-from pipeline.cli.load import add_flags, load
+from pipeline.cli.command import Parser, exit_code, graph_named, number, one_of, whole
+from pipeline.cli.flags import add_flags
+from pipeline.cli.load import load
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
+    options.run = graph_named(argv, options.run)
     if options.run is None:
         raise GraphError(
             Problem(
@@ -84,7 +86,7 @@ def _planned(path: Path, argv: list[str], options: argparse.Namespace, rest: lis
     own = {action.dest: action for action in _parser()._actions}
     shared = {flag.name: getattr(options, flag.name, None) for flag in file.flags if flag.name in own}
     parser = _parser()
-    parser.graph_file = options.run
+    parser.graph_file = str(path)
     add_flags(parser, tuple(flag for flag in file.flags if flag.name not in own))
     given = {name[6:]: value for name, value in vars(parser.parse_args(argv)).items() if name.startswith("graph.")}
     values = {flag.name: flag.default for flag in file.flags}
@@ -132,22 +134,22 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.simulate", allow_abbrev=False)
+    parser = Parser(prog="python -m pipeline.simulate", usage="%(prog)s RUN|GRAPH [flags]")
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
-    parser.add_argument("--steps", type=int, help="default: those of the run")
-    parser.add_argument("--max-staleness", type=int, metavar="VERSIONS")
-    parser.add_argument("--pipeline-depth", type=int, metavar="BATCHES")
-    parser.add_argument("--on-stale", choices=("wait", "drop"))
-    parser.add_argument("--refit", choices=("drain", "in_flight"))
-    parser.add_argument("--groups", metavar="N|Nx", help="groups of a batch, or how many times as many: 64, 8x")
-    parser.add_argument("--refit-s", type=float, metavar="S", help="seconds of every refit")
+    parser.add_argument("--steps", type=whole, metavar="N", help="of the simulated run; default: those of RUN")
+    parser.add_argument("--max-staleness", type=whole, metavar="N", help="versions; default: that of RUN")
+    parser.add_argument("--pipeline-depth", type=whole, metavar="N", help="batches; default: that of RUN")
+    parser.add_argument("--on-stale", **one_of("wait", "drop"), help="default: that of RUN")
+    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="default: that of RUN")
+    parser.add_argument("--groups", metavar="N|Nx", help="groups of a batch, or a multiple of those of RUN: 64, 8x")
+    parser.add_argument("--refit-s", type=number, metavar="S", help="seconds of every refit")
     parser.add_argument("--workers", action="append", default=[], metavar="GROUP=N", help="may be given several times")
-    parser.add_argument("--cores", type=float, help="of each machine; default: those of the run's")
-    parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="so many times as fast")
+    parser.add_argument("--cores", type=number, metavar="N", help="of each machine; default: those of RUN")
+    parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="N times as fast")
     parser.add_argument(
         "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or distribution: {GRAMMAR}"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of what is drawn")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.cli.command import Parser, exit_code
+from pipeline import precedence
+from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
 from pipeline.rundir import RunDir
 from pipeline.web.guard import is_run_name
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    parser = Parser(prog="python -m pipeline.view", allow_abbrev=False)
+    parser = Parser(prog="python -m pipeline.view", usage="%(prog)s [RUN_OR_FOLDER] [flags]")
     parser.graph_file = "RUN_OR_FOLDER"
-    parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them; default: runs")
-    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
+    parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them")
+    parser.add_argument("--port", type=whole, default=0, metavar="N", help="0 is any that is free")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
     options = parser.parse_args(argv)
@@ -67,8 +68,7 @@ def _main(argv: list[str]) -> int:
 @contextmanager
 def beside(run: Path) -> Iterator[None]:
     """The view of a run in a process of its own, which prints its address, and ends with the block or with us."""
-    command = [sys.executable, "-m", "pipeline.view", str(run), "--while-stdin"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = subprocess.Popen(precedence.command("pipeline.view", str(run), "--while-stdin"), stdin=subprocess.PIPE)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from pipeline import Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import is_number
 from pipeline.errors import Problem, shown
-from stages.vocabulary import ADVANTAGE, MADE_BY, PREV_LOGPROBS, REF_LOGPROBS, REWARD
+from stages.vocabulary import ADVANTAGE, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,6 @@ class Advantage(Stage):
     reads = (REWARD,)
     writes = (ADVANTAGE,)
     per = "group"
-    hints = MADE_BY
 
     def __post_init__(self) -> None:
         if is_number(self.kl) and self.kl > 0:  # `check` says what is wrong with anything else

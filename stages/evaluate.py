@@ -26,7 +26,7 @@ from stages.sources.dataset import dataset_problems
 from stages.sources.rows import open_rows, source_problems
 from stages.sources.schema import Layout
 from stages.tasks import Generated
-from stages.vocabulary import MADE_BY, SERVED_WEIGHTS
+from stages.vocabulary import SERVED_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Evaluate(Stage):
     name = "evaluate"
     reads = (SERVED_WEIGHTS,)
     per = "batch"
-    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.columns import Columns, plain_values
+from pipeline.declare.stage import Gate
 from pipeline.errors import Problem, shown, told
 from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
-from stages.vocabulary import KEPT, MADE_BY, REWARD, field_named
+from stages.vocabulary import KEPT, REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
@@ -63,12 +64,11 @@ class Filter(Stage):
 
     name = "filter"
     writes = (KEPT,)
-    gate = KEPT
     per = "group"
-    hints = MADE_BY
 
     def __post_init__(self) -> None:
         names = [self.of] if isinstance(self.rule, str) else fields_of(self.rule)
+        object.__setattr__(self, "gate", Gate(KEPT, self.max_rounds))
         object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name)) and not made.per_step))
 
     def check(self, graph: Graph) -> Iterable[Problem]:

@@ -20,7 +20,7 @@ from pipeline.declare.sharding import Dynamic, Packed, Plain, Sharding
 from pipeline.errors import Problem, shown
 from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
-from stages.vocabulary import MADE_BY, PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class _Logprobs(Stage):
 
     reads = (PROMPT_IDS, RESPONSE_IDS)
     per = "batch"
-    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -42,7 +41,7 @@ class _Logprobs(Stage):
         return (self.model,)
 
     @property
-    def run_samples(self) -> int | None:  # type: ignore[override]
+    def run_samples(self) -> int | None:
         """What it starts on: a microbatch for every worker, or what the user says."""
         if is_whole(self.at_once, 1):
             return self.at_once

@@ -19,7 +19,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
 from stages.backends import Route, backend_problems, engine, is_installed, model_problems
-from stages.vocabulary import MADE_BY, SERVED_WEIGHTS, TRAINED_WEIGHTS
+from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
     from ops.refit.share import Form
@@ -61,7 +61,6 @@ class Refit(Stage):
     reads = (TRAINED_WEIGHTS,)
     writes = (SERVED_WEIGHTS,)
     per = "batch"
-    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:

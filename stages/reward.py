@@ -48,7 +48,7 @@ from stages.scoring import (
     short,
     where_of,
 )
-from stages.vocabulary import MADE_BY, REWARD, field_named
+from stages.vocabulary import REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
@@ -85,7 +85,6 @@ class Reward(Stage):
     writes: Sequence[Field]
 
     per = "group"
-    hints = MADE_BY
 
     def __init__(
         self,

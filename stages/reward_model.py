@@ -21,7 +21,7 @@ from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem
 from stages.backends import backend_problems, engine, model_problems
-from stages.vocabulary import MADE_BY, MODEL_REWARD, PROMPT, RESPONSE
+from stages.vocabulary import MODEL_REWARD, PROMPT, RESPONSE
 
 _BACKEND = "torch"
 
@@ -50,7 +50,6 @@ class RewardModel(Stage):
     reads = (PROMPT, RESPONSE)
     writes = (MODEL_REWARD,)
     per = "group"
-    hints = MADE_BY
 
     @property
     def uses(self) -> tuple[Model, ...]:

@@ -20,7 +20,6 @@ from pipeline.declare.parameters import is_number, is_whole
 from pipeline.errors import Problem, shown
 from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
 from stages.vocabulary import (
-    MADE_BY,
     MESSAGES,
     PROMPT,
     PROMPT_IDS,
@@ -73,7 +72,6 @@ class Rollout(Stage):
     stamps = TOKEN_VERSIONS
     per = "group"
     shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS)
-    hints = MADE_BY
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)

@@ -30,7 +30,6 @@ from stages.losses import ClippedLoss, PolicyLoss, loss_problems
 from stages.rollout import Rollout
 from stages.vocabulary import (
     ADVANTAGE,
-    MADE_BY,
     PREV_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -98,7 +97,6 @@ class Train(Stage):
     name = "train"
     writes = (TRAINED_WEIGHTS,)
     per = "batch"
-    hints = MADE_BY
 
     def __post_init__(self) -> None:
         reads: tuple[Field, ...] = (

@@ -1,16 +1,24 @@
-"""What the commands share: a parser whose complaints are `GraphError`s like every other mistake of the user, and the
-exit code."""
+"""What the commands share: a parser whose complaints are `GraphError`s like every other mistake of the user, the types
+of its flags, and the exit code.
+
+`--help` has one line per flag: its name and what it takes, the default in a column of its own, and what it is for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
 from pipeline.errors import GraphError, Problem, SluiceError
+
+TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_EMPTY = "\0"  # a help text that argparse does not leave out
+DEFAULT_WIDTH = 18  # a longer default has a line of its own
 
 
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
@@ -25,21 +33,149 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
         return 130
 
 
+def whole(text: str) -> int:
+    """The type of a flag that takes a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """The type of a flag that takes a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def truth(text: str) -> bool:
+    """The type of a flag that is on or off."""
+    if text.lower() not in TRUTHS:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return TRUTHS[text.lower()]
+
+
+def chosen(value: Any, choices: Iterable[Any]) -> Any:
+    """The value, which must be one of the choices."""
+    words = [str(choice) for choice in choices]
+    if str(value) not in words:
+        near = difflib.get_close_matches(str(value), words, n=1)
+        did_you = f"; did you mean {near[0]}?" if near else ""
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(words)}, got {str(value)!r}{did_you}")
+    return value
+
+
+def one_of(*words: str) -> dict[str, Any]:
+    """The settings of a flag that takes one of these words."""
+    return {"type": lambda text: chosen(text, words), "metavar": braces(words)}
+
+
+def braces(words: Iterable[Any]) -> str:
+    """How a usage line shows a choice."""
+    return "{" + ",".join(map(str, words)) + "}"
+
+
+def add_switch(group: Any, option: str, parse: Callable[[str], Any], **settings: Any) -> Any:
+    """A flag that is on or off: `--name`, `--no-name`, and with a value, `--name true` or `--name=false`."""
+    switch = group.add_argument(option, nargs="?", const=True, type=parse, metavar="BOOL", **settings)
+    switch.negated = f"--no-{option.removeprefix('--')}"
+    group.add_argument(switch.negated, action="store_const", const=False, **settings | {"help": argparse.SUPPRESS})
+    return switch
+
+
+class Help(argparse.HelpFormatter):
+    """One line per flag, with the defaults of a group of flags in one column."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+        self._widths: dict[int, int] = {}  # of the defaults, by action
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        actions = list(actions)
+        width = min(max(len(default_of(action)) for action in actions), DEFAULT_WIDTH) if actions else 0
+        self._widths |= {id(action): width for action in actions}
+        super().add_arguments(actions)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        negated = getattr(action, "negated", None)
+        return f"{action.option_strings[0]}, {negated}" if negated else super()._format_action_invocation(action)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        width = self._widths.get(id(action), 0)
+        if action.help is argparse.SUPPRESS or not width:
+            return super()._format_action(action)
+        self._default = f"{default_of(action):<{width}}  "
+        action.help = action.help or _EMPTY
+        formatted = super()._format_action(action)
+        del self._default
+        return formatted
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        default = getattr(self, "_default", "")
+        taken = min(len(default), DEFAULT_WIDTH + 2)
+        lines = super()._split_lines(text.replace(_EMPTY, ""), max(width - taken, 20)) or [""]
+        if len(default) > DEFAULT_WIDTH + 2:
+            return [default.rstrip(), *(" " * (DEFAULT_WIDTH + 2) + line for line in lines)]
+        return [(default + lines[0]).rstrip(), *(" " * len(default) + line for line in lines[1:])]
+
+
+def default_of(action: argparse.Action) -> str:
+    """The default of a flag as the help shows it; empty where it has none to show."""
+    default = getattr(action, "shown", action.default)
+    if action.nargs == 0 or default in (None, argparse.SUPPRESS, []):
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 class Parser(argparse.ArgumentParser):
-    """`graph_file` is what the command is told to look at, for the command line that prints its flags."""
+    """`graph_file` is what the command is asked to look at, for the command line that prints its flags."""
 
     graph_file = "GRAPH"
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A switch that the graph file or another flag follows has no value of its own."""
+        words: list[str] = []
+        for word, following in zip(args, [*args[1:], "--"]):
+            is_switch = hasattr(self._option_string_actions.get(word), "negated")
+            alone = following.startswith("-") or following == self.graph_file
+            words.append(f"{word}=true" if is_switch and alone else word)
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> Any:
         """Raise what argparse would print."""
-        flag, _, expected = message.removeprefix("argument ").partition(": ")
-        unknown = expected.partition(" ")[0].partition("=")[0] if flag == "unrecognized arguments" else ""
-        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.75)
-        raise GraphError(
-            Problem(
-                where=flag if flag.startswith("-") else "command line",
-                what=expected if flag.startswith("-") else message,
-                why="the flags are those of --help",
-                fix=f"did you mean {near[0]}?" if near else f"see {self.prog} {self.graph_file} --help",
-            )
+        flag, _, said = message.removeprefix("argument ").partition(": ")
+        see = f"see {self.prog} {self.graph_file} --help"
+        if flag == "unrecognized arguments":
+            unknown = [word for word in said.split() if word.startswith("-")]
+            raise GraphError(*(self._unknown(word, see) for word in unknown or [said]))
+        if not flag.startswith("-"):
+            raise GraphError(Problem(where="command line", what=message, why="the flags are those of --help", fix=see))
+        if said == "expected one argument":
+            example = f"{flag} {self._option_string_actions[flag].metavar or 'VALUE'}"
+            raise GraphError(Problem(where=flag, what="it has no value", why="this flag takes one", fix=example))
+        what, _, near = said.partition("; did you mean ")
+        fix = f"{flag} {near.removesuffix('?')}" if near else see
+        raise GraphError(Problem(where=flag, what=what, why="the flags are those of --help", fix=fix))
+
+    def _unknown(self, word: str, see: str) -> Problem:
+        """A flag that there is none of, with the one that it resembles."""
+        flag, options = word.partition("=")[0], sorted(self._option_string_actions)
+        near = difflib.get_close_matches(flag, options, n=1, cutoff=0.75)
+        near = near or [option for option in options if option.startswith(flag) or option.endswith(flag.lstrip("-"))]
+        return Problem(
+            where=word if flag.startswith("-") else "command line",
+            what="there is no such flag" if flag.startswith("-") else f"unexpected argument {word!r}",
+            why="the flags are those of --help",
+            fix=f"did you mean {near[0]}?" if near else see,
         )
+
+
+def graph_named(argv: Sequence[str], positional: str | None) -> str | None:
+    """The graph file of a command line: the first argument, or the first Python file where flags come before it."""
+    if positional is None or Path(positional).exists():
+        return positional
+    return next((word for word in argv if word.endswith(".py") and not word.startswith("-")), positional)

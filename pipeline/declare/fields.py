@@ -12,7 +12,7 @@ symbol share the lengths; whole numbers after that are fixed. Empty `dims` is on
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 TENSOR_DTYPES = (
@@ -36,6 +36,7 @@ _RAGGED = re.compile(r"[A-Z][A-Za-z0-9_]*\Z")
 @dataclass(frozen=True)
 class Field:
     """One typed column. `low` and `high` are inclusive bounds that every put checks; NaN and infinity never pass.
+    `hint` is what to write where a stage reads it and no stage writes it.
 
     Raises ValueError where the name, dtype or dims are not of the grammar above.
     """
@@ -46,6 +47,7 @@ class Field:
     unit: str = "1"
     low: float | None = None
     high: float | None = None
+    hint: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -94,6 +96,7 @@ class Field:
             self.unit,
             self.low if low is None else low,
             self.high if high is None else high,
+            self.hint,
         )
 
 

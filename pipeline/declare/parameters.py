@@ -1,8 +1,67 @@
-"""What a parameter of a description may be: questions that many checks ask. Knows no description."""
+"""What a parameter of a description may be: rules as data. Knows no description.
+
+RULES = (
+    at_least("epochs", 1),
+    number("lr", low=0, fix="1e-6"),
+    one_of("fetch", ("auto", "leader"), why="workers need the same samples, or they do not"),
+)
+yield from broken(RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import Problem, shown
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter, by name: which values are legal, why, and what to write instead of another one."""
+
+    name: str
+    legal: Callable[[Any], bool]
+    why: str
+    fix: str
+
+    def optional(self) -> Rule:
+        """The same, where None is legal too."""
+        return Rule(self.name, lambda value: value is None or self.legal(value), self.why, self.fix)
+
+
+def at_least(name: str, least: int, *, most: float = math.inf, why: str = "", fix: object = None) -> Rule:
+    """A whole number from `least` to `most`."""
+    why = why or f"{name} is a whole number, {least} or more"
+    fix = least if fix is None else fix
+    return Rule(name, lambda value: is_whole(value, least) and value <= most, why, f"{name}={fix}")
+
+
+def number(name: str, legal: Callable[[float], bool], *, why: str, fix: object) -> Rule:
+    """A finite number that is `legal`."""
+    return Rule(name, lambda value: is_number(value) and legal(value), why, f"{name}={fix}")
+
+
+def one_of(name: str, words: Sequence[str], *, why: str = "", fix: str = "") -> Rule:
+    """One of these words."""
+    why = why or f"{name} is {' or '.join(map(repr, words))}"
+    return Rule(name, lambda value: value in words, why, fix or f"{name}={words[0]!r}")
+
+
+def truth(name: str, *, why: str = "", fix: object) -> Rule:
+    """True or False."""
+    return Rule(name, lambda value: isinstance(value, bool), why or f"{name} is True or False", f"{name}={fix}")
+
+
+def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = "{}") -> Iterator[Problem]:
+    """A problem for each parameter of a description that breaks its rule; `says` puts `name=value` into a sentence."""
+    for rule in rules:
+        value = getattr(described, rule.name)
+        if not rule.legal(value):
+            what = says.replace("{}", f"{rule.name}={shown(value)}")
+            yield Problem(where=where, what=what, why=rule.why, fix=rule.fix)
 
 
 def is_whole(value: object, least: int) -> bool:

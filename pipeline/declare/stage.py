@@ -22,11 +22,11 @@ as the target: both then move it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.declare.columns import Columns
 from pipeline.declare.fields import Field
 from pipeline.declare.group import Location, caller
 from pipeline.declare.sharding import Sharding
@@ -34,8 +34,16 @@ from pipeline.declare.task import Per, Shape, StageContext
 from pipeline.errors import Problem, StageError
 
 if TYPE_CHECKING:
-    from pipeline.declare.graph import Graph
     from pipeline.declare.group import Model, WorkerGroup
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a stage that drops groups writes for those that it keeps, and how many batches of groups are sampled for one
+    step at most."""
+
+    field: Field
+    max_rounds: int = 10
 
 
 class Stage:
@@ -46,24 +54,17 @@ class Stage:
     writes      the fields it writes; no other stage writes them
     reads_back  the fields of an *earlier* step that it waits for (rollout: the served weights)
     per         what it can start on: each sample, each group, or only the whole batch
-    run_samples  of a stage per batch: it starts on runs of so many samples, rounded up to whole groups, in canonical
-                order, each as soon as all of it is there; None is the whole batch at once
-    stamps      the field, among those it writes, that says for each token which policy version sampled it
     uses        the models whose weights it reads while it runs
     updates     the model whose weights it changes, if any
     on          the worker group it runs on; None is the graph's host group
     group_size  samples it makes of each prompt (rollout), else None
     every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
-    first_groups  groups of a batch whose columns it gets: the first, or those that it `choose`s; None is all
-    chooses     fields, among those it reads, by which it chooses them; none are the first
-    shows       ragged fields, among those it writes, that are kept with the samples of a run for whoever looks
     sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
                 is on one worker
-    gate        the field, among those it writes, that it writes only for the groups that it keeps: the stages that it
-                does not depend on see no other groups, and what it drops is sampled anew; None drops nothing
-    max_rounds  with a gate: batches of groups that are sampled for one step at most
-    hints       for a field that it reads, what to write where no stage writes it; a general text for those left out
-    corrects_off_policy   whether it corrects for samples of an older policy, which max_staleness > 0 needs
+    gate        writes a field only for the groups that it keeps: the stages that it does not depend on see no other
+                groups, and what it drops is replaced; None drops nothing
+
+    `pipeline.declare.abilities` has what only some stages need: to stamp tokens, to show them, to start on runs.
     """
 
     name: str = ""
@@ -71,20 +72,12 @@ class Stage:
     writes: Sequence[Field] = ()
     reads_back: Sequence[Field] = ()
     per: Per = "sample"
-    run_samples: int | None = None
-    stamps: Field | None = None
     shape: ClassVar[Shape] = "map"
     on: WorkerGroup | None = None
     group_size: int | None = None
     every: int = 1
-    first_groups: int | None = None
-    chooses: Sequence[Field] = ()
-    shows: Sequence[Field] = ()
     sharding: Sharding | None = None
-    gate: Field | None = None
-    max_rounds: int = 10
-    corrects_off_policy: bool = False
-    hints: Mapping[str, str] = {}
+    gate: Gate | None = None
     location: Location
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
@@ -108,13 +101,8 @@ class Stage:
         """The worker groups it runs on: one, or source and target of a transfer; empty means the host group."""
         return (self.on,) if self.on else ()
 
-    def check(self, graph: Graph) -> Iterable[Problem]:
-        """Problems of this stage in this graph, beyond those that every stage is checked for. Loads no torch."""
-        return ()
-
-    def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
-        """Of a stage that `chooses`: which groups it wants, by their place in the batch, of which these are the columns
-        of all samples. No more than `first_groups`."""
+    def check(self, graph: Any) -> Iterable[Problem]:
+        """Problems of this stage in this `Graph`, beyond those that every stage is checked for. Loads no torch."""
         return ()
 
     def meets(self, is_near: bool) -> bool:
@@ -125,18 +113,29 @@ class Stage:
     def setup(self, context: StageContext) -> Callable[..., Any]:
         """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
         of every checkpoint."""
-        raise StageError(
-            Problem(
-                where=str(self.location),
-                what=f"stage {self.name!r} ({type(self).__name__}) does not define setup()",
-                why="it returns the runner, which does the work",
-                fix="def setup(self, context): return lambda columns, task: {...}",
-            )
-        )
+        raise StageError(*setup_problems(self))
 
-    def vocabulary(self, context: StageContext) -> Sequence[bytes]:
-        """Of a stage that `shows` tokens: what each adds to a text, as UTF-8, by its id. Asked once, after `setup`."""
-        return ()
+
+def kept_by(stage: Stage) -> Field | None:
+    """The field that a stage writes only for the groups that it keeps, if it drops any."""
+    return stage.gate.field if stage.gate else None
+
+
+def setup_problems(stage: Stage) -> Iterator[Problem]:
+    """A stage without a `setup` that a worker can call."""
+    setup: Any = type(stage).setup
+    try:
+        usable = setup is not Stage.setup and bool(inspect.signature(setup).bind(stage, None))
+    except TypeError:
+        usable = False
+    if not usable:
+        lacks = "does not define setup()" if setup is Stage.setup else "has a setup that does not take the context"
+        yield Problem(
+            where=str(stage.location),
+            what=f"stage {stage.name!r} ({type(stage).__name__}) {lacks}",
+            why="it returns the runner, which does the work",
+            fix="def setup(self, context): return lambda columns, task: {...}",
+        )
 
 
 @dataclass(frozen=True)

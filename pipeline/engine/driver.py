@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from pipeline.declare.abilities import stamps_of
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
@@ -319,7 +320,7 @@ class Engine:
     ) -> None:
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
         journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
-        stamps = next((stage.stamps for stage in graph.all_stages() if stage.stamps), None)
+        stamps = stamps_of(graph.all_stages())
         self.rows = Rows(plan, executor, journal, stamps.ragged if stamps else None)
         steps = Numbers(plan, run_dir, start, on_step)
         outside = Outside(plan, self.rows.handles, executor)

@@ -20,6 +20,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.meetings import End
 from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.precedence import search_last
 from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir
 
@@ -37,6 +38,7 @@ class Hosted:
     """A `Worker` behind Ray's calls."""
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
+        search_last(settings.folders)  # Ray puts the driver's working directory first
         group, mine = cloudpickle.loads(hosted)
         if settings.run_dir:
             write_into(RunDir(settings.run_dir).log(group.name, rank))

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,7 @@ from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
+from pipeline.precedence import HOME, PACKAGES, hiding_pipeline
 from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # of workers of one group in a run
@@ -88,6 +89,8 @@ class RayExecutor:
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
+        folders = tuple(map(str, user_folders(self._modules)))
+        settings = replace(settings, folders=folders)
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         self._connect(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
@@ -208,6 +211,15 @@ class RayExecutor:
     def _connect(self, plan: Plan) -> None:
         if ray.is_initialized():
             return
+        if theirs := hiding_pipeline(Path.cwd()):
+            raise GraphError(
+                Problem(
+                    where=str(theirs),
+                    what="Ray's workers would import it instead of Sluice",
+                    why="they search the working directory first",
+                    fix=f"rename {theirs}, or run from another folder",
+                )
+            )
         needed = sum(group.cpus * group.workers for group in plan.groups) + DATA_PLANE_CPUS
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
         if self._address:
@@ -473,15 +485,23 @@ class _Running:
 
 
 def user_modules(graph_module: ModuleType) -> list[ModuleType]:
-    """The graph's module and those loaded from below its folder, unless they are part of an installed package."""
+    """The graph's module, and those loaded from below its folder or from the working directory, unless they are part of
+    an installed package."""
     folder = Path(graph_module.__file__ or ".").resolve().parent
-    packages = {"pipeline", "stages", "ops", "graphs"}
     found = [graph_module]
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if module is graph_module or not path or name.partition(".")[0] in packages or name == "__main__":
+        if module is graph_module or not path or name.partition(".")[0] in PACKAGES or name == "__main__":
             continue
         resolved = Path(path).resolve()
-        if resolved.is_relative_to(folder) and "site-packages" not in resolved.parts:
+        above = resolved.parents[name.count(".") + (resolved.name == "__init__.py") :]
+        beside = Path.cwd() != HOME and above[:1] == (Path.cwd(),)
+        if (resolved.is_relative_to(folder) or beside) and "site-packages" not in resolved.parts:
             found.append(module)
     return found
+
+
+def user_folders(modules: Sequence[ModuleType]) -> list[Path]:
+    """The folders that the driver finds the user's modules in: the working directory, and that of the graph."""
+    graph = Path(modules[0].__file__ or ".").resolve().parent if modules else Path.cwd()
+    return list(dict.fromkeys((Path.cwd(), graph)))

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pipeline.data_plane import DataPlane
+from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
@@ -30,7 +31,7 @@ from pipeline.executors import replay
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
 from pipeline.plan.planner import sample_fields
-from pipeline.plan.samples import keep_vocabulary
+from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 
@@ -39,13 +40,15 @@ SHARD = "shard"  # the entry of a handle's extra_info that says how its samples 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What every worker of a run is told."""
+    """What every worker of a run is given. `folders` are those that the user's modules are imported from, as the driver
+    does."""
 
     partition: str
     group_size: int
     steps: int
     seed: int
     run_dir: Path | None
+    folders: tuple[str, ...] = ()
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
@@ -94,7 +97,7 @@ class Worker:
         self._streaming: set[int] = set()  # groups
         self._cancelled: set[int] = set()  # of those, the ones that nobody wants any more
         self._all_stages = all_stages
-        self._stamps = next((stage.stamps for stage in all_stages if stage.stamps), None)
+        self._stamps = stamps_of(all_stages)
         self._meter = Meter()
         self._begun_s: dict[int, float] = {}  # by the number of a transfer that has been offered, and is to be carried
         self._runners: dict[str, Any] = {}
@@ -140,7 +143,7 @@ class Worker:
 
     def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
         """Once a run: it takes seconds where a tokenizer has 150,000 tokens, and whoever is replaced is waited for."""
-        if stage.shows and self.rank == 0 and context.run_dir:
+        if isinstance(stage, Shows) and stage.shows and self.rank == 0 and context.run_dir:
             run_dir = RunDir(context.run_dir)
             if not run_dir.vocabulary.exists():
                 keep_vocabulary(run_dir, stage.vocabulary(context))
@@ -289,11 +292,13 @@ class Worker:
             task = self._sharded(stage, task, msgspec.convert(meta.extra_info[SHARD], Shard))
         if meta is None or not fields:
             return task, {}
-        if stage.chooses:
+        if isinstance(stage, KeepSamples) and stage.chooses:
             task, meta = self._chosen(stage, task, meta, result)
         return task, self.ranks.share(lambda: self._get(stage, task, meta, fields, result))
 
-    def _chosen(self, stage: Stage, task: Task, meta: KVBatchMeta, result: TaskResult) -> tuple[Task, KVBatchMeta]:
+    def _chosen(
+        self, stage: KeepSamples, task: Task, meta: KVBatchMeta, result: TaskResult
+    ) -> tuple[Task, KVBatchMeta]:
         """The task and its handle, of the groups that the stage chooses."""
         size, names = self.settings.group_size, [field.name for field in stage.chooses]
         seen = self.ranks.share(lambda: self._get(stage, task, meta, names, result))
@@ -392,8 +397,8 @@ class Worker:
         )
         result.handles.append(handle)
         versions: dict[int, Versions] = {}
-        if stage.stamps is not None:
-            versions = versions_of(columns[stage.stamps.name], chosen)
+        if stamps := stamped_by(stage):
+            versions = versions_of(columns[stamps.name], chosen)
             result.oldest |= {group: of.oldest for group, of in versions.items()}
         result.events.append(
             trace.Put(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline import precedence
 from pipeline.rundir import RunDir
 
 LAST_S = 60.0  # that it has to hand over what is left
@@ -24,7 +25,7 @@ def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
     log = run_dir.logs / "forward.log"
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.forward", str(run_dir.path), *flags, "--until-eof"],
+            precedence.command("pipeline.forward", str(run_dir.path), *flags, "--until-eof"),
             stdin=subprocess.PIPE, stdout=file, stderr=file,
             start_new_session=True,  # Ctrl-C is for the run
         )  # fmt: skip

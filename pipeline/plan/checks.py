@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
 
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
-from pipeline.declare.group import Model, WorkerGroup
-from pipeline.declare.parameters import is_whole
-from pipeline.declare.stage import Stage
-from pipeline.errors import Problem, shown, told
+from pipeline.declare.group import Model
+from pipeline.declare.parameters import Rule, at_least, broken, is_whole, one_of
+from pipeline.declare.stage import Stage, kept_by
+from pipeline.errors import Problem, told
 from pipeline.plan.gate import gate_problems
+from pipeline.plan.group_checks import group_problems, group_values
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
-from pipeline.plan.structure import is_name
+
+BATCH = Rule(
+    "batch", lambda value: is_whole(value, 1), "a step needs a whole number of groups, 1 or more", "write batch=32"
+)
+_GROUP_SIZE = Rule(
+    "group_size",
+    lambda value: is_whole(value, 1) and value <= 999,
+    "it makes a whole number of them, 1 to 999",
+    "samples_per_prompt=8",
+)
+_RULES = (
+    one_of(
+        "per",
+        ("sample", "group", "batch"),
+        why="a unit is a sample, a group or a batch",
+        fix="per='sample', 'group' or 'batch'",
+    ),
+    at_least("every", 1, why="it runs at every n-th step, n >= 1"),
+)
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
@@ -23,7 +42,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
     own = {
         stage.name: _own(stage, graph)
         for stage in graph.all_stages()
-        if not any(problem for group in stage.groups() for problem in _group_values(group))  # which is told below
+        if not any(problem for group in stage.groups() for problem in group_values(group))  # which is told below
     }
     lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
     found = [
@@ -35,7 +54,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
         *_shapes(stages),
         *_shardings(stages),
         *gate_problems(stages, dependence(stages)),
-        *_groups(graph, stages, gpus),
+        *group_problems(graph, stages, gpus),
         *_models([stage for stage in stages if stage.name not in lost]),
     ]
     yield from dict.fromkeys([*found, *(problem for problems in own.values() for problem in problems)])
@@ -65,14 +84,8 @@ def _source(graph: Graph) -> Iterator[Problem]:
             why="a source makes prompts from nothing",
             fix="put it among the stages and use Prompts(...) as source",
         )
-    batch = getattr(source, "batch", 1)
-    if not is_whole(batch, 1):
-        yield Problem(
-            where=str(source.location),
-            what=f"batch={batch!r}",
-            why="a step needs a whole number of groups, 1 or more",
-            fix="write batch=32",
-        )
+    if hasattr(source, "batch"):
+        yield from broken([BATCH], source, where=str(source.location))
     makers = [stage for stage in graph.all_stages() if stage.group_size is not None]
     if len(makers) > 1:
         yield Problem(
@@ -82,13 +95,8 @@ def _source(graph: Graph) -> Iterator[Problem]:
             fix="keep one rollout",
         )
     for maker in makers:
-        if not (is_whole(maker.group_size, 1) and int(maker.group_size or 0) <= 999):
-            yield Problem(
-                where=str(maker.location),
-                what=f"stage {maker.name!r} makes {maker.group_size!r} samples of each prompt",
-                why="it makes a whole number of them, 1 to 999",
-                fix="samples_per_prompt=8",
-            )
+        says = f"stage {maker.name!r} makes {maker.group_size!r} samples of each prompt"
+        yield from broken([_GROUP_SIZE], maker, where=str(maker.location), says=says)
 
 
 def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
@@ -97,7 +105,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in stage.writes:
             writers.setdefault(field.name, []).append((stage, field))
     for name, pairs in writers.items():
-        gates = all(stage.gate == field for stage, field in pairs)  # of which `gate_problems` tells
+        gates = all(kept_by(stage) == field for stage, field in pairs)  # of which `gate_problems` tells
         if len(pairs) > 1 and not gates:
             both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
             transfers = all(stage.shape == "transfer" for stage, _ in pairs)
@@ -128,7 +136,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     why="dtype, dims and unit agree across an edge",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
-    read |= {stage.gate.name for stage in stages if isinstance(stage.gate, Field)}  # it is waited for
+    read |= {stage.gate.field.name for stage in stages if stage.gate}  # it is waited for
     for name, pairs in writers.items():
         if name not in read:
             yield Problem(
@@ -142,8 +150,8 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
 
 def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
     """What to write where no stage writes a field that `stage` reads."""
-    if field.name in stage.hints:
-        return stage.hints[field.name]
+    if field.hint:
+        return field.hint
     others = [name for name in written if name not in {read.name for read in stage.reads}]
     near = difflib.get_close_matches(field.name, others, n=1)
     near = near or [name for name in others if field.name.startswith(f"{name}_")]
@@ -190,21 +198,10 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="weights move from one worker group to another",
                 fix="source=learner, target=sampler",
             )
-        if stage.per not in ("sample", "group", "batch"):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} has per={stage.per!r}",
-                why="a unit is a sample, a group or a batch",
-                fix="per='sample', 'group' or 'batch'",
-            )
+        yield from broken(_RULES, stage, where=where, says=f"stage {stage.name!r} has {{}}")
         if not is_whole(stage.every, 1):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} has every={stage.every!r}",
-                why="it runs at every n-th step, n >= 1",
-                fix="every=1",
-            )
-        elif stage.every > 1 and any(not field.per_step for field in stage.writes):
+            continue
+        if stage.every > 1 and any(not field.per_step for field in stage.writes):
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has every={stage.every} and writes {_names(stage.writes)}",
@@ -234,169 +231,6 @@ def _shardings(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="a batch is divided by the lengths of its prompts and responses, once it is whole",
                 fix=f"per='batch', and read fields with the dims {' and '.join(stage.sharding.lengths)}",
             )
-
-
-def _groups(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
-    groups: dict[str, WorkerGroup] = {}
-    for group in (graph.host, *(group for stage in stages for group in stage.groups())):
-        known = groups.setdefault(group.name, group)
-        if known != group:
-            yield Problem(
-                where=str(group.location),
-                what=f"worker group {group.name!r} is declared twice, differently",
-                why="a name stands for one group of processes",
-                fix="build it once and pass the same object",
-            )
-    usable = []
-    for group in groups.values():
-        wrong = list(_group_values(group))
-        yield from wrong
-        usable += [] if wrong else [group]
-    for group in usable:
-        where = str(group.location)
-        if group.gpus % group.workers:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
-                why="GPUs are divided evenly over the workers",
-                fix=f"gpus={group.workers} or a multiple",
-            )
-        elif group.workers % group.model_parallel:
-            kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
-            product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.workers} workers, and {product} parallel",
-                why="workers are data x tensor x context x pipeline parallel",
-                fix=f"workers={group.model_parallel} or a multiple",
-            )
-        elif group.data_parallel * group.context_parallel % group.expert_parallel:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has expert_parallel={group.expert_parallel} "
-                f"and {group.data_parallel} data-parallel replicas",
-                why="experts are divided over the workers that hold the same part of everything else",
-                fix="expert_parallel=1, or a divisor of the data-parallel size",
-            )
-        elif graph.batch % group.data_parallel:
-            alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.data_parallel} {alike}, a batch has {graph.batch} groups",
-                why="the data-parallel size divides the batch",
-                fix=f"a batch that is a multiple of {group.data_parallel}",
-            )
-        if group.fetch == "leader" and group.model_parallel == 1:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has fetch='leader' and no model parallelism",
-                why="a leader fetches for workers that need the same samples, and here all need others",
-                fix="fetch='auto'",
-            )
-        if group.colocated is not None:
-            yield from _colocated(group, groups, graph)
-    owners = [group for group in usable if group.gpus and group.colocated is None]
-    asked = sum(group.gpus for group in owners)
-    if gpus is not None and asked > gpus:
-        parts = ", ".join(f"{group.name} {group.gpus}" for group in owners)
-        yield Problem(
-            where=str(graph.location),
-            what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
-            why="every group holds its GPUs for the whole run",
-            fix="fewer GPUs a group, or more machines",
-        )
-
-
-def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[Problem]:
-    """What keeps a group from lying on the GPUs of another one."""
-    where, says = str(group.location), f"worker group {group.name!r} has colocated="
-    other = group.colocated
-    if not isinstance(other, WorkerGroup):
-        yield Problem(
-            where=where,
-            what=says + shown(other),
-            why="it is the worker group on whose GPUs this one lies",
-            fix="pass the WorkerGroup, or nothing",
-        )
-        return
-    says += repr(other.name)
-    if other.name not in groups or other.name == group.name or other.backend == "python":
-        yield Problem(
-            where=where,
-            what=says + ", which runs no stage with a model" if other.name != group.name else says,
-            why="two groups that compute with models take turns on the GPUs of one",
-            fix="pass the group of the other stages",
-        )
-    elif other.colocated is not None:
-        yield Problem(
-            where=where,
-            what=f"{says}, which itself is colocated",
-            why="one group has the GPUs, the others lie on them",
-            fix="name the group that has the GPUs",
-        )
-    elif group.gpus != other.gpus:
-        yield Problem(
-            where=where,
-            what=f"{says} and {group.gpus} GPUs; that group has {other.gpus}",
-            why="both have the same GPUs",
-            fix=f"gpus={other.gpus}",
-        )
-    elif graph.schedule.max_staleness:
-        yield Problem(
-            where=where,
-            what=f"{says}, and the schedule max_staleness={graph.schedule.max_staleness}",
-            why="groups that take turns on their GPUs leave nothing to run ahead",
-            fix="max_staleness=0, or GPUs of its own for each group",
-        )
-
-
-def _group_values(group: WorkerGroup) -> Iterator[Problem]:
-    where = str(group.location)
-    if not is_name(group.name):
-        yield Problem(
-            where=where,
-            what=f"worker group name {group.name!r} is not usable as a file name",
-            why="it names the logs of its workers",
-            fix="use letters, digits, '-' and '_'",
-        )
-    parallel = (("tensor_parallel", 1), ("context_parallel", 1), ("pipeline_parallel", 1), ("expert_parallel", 1))
-    for name, low in (("workers", 1), ("gpus", 0), ("threads", 0), *parallel):
-        value = getattr(group, name)
-        if not is_whole(value, low):
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {name}={value!r}",
-                why=f"{name} is a whole number, {low} or more",
-                fix=f"{name}={low}",
-            )
-    if group.fetch not in ("auto", "independent", "leader"):
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} has fetch={group.fetch!r}",
-            why="workers that need the same samples each get them, or one does for all",
-            fix="fetch='auto', 'independent' or 'leader'",
-        )
-    if not isinstance(group.fully_sharded, bool):
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} has fully_sharded={group.fully_sharded!r}",
-            why="weights are divided over its workers, or they are not",
-            fix="fully_sharded=True",
-        )
-    if not (isinstance(group.cpus, int | float) and 0 <= group.cpus < float("inf")):
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} has cpus={group.cpus!r}",
-            why="cpus is a number, 0 or more",
-            fix="cpus=1.0",
-        )
-    if not (isinstance(group.memory, int | float) and 0 < group.memory <= 1):
-        yield Problem(
-            where=where,
-            what=f"worker group {group.name!r} has memory={group.memory!r}",
-            why="memory is a share of each GPU, above 0 and at most 1",
-            fix="memory=0.85",
-        )
 
 
 def _models(stages: Sequence[Stage]) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from pipeline.declare.fields import Field
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
 from pipeline.plan.plan import Gate
@@ -21,11 +21,19 @@ from pipeline.plan.plan import Gate
 ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no reason to have one
 
 
+_ROUNDS = at_least(
+    "max_rounds",
+    2,
+    why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew in later ones",
+    fix=10,
+)
+
+
 def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
     """The gate of a graph, None where every group is kept."""
     for stage in stages:
         if stage.gate:
-            return Gate(stage=stage.name, field=stage.gate.name, max_groups=stage.max_rounds * batch)
+            return Gate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
     return None
 
 
@@ -34,10 +42,11 @@ def awaited(stages: Sequence[Stage], dag: nx.DiGraph) -> dict[str, tuple[Field, 
     gate = next((stage for stage in stages if stage.gate), None)
     if gate is None or gate.gate is None:
         return {}
+    kept = gate.gate.field
     behind = {stage.name: stage for stage in _behind(stages, dag)}
     read = {field.name for stage in stages for field in stage.reads}
     outside = [field for stage in stages if stage.shape == "external" for field in stage.writes if field.name in read]
-    waits = {name: (gate.gate,) for name, stage in behind.items() if gate.gate not in stage.reads}
+    waits = {name: (kept,) for name, stage in behind.items() if kept not in stage.reads}
     return waits | {gate.name: tuple(field for field in outside if field not in gate.reads)}
 
 
@@ -53,8 +62,9 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
         )
         return
     for gate in gates:
-        where = str(gate.location)
-        if gate.gate not in gate.writes or gate.shape != "map" or gate.per == "batch":
+        where, kept = str(gate.location), gate.gate
+        assert kept
+        if kept.field not in gate.writes or gate.shape != "map" or gate.per == "batch":
             yield Problem(
                 where=where,
                 what=f"stage {gate.name!r} has a gate; it is a {gate.shape} stage per {gate.per} and writes "
@@ -62,15 +72,7 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
                 why="it decides on groups as they come, and writes its gate for those that it keeps",
                 fix="a map stage with per='group' and the gate among its writes",
             )
-        rounds = gate.max_rounds
-        if not is_whole(rounds, 2):
-            yield Problem(
-                where=where,
-                what=f"stage {gate.name!r} has max_rounds={rounds!r}",
-                why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew "
-                "in later ones",
-                fix="max_rounds=10",
-            )
+        yield from broken([_ROUNDS], kept, where=where, says=f"stage {gate.name!r} has {{}}")
         before = nx.ancestors(dag, gate.name) if gate.name in dag else set()
         for stage in stages:
             if stage.name in before and stage.per == "batch" and _holds(stage):

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import networkx as nx
 from msgspec.structs import replace
 
+from pipeline.declare.abilities import run_of, shown_by, stamped_by
 from pipeline.declare.fields import ITEM_BYTES, Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
-from pipeline.declare.stage import Stage
+from pipeline.declare.stage import Stage, kept_by
 from pipeline.errors import GraphError, Problem
 from pipeline.plan import checks
 from pipeline.plan.gate import awaited, gate_of
@@ -31,7 +32,7 @@ def with_samples(graph: Graph) -> tuple[Stage, ...]:
         for stage in stages
         if stage.shape != "external"
         for field in stage.writes
-        if field in stage.shows or not (field.per_step or field.ragged or field.inner or field == stage.gate)
+        if field in shown_by(stage) or not (field.per_step or field.ragged or field.inner or field == kept_by(stage))
     )
     return (*stages, KeepSamples(fields=kept, keep=graph.schedule.keep_groups))
 
@@ -89,15 +90,15 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             uses=tuple(checks.model_name(model) for model in stage.uses),
             updates=checks.model_name(stage.updates) if stage.updates else None,
             every=stage.every,
-            first_groups=stage.first_groups,
-            chooses=tuple(field.name for field in stage.chooses),
+            first_groups=stage.keep if isinstance(stage, KeepSamples) else None,
+            chooses=tuple(field.name for field in stage.chooses) if isinstance(stage, KeepSamples) else (),
             sharding=stage.sharding,
             layer=layer[stage.name],
             where=str(stage.location),
             timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
             awaits=tuple(field.name for field in awaits.get(stage.name, ())),
             run_groups=run_groups(stage, graph),
-            stamps=stage.stamps.name if stage.stamps else None,
+            stamps=stamps.name if (stamps := stamped_by(stage)) else None,
             path=path[stage.name],
         )
         for stage in stages
@@ -163,9 +164,10 @@ def run_groups(stage: Stage, graph: Graph) -> int | None:
 
     Where ranks meet in the stage, every run has to divide evenly over them.
     """
-    if not stage.run_samples or stage.per != "batch":
+    samples = run_of(stage)
+    if not samples or stage.per != "batch":
         return None
-    groups = -(-stage.run_samples // graph.group_size)
+    groups = -(-samples // graph.group_size)
     if groups >= graph.batch:
         return None
     if stage.sharding and stage.sharding.equal:

@@ -33,18 +33,16 @@ class KeepSamples(Stage):
     per: Per = "batch"
 
     @property
-    def first_groups(self) -> int:  # type: ignore[override]
-        return self.keep
-
-    @property
     def reads(self) -> Sequence[Field]:  # type: ignore[override]
         return self.fields
 
     @property
-    def chooses(self) -> Sequence[Field]:  # type: ignore[override]
+    def chooses(self) -> Sequence[Field]:
+        """The fields by which it chooses groups; none are the first."""
         return [field for field in self.fields if field.name == REWARD] if self.keep > 1 else []
 
     def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
+        """Which groups it keeps, by their place in the batch, of which these are the columns of all samples."""
         rewards = columns[REWARD].reshape(-1, group_size)  # type: ignore[union-attr]
         means, widths = rewards.mean(1), rewards.amax(1) - rewards.amin(1)
         extremes = [int(means.argmin()), int(means.argmax()), int(widths.argmax())]

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipeline.declare.abilities import StartsOnRuns, corrects, stamped_by, stamps_of
 from pipeline.declare.graph import Graph
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
 
-_WORDS = {"on_stale": ("wait", "drop"), "refit": ("drain", "in_flight")}
+_RULES = (
+    at_least("steps", 1, fix=100),
+    at_least("max_staleness", 0),
+    at_least("checkpoint_every", 0),
+    at_least("keep_groups", 0),
+    at_least("seed", 0),
+    at_least("capacity", 1).optional(),
+    at_least("pipeline_depth", 0).optional(),
+    one_of("on_stale", ("wait", "drop")),
+    one_of("refit", ("drain", "in_flight")),
+)
+_COUNTS = {rule.name: rule for rule in _RULES if rule.name in ("max_staleness", "capacity", "pipeline_depth")}
+_RUN = at_least(
+    "run_samples",
+    1,
+    why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
+    fix="None",
+).optional()
 
 
 def schedule_problems(graph: Graph) -> Iterator[Problem]:
     """Ranges, and what running ahead needs. `pool_problems` knows the rest."""
     schedule, where = graph.schedule, str(graph.location)
-    whole = {"steps": 1, "max_staleness": 0, "checkpoint_every": 0, "keep_groups": 0, "seed": 0}
-    whole |= {
-        name: low for name, low in (("capacity", 1), ("pipeline_depth", 0)) if getattr(schedule, name) is not None
-    }
-    wrong = {name: low for name, low in whole.items() if not is_whole(getattr(schedule, name), low)}
-    for name, low in wrong.items():
-        yield Problem(
-            where=where,
-            what=f"Schedule({name}={getattr(schedule, name)!r})",
-            why=f"{name} is a whole number, {low} or more",
-            fix=f"{name}={100 if name == 'steps' else low}",
-        )
-    for name, words in _WORDS.items():
-        value = getattr(schedule, name)
-        if value not in words:
-            yield Problem(
-                where=where,
-                what=f"Schedule({name}={shown(value)})",
-                why=f"{name} is {' or '.join(map(repr, words))}",
-                fix=f"{name}={words[0]!r}",
-            )
-    if wrong.keys() & {"max_staleness", "capacity", "pipeline_depth"}:
+    yield from broken(_RULES, schedule, where=where, says="Schedule({})")
+    if not all(rule.legal(getattr(schedule, name)) for name, rule in _COUNTS.items()):
         return
     depth = schedule.pipeline_depth
     if depth is not None and depth > schedule.max_staleness:
@@ -46,7 +44,7 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
             why="what is sampled further ahead would be too old to be trained",
             fix=f"max_staleness={depth}, or a smaller pipeline_depth",
         )
-    if schedule.max_staleness > 0 and not any(stage.corrects_off_policy for stage in graph.stages):
+    if schedule.max_staleness > 0 and not any(map(corrects, graph.stages)):
         yield Problem(
             where=where,
             what=f"Schedule(max_staleness={schedule.max_staleness}) and no stage corrects for it",
@@ -70,7 +68,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
     stages = graph.all_stages()
     lacks = [
         (any(stage.shape == "transfer" for stage in stages), "no stage publishes weights", "Refit(policy, ...)"),
-        (any(stage.stamps for stage in stages), "no stage says which version sampled a token", "a Rollout"),
+        (stamps_of(stages), "no stage says which version sampled a token", "a Rollout"),
     ]
     for there, what, fix in lacks:
         if not there:
@@ -85,7 +83,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
 def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
     """What a stage says of runs and versions, where it cannot be."""
     for stage in stages:
-        where, stamps, run = str(stage.location), stage.stamps, stage.run_samples
+        where, stamps = str(stage.location), stamped_by(stage)
         fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
         if not fits:
             yield Problem(
@@ -108,24 +106,8 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="a stream yields groups as they finish",
                 fix="per='group'",
             )
-        if run is not None and not is_whole(run, 1):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} has run_samples={shown(run)}",
-                why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
-                fix="run_samples=None",
-            )
-        named = [field.name for field in stage.chooses]
-        if named and not (
-            set(stage.chooses) <= set(stage.reads) and stage.per == "batch" and is_whole(stage.first_groups, 1)
-        ):
-            yield Problem(
-                where=where,
-                what=f"stage {stage.name!r} chooses groups by {', '.join(named)} (per={stage.per!r}, "
-                f"first_groups={shown(stage.first_groups)})",
-                why="it looks at what it reads of a whole batch, and says which groups, at most so many, it gets",
-                fix=f"reads with {', '.join(named)}, per='batch', first_groups=4; or chooses=()",
-            )
+        if isinstance(stage, StartsOnRuns):
+            yield from broken([_RUN], stage, where=where, says=f"stage {stage.name!r} has {{}}")
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
@@ -134,7 +116,7 @@ def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
     if schedule.on_stale != "drop" or not schedule.max_staleness:
         return
     for stage in graph.all_stages():
-        if (stage.gate is not None or stage.stamps is not None) and stage.name not in pool:
+        if (stage.gate or stamped_by(stage)) and stage.name not in pool:
             yield Problem(
                 where=str(stage.location),
                 what=f"Schedule(on_stale='drop') and {stage.name!r} needs the whole batch, or weights of its step",

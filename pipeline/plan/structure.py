@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
-from pipeline.declare.stage import Stage
+from pipeline.declare.stage import Gate, Stage, setup_problems
 from pipeline.errors import Problem, shown
+from pipeline.plan.names import is_name, reserved
 
 
 def structure(graph: Graph) -> Iterator[Problem]:
@@ -55,7 +56,9 @@ def structure(graph: Graph) -> Iterator[Problem]:
                 why="sources and stages are Stage objects",
                 fix=f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)",
             )
-    yield from _names_and_types([stage for _, stage in everything if isinstance(stage, Stage)])
+    stages = [stage for _, stage in everything if isinstance(stage, Stage)]
+    yield from _names_and_types(stages)
+    yield from reserved(graph, stages)
 
 
 def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
@@ -70,19 +73,14 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
                 fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
             )
     for stage in stages:
-        if stage.name == "samples":
-            yield Problem(
-                where=str(stage.location),
-                what="a stage is named 'samples'",
-                why="every plan adds a stage of that name, which keeps texts in the run directory",
-                fix="choose another name",
-            )
         yield from _parts(stage)
 
 
 def _parts(stage: Stage) -> Iterator[Problem]:
     """What a stage names is a worker group, a model or a field, not its name."""
     where = str(stage.location)
+    if stage.shape != "external":
+        yield from setup_problems(stage)
     for group in stage.groups():
         if not isinstance(group, WorkerGroup):
             yield Problem(
@@ -99,6 +97,13 @@ def _parts(stage: Stage) -> Iterator[Problem]:
             why="a model is a Model, built once and given to every stage that uses it",
             fix=f"policy = Model({model if isinstance(model, str) else 'name'!r})",
         )
+    if not isinstance(stage.gate, Gate | None):
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has gate={shown(stage.gate)}",
+            why="a gate is a field, and how many rounds of sampling it allows",
+            fix="gate = Gate(KEPT, max_rounds=10)",
+        )
     for kind in ("reads", "writes", "reads_back"):
         fields = getattr(stage, kind)
         if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
@@ -108,8 +113,3 @@ def _parts(stage: Stage) -> Iterator[Problem]:
                 why=f"{kind} is a tuple of Fields",
                 fix=f"{kind}=(REWARD,), of stages.vocabulary, or Field('name', dtype=...)",
             )
-
-
-def is_name(value: object) -> bool:
-    """Whether it can be part of the name of a file."""
-    return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()

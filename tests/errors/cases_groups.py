@@ -15,7 +15,7 @@ class Lengths(Stage):
     reads: tuple = ()
     per: str = "group"
     sharding: Sharding = Sharding.of(Packed(64))
-
+    setup = lambda *_: dict
 
 """
 

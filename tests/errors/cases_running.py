@@ -146,7 +146,6 @@ STAGES = [
     staged("stage_returns_another_dtype", '{"length": __import__("torch").ones(len(columns["prompt"])).double()}', 4),
     staged("stage_returns_a_list", '{"length": [float(len(text)) for text in columns["prompt"]]}', 4),
     staged("stage_returns_nan", '{"length": __import__("torch").ones(len(columns["prompt"])) / 0}', 4),
-    live("stage_without_setup", made=FILTERED, count="(Step(), Count(Model('counter')))  # here"),
     staged("stage_raises", '{"length": columns["response"]}', 3),
 ]
 MODELS = [

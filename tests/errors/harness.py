@@ -29,13 +29,13 @@ from stages import Advantage, ClippedLoss, Generated, PrevLogprobs, Prompts, Ref
 
 @dataclass(frozen=True)
 class Step(Stage):
-    name: str = "step"
+    name: str = "extra"
     reads: tuple = ()
     writes: tuple = ()
     per: str = "sample"
     every: int = 1
     group_size: int | None = None
-
+    setup = lambda *_: dict
 
 '''
 DEF = "def graph(steps: int = 2, batch: int = 4) -> Graph:"

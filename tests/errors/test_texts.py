@@ -17,6 +17,7 @@ from tests.errors import (
     cases_filter,
     cases_groups,
     cases_losses,
+    cases_names,
     cases_records,
     cases_rewards,
     cases_running,
@@ -36,6 +37,7 @@ SUBJECTS = (
     cases_running,
     cases_schedule,
     cases_records,
+    cases_names,
 )
 BY_SUBJECT = [case for subject in SUBJECTS for case in subject.CASES]
 ALL = [*cases.CHECKED, *cases.RUNNING, *BY_SUBJECT, *resumes.CASES]

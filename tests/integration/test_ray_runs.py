@@ -21,6 +21,7 @@ from pipeline.executors.turns import Turns
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
+from tests.errors.harness import live_text
 
 HERE = Path(__file__).parent
 
@@ -180,3 +181,25 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
     assert seen["nodes"] == {"host": "127.0.0.2", "shouters": "127.0.0.3"}
     assert seen["samples"] == [text * 2 for text in "44556677"]
     assert (seen["steps"], seen["rows_left"]) == (2, 0)
+
+
+def test_workers_import_what_the_driver_does(tmp_path):
+    """A real command from a folder with files named like ours and Python's; the reward imports the user's own late."""
+    wrong = "raise RuntimeError('the wrong module was imported')\n"
+    body = "    import beside\n    import here\n\n    return beside.B + here.H\n"
+    score = f"def score(prompt: str, answer: str) -> float:\n{body}\n\n"
+    files = {"stages/__init__.py": wrong, "ops/__init__.py": wrong, "random.py": wrong, "here.py": "H = 0.5\n"}
+    files |= {"project/beside.py": "B = 0.25\n", "project/graph.py": live_text(score)}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.run", "project/graph.py", "--run-dir", "run", "--steps", "1", "--plain"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "reward of the last step  0.750" in done.stdout

@@ -19,6 +19,9 @@ torch.set_num_threads(1)
 class Maker(Stage):
     group_size = 4
 
+    def setup(self, context):
+        return lambda columns, task: {}
+
 
 def graph(*stages):
     return Graph(name="g", source=Prompts(Generated()), stages=stages, schedule=Schedule(steps=1))

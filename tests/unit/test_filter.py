@@ -16,7 +16,7 @@ import torch
 
 from pipeline import Field, Graph, GraphError, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
-from pipeline.declare.stage import External
+from pipeline.declare.stage import External, Gate
 from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -284,7 +284,7 @@ class Dropper(Stage):
     per: str = "group"
     reads: Sequence[Field] = (PROMPT,)
     writes: Sequence[Field] = (MARK,)
-    gate: Field | None = None
+    gate: Gate | None = None
 
     def setup(self, context):
         kept = torch.ones(2 * (4 - len(self.positions)))
@@ -294,7 +294,7 @@ class Dropper(Stage):
 @pytest.mark.parametrize(("positions", "gate"), [((0,), None), ((4,), MARK), ((-1,), MARK)])
 def test_only_a_gate_drops_and_only_groups_that_it_has(positions, gate, tmp_path):
     with pytest.raises(StageError) as error:
-        execute(graph(Dropper(positions, gate=gate), MarkedTwice()), tmp_path)
+        execute(graph(Dropper(positions, gate=gate and Gate(gate)), MarkedTwice()), tmp_path)
     assert error.value.problems[0].what == f"stage 'dropper' drops groups {list(positions)} of 4"
 
 

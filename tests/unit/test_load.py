@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import GraphError
-from pipeline.cli.load import Flag, add_flags, load
+from pipeline.cli.command import Parser
+from pipeline.cli.flags import Flag, add_flags
+from pipeline.cli.load import load
 from pipeline.errors import DataPlaneError, Problem
 
 HEAD = """from typing import Literal, Optional
@@ -94,12 +96,13 @@ def test_flags_are_parsed_and_absent_where_not_given(tmp_path):
 
 
 def test_help_shows_what_the_docstring_says_and_the_default(tmp_path):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_flags(parser, load(written(tmp_path, ALL_TYPES)).flags)
     shown = " ".join(parser.format_help().split())
-    assert "--steps INT how far, and how fast; default: 3" in shown
-    assert "--name TEXT of the thing; default: 50%" in shown
-    assert "--size {s,l} default: s" in shown
+    assert "--steps INT 3 how far, and how fast --lr FLOAT 1 how far, and how fast" in shown
+    assert "--name TEXT 50% of the thing" in shown
+    assert "--fast, --no-fast off" in shown
+    assert "--size {s,l} s --depth {1,2} 2 --limit INT none --label TEXT x" in shown
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ HELP = """\
 A small graph.
 
 positional arguments:
-  graph                 a Python file with a function graph()
+  graph                   a Python file with a function graph()
 
 options:
 """
 PARAMETERS = """\
 parameters of graph():
-  --steps INT           default: 2
-  --batch INT           default: 4
-  --seed INT            default: 0
+  --steps INT             2
+  --batch INT             4
+  --seed INT              0
 """
 
 

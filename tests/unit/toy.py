@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pipeline import Field, Graph, Model, Schedule, Stage, WorkerGroup
 from pipeline.declare.sharding import Sharding
+from pipeline.declare.stage import Gate
 
 PROMPT = Field("prompt", dtype="str")
 RESPONSE = Field("response", dtype="str")
@@ -39,13 +40,17 @@ class Toy(Stage):
     models: tuple[Model, ...] = ()
     trains: Model | None = None
     corrects_off_policy: bool = False
-    gate: Field | None = None
+    gate: Field | Gate | None = None
     max_rounds: int = 10
     run_samples: int | None = None
     stamps: Field | None = None
     sharding: Sharding | None = None
     shape: str = "map"
     found: list = field(default_factory=list, hash=False)
+
+    def __post_init__(self):
+        if isinstance(self.gate, Field):
+            object.__setattr__(self, "gate", Gate(self.gate, self.max_rounds))
 
     @property
     def uses(self):
@@ -60,6 +65,9 @@ class Toy(Stage):
 
     def check(self, graph):
         return self.found
+
+    def setup(self, context):
+        return lambda columns, task: {}
 
 
 def stages(**changes: dict) -> dict[str, Toy]:

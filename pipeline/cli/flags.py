@@ -1,0 +1,261 @@
+"""The parameters of `graph()` as command-line flags.
+
+Each parameter has a type (int, float, str, bool, a Literal of those, or one of them | None) and a default; the flag has
+the parameter's name with dashes, and a bool has `--name` and `--no-name`. Its help is the line of the docstring that
+starts with its name and two spaces or a colon (lines that are indented further continue it), or else the comment at the
+end of the parameter's own line:
+
+    def graph(
+        steps: int = 100,  # batches to train on
+    ) -> Graph:
+        \"\"\"Trains.
+
+        steps  batches to train on
+        \"\"\"
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import re
+import tokenize
+import types
+import typing
+from argparse import SUPPRESS, ArgumentError, ArgumentParser
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli.command import add_switch, braces, chosen, number, truth, whole
+from pipeline.declare.graph import Graph
+from pipeline.errors import GraphError, Problem
+
+_TYPES = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}
+_READS: dict[type, Callable[[str], Any]] = {int: whole, float: number, str: str, bool: truth}
+_KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them | None"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One parameter of graph(). `choices` is not empty for a Literal; `optional` admits the word none.
+
+    `where` is the line of graph(), `help` what its docstring says about the parameter.
+    """
+
+    name: str
+    type: type
+    default: Any
+    choices: tuple[Any, ...] = ()
+    optional: bool = False
+    where: str = ""
+    help: str = ""
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def shown(self) -> str:
+        """The default as the help shows it."""
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if self.default is None:
+            return "none"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default) or '""'
+
+    def parse(self, text: str) -> Any:
+        """The value of a text. Raises ArgumentTypeError that says what is expected."""
+        if self.optional and text.lower() == "none":
+            return None
+        value = _READS[self.type](text)
+        return chosen(value, self.choices) if self.choices else value
+
+
+def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
+    """Add the parameters of graph(). A flag that is not given is absent from the namespace.
+
+    Raises GraphError where a parameter has the name of a flag that the parser has already.
+    """
+    group = parser.add_argument_group("parameters of graph()")
+    for flag in flags:
+        settings: dict[str, Any] = {
+            "dest": f"graph.{flag.name}",
+            "default": SUPPRESS,
+            "help": flag.help.replace("%", "%%"),
+        }
+        try:
+            if flag.type is bool and not flag.choices:
+                action = add_switch(group, flag.option, flag.parse, **settings)
+            else:
+                metavar = braces(flag.choices) if flag.choices else _TYPES[flag.type]
+                action = group.add_argument(flag.option, type=flag.parse, metavar=metavar, **settings)
+        except ArgumentError as error:
+            raise GraphError(
+                Problem(
+                    where=flag.where,
+                    what=f"parameter {flag.name!r} of graph() would be the flag {flag.option}",
+                    why="the command has a flag of that name",
+                    fix="rename the parameter",
+                )
+            ) from error
+        action.shown = flag.shown
+
+
+def spelled(name: str, value: object) -> list[str]:
+    """The words of a command line that give a parameter of graph() this value."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", str(value)]
+
+
+def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
+    """The flags of graph(), which is in the file `path`. Raises GraphError with every parameter that cannot be one."""
+    where = line_of(path, function)
+    try:
+        hints = typing.get_type_hints(plain(function))
+    except Exception as error:
+        raise GraphError(
+            Problem(
+                where=where,
+                what=f"the types of graph() cannot be read: {type(error).__name__}: {error}",
+                why="they are those of the flags",
+                fix=f"types that are {_KNOWN_TYPES}",
+            )
+        ) from error
+    said = _comments(plain(function)) | _said(plain(function).__doc__ or "")
+    found = [
+        _flag(parameter, hints, where, said.get(parameter.name, ""))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    problems = [item for item in found if isinstance(item, Problem)]
+    if problems:
+        raise GraphError(*problems)
+    return tuple(item for item in found if isinstance(item, Flag))
+
+
+def _flag(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, said: str) -> Flag | Problem:
+    """The flag of a parameter, or why it has none."""
+    name, default = parameter.name, parameter.default
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        return Problem(
+            where=where,
+            what=f"graph() takes {name!r} before a /"
+            if parameter.kind is parameter.POSITIONAL_ONLY
+            else f"graph() takes {'**' if parameter.kind is parameter.VAR_KEYWORD else '*'}{name}",
+            why="every parameter is a flag, and is given by name",
+            fix="ordinary parameters, such as steps: int = 100",
+        )
+    if default is parameter.empty:
+        example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has no default",
+            why="a graph can be checked without flags",
+            fix=str(parameter.replace(default=_Verbatim(example))),
+        )
+    if name not in hints and type(default) not in _TYPES:
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has no type",
+            why="it is that of the flag",
+            fix=f"a type that is {_KNOWN_TYPES}",
+        )
+    hint = hints.get(name, type(default))
+    kind, choices, optional = _kind(hint)
+    if kind is None:
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() has the type {_shown(hint)}",
+            why=f"a flag is {_KNOWN_TYPES}",
+            fix="build other objects inside graph()",
+        )
+    fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
+    if not fits or (choices and default is not None and default not in choices):
+        return Problem(
+            where=where,
+            what=f"parameter {name!r} of graph() is {_shown(hint)} and has the default {default!r}",
+            why="a default is a value of its type",
+            fix=f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "mend the type or the default",
+        )
+    return Flag(name, kind, default, choices, optional, where, said)
+
+
+class _Verbatim:
+    """Prints as the text it is made of."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _said(docstring: str) -> dict[str, str]:
+    """What a docstring says about parameters, in lines such as `lr, eps   of the optimizer` or `lr: the learning rate`;
+    lines that are indented further go on with it."""
+    said: dict[str, str] = {}
+    names: list[str] = []
+    open_at = -1
+    for line in inspect.cleandoc(docstring).splitlines():
+        indent = len(line) - len(line.lstrip())
+        row = re.match(r" *(\w+(?:, \w+)*)(?: {2,}|: +)(\S.*)$", line)
+        if 0 <= open_at < indent:
+            said |= {name: f"{said[name]} {line.strip()}" for name in names}
+        elif row:
+            open_at, names = indent, row[1].split(", ")
+            said |= dict.fromkeys(names, row[2])
+        else:
+            open_at = -1
+    return said
+
+
+def _comments(function: Any) -> dict[str, str]:
+    """The comments at the end of the lines of a function's parameters."""
+    try:
+        source = inspect.getsource(function)
+    except OSError:  # it was not made from a file
+        return {}
+    found: dict[str, str] = {}
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        named = re.match(r"\s+(\w+) *[:=]", lines[token.start[0] - 1]) if token.type == tokenize.COMMENT else None
+        if named:
+            found.setdefault(named[1], token.string.lstrip("# "))
+        elif token.type == tokenize.INDENT:  # the body
+            break
+    return found
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _kind(hint: Any) -> tuple[type | None, tuple[Any, ...], bool]:
+    if hint in _TYPES:
+        return hint, (), False
+    if typing.get_origin(hint) is typing.Literal:
+        values = typing.get_args(hint)
+        kinds = {type(value) for value in values}
+        return (kinds.pop(), values, False) if len(kinds) == 1 and kinds <= _TYPES.keys() else (None, (), False)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        if len(inner) == 1 and len(typing.get_args(hint)) == 2:
+            kind, choices, _ = _kind(inner[0])
+            return kind, choices, True
+    return None, (), False
+
+
+def plain(function: Any) -> Any:
+    """graph() itself, where it is another graph's with other defaults: partial(grpo.graph, max_staleness=1)."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def line_of(path: Path, function: Callable[..., Any]) -> str:
+    """Where a function of the graph file is defined."""
+    code = inspect.unwrap(plain(function)).__code__
+    own = Path(code.co_filename).resolve() == path.resolve()
+    return f"{path if own else code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,151 @@
+"""What is wrong with the worker groups of a graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeline.declare.graph import Graph
+from pipeline.declare.group import WorkerGroup
+from pipeline.declare.parameters import at_least, broken, number, one_of, truth
+from pipeline.declare.stage import Stage
+from pipeline.errors import Problem, shown
+from pipeline.plan.names import group_name_problem
+
+_RULES = (
+    at_least("workers", 1),
+    at_least("gpus", 0),
+    at_least("threads", 0),
+    *(at_least(f"{kind}_parallel", 1) for kind in ("tensor", "context", "pipeline", "expert")),
+    one_of(
+        "fetch",
+        ("auto", "independent", "leader"),
+        why="workers that need the same samples each get them, or one does for all",
+        fix="fetch='auto', 'independent' or 'leader'",
+    ),
+    truth("fully_sharded", why="weights are divided over its workers, or they are not", fix=True),
+    number("cpus", lambda value: value >= 0, why="cpus is a number, 0 or more", fix=1.0),
+    number(
+        "memory", lambda value: 0 < value <= 1, why="memory is a share of each GPU, above 0 and at most 1", fix=0.85
+    ),
+)
+
+
+def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
+    """What is wrong with each group, and with what all of them ask for."""
+    groups: dict[str, WorkerGroup] = {}
+    for group in (graph.host, *(group for stage in stages for group in stage.groups())):
+        known = groups.setdefault(group.name, group)
+        if known != group:
+            yield Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} is declared twice, differently",
+                why="a name stands for one group of processes",
+                fix="build it once and pass the same object",
+            )
+    usable = []
+    for group in groups.values():
+        wrong = list(group_values(group))
+        yield from wrong
+        usable += [] if wrong else [group]
+    for group in usable:
+        where = str(group.location)
+        if group.gpus % group.workers:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
+                why="GPUs are divided evenly over the workers",
+                fix=f"gpus={group.workers} or a multiple",
+            )
+        elif group.workers % group.model_parallel:
+            kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
+            product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.workers} workers, and {product} parallel",
+                why="workers are data x tensor x context x pipeline parallel",
+                fix=f"workers={group.model_parallel} or a multiple",
+            )
+        elif group.data_parallel * group.context_parallel % group.expert_parallel:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has expert_parallel={group.expert_parallel} "
+                f"and {group.data_parallel} data-parallel replicas",
+                why="experts are divided over the workers that hold the same part of everything else",
+                fix="expert_parallel=1, or a divisor of the data-parallel size",
+            )
+        elif graph.batch % group.data_parallel:
+            alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has {group.data_parallel} {alike}, a batch has {graph.batch} groups",
+                why="the data-parallel size divides the batch",
+                fix=f"a batch that is a multiple of {group.data_parallel}",
+            )
+        if group.fetch == "leader" and group.model_parallel == 1:
+            yield Problem(
+                where=where,
+                what=f"worker group {group.name!r} has fetch='leader' and no model parallelism",
+                why="a leader fetches for workers that need the same samples, and here all need others",
+                fix="fetch='auto'",
+            )
+        if group.colocated is not None:
+            yield from _colocated(group, groups, graph)
+    owners = [group for group in usable if group.gpus and group.colocated is None]
+    asked = sum(group.gpus for group in owners)
+    if gpus is not None and asked > gpus:
+        parts = ", ".join(f"{group.name} {group.gpus}" for group in owners)
+        yield Problem(
+            where=str(graph.location),
+            what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
+            why="every group holds its GPUs for the whole run",
+            fix="fewer GPUs a group, or more machines",
+        )
+
+
+def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[Problem]:
+    """What keeps a group from lying on the GPUs of another one."""
+    where, says = str(group.location), f"worker group {group.name!r} has colocated="
+    other = group.colocated
+    if not isinstance(other, WorkerGroup):
+        yield Problem(
+            where=where,
+            what=says + shown(other),
+            why="it is the worker group on whose GPUs this one lies",
+            fix="pass the WorkerGroup, or nothing",
+        )
+        return
+    says += repr(other.name)
+    if other.name not in groups or other.name == group.name or other.backend == "python":
+        yield Problem(
+            where=where,
+            what=says + ", which runs no stage with a model" if other.name != group.name else says,
+            why="two groups that compute with models take turns on the GPUs of one",
+            fix="pass the group of the other stages",
+        )
+    elif other.colocated is not None:
+        yield Problem(
+            where=where,
+            what=f"{says}, which itself is colocated",
+            why="one group has the GPUs, the others lie on them",
+            fix="name the group that has the GPUs",
+        )
+    elif group.gpus != other.gpus:
+        yield Problem(
+            where=where,
+            what=f"{says} and {group.gpus} GPUs; that group has {other.gpus}",
+            why="both have the same GPUs",
+            fix=f"gpus={other.gpus}",
+        )
+    elif graph.schedule.max_staleness:
+        yield Problem(
+            where=where,
+            what=f"{says}, and the schedule max_staleness={graph.schedule.max_staleness}",
+            why="groups that take turns on their GPUs leave nothing to run ahead",
+            fix="max_staleness=0, or GPUs of its own for each group",
+        )
+
+
+def group_values(group: WorkerGroup) -> Iterator[Problem]:
+    """The name and the ranges of a worker group."""
+    yield from group_name_problem(group)
+    yield from broken(_RULES, group, where=str(group.location), says=f"worker group {group.name!r} has {{}}")

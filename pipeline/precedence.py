@@ -1,0 +1,62 @@
+"""Which of two modules of one name is imported: Sluice's, then Python's and what is installed, then the user's.
+
+`python -m` puts the working directory before all else, so a folder `stages/` or a file `random.py` there would replace
+ours or Python's, here and in every worker. Importing `pipeline` makes the four packages of this installation win, and
+the commands search the user's folders last. What is hidden by that is refused where the graph imports it (`hidden`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+PACKAGES = ("pipeline", "stages", "ops", "graphs")
+HOME = Path(__file__).resolve().parents[1]
+
+
+class Ours:
+    """Finds the four packages where this one lies, whatever comes first on `sys.path`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(HOME)]) if name in PACKAGES else None
+
+
+def search_last(folders: Iterable[str | Path]) -> None:
+    """Have modules searched in these folders, behind everything that is installed."""
+    for folder in map(str, folders):
+        sys.path[:] = [entry for entry in sys.path if (entry or os.getcwd()) != folder] + [folder]
+
+
+def hidden(name: str, folders: Iterable[Path]) -> Path | None:
+    """The user's file or folder that a module of this dotted name would come from, if one of `folders` has it and
+    another module of its first name was imported, or will be."""
+    first, *rest = name.split(".")
+    loaded = getattr(sys.modules.get(first), "__file__", None) or ""
+    for folder in folders if first in PACKAGES or first in sys.modules else ():
+        module = folder.joinpath(first, *rest)
+        theirs = folder / first if (folder / first).is_dir() else folder / f"{first}.py"
+        if (module.is_dir() or module.with_name(f"{module.name}.py").is_file()) and folder.resolve() != HOME:
+            return None if Path(loaded).is_relative_to(theirs) else theirs
+    return None
+
+
+def hiding_pipeline(folder: Path) -> Path | None:
+    """The module of a folder that a process which searches there first would import instead of this package."""
+    found = PathFinder.find_spec("pipeline", [str(folder), *sys.path])
+    ours = found is None or (found.origin is not None and Path(found.origin).resolve().parents[1] == HOME)
+    return None if ours else hidden("pipeline", [folder])
+
+
+def command(module: str, *words: str) -> list[str]:
+    """The command line that runs a module of ours in a process of its own, which finds it where this one did."""
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, *words]
+
+
+sys.meta_path.insert(0, Ours)
+if sys.argv[:1] == ["-m"] and any(word.startswith("pipeline.") for word in sys.orig_argv):  # one of our commands
+    search_last(sys.path[:1] if sys.path[0] == os.getcwd() else [])

@@ -1,0 +1,186 @@
+"""A user's folder or file that has the name of one of ours, of Python's or of an installed package: real commands, in a
+process of their own, from the user's folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pipeline import precedence
+from tests.errors.harness import REPOSITORY, live_text
+from tests.errors.harness import command as called
+
+RAISES = "raise RuntimeError('the wrong module was imported')\n"
+OURS = "from ops.rewards import exact_match\nfrom stages.vocabulary import REWARD\nfrom graphs import grpo\n\n"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+
+
+def written(folder, **files):
+    """Files by their path, where __ stands for / and a name without a suffix is a Python file."""
+    for name, text in files.items():
+        path = folder / name.replace("__init", "INIT").replace("__", "/").replace("INIT", "/__init__").replace(
+            "//", "/"
+        )
+        path = path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def command(folder, *argv, module="pipeline.run", flags=()):
+    """Exit code, stdout and stderr of `python -m` in a folder."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-m", module, *argv],
+        cwd=folder,
+        env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def checked(folder, *argv, **settings):
+    return command(folder, *argv, "--check", **settings)
+
+
+@pytest.mark.parametrize("is_package", [True, False], ids=["package", "folder"])
+@pytest.mark.parametrize("name", ["stages", "ops", "graphs"])
+def test_ours_win_over_a_folder_of_the_same_name(tmp_path, name, is_package):
+    written(tmp_path, graph=OURS + live_text(), **{f"{name}/mine": RAISES, f"{name}/other": RAISES})
+    if is_package:
+        (tmp_path / name / "__init__.py").write_text(RAISES)
+    assert checked(tmp_path, "graph.py") == (0, "graph.py: 4 stages, 6 edges, no problem found\n", "")
+    (tmp_path / "elsewhere").mkdir()
+    code, _, stderr = checked(tmp_path / "elsewhere", "../graph.py")
+    assert (code, stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from stages.mine import Shout", "stages.mine"),
+        ("from stages import mine", "stages.mine"),
+        ("import stages.mine", "stages.mine"),
+        ("from stages.reward import Reward", "stages.reward"),  # which both have: never the one for the other
+    ],
+)
+@pytest.mark.parametrize("folder", ["", "elsewhere"], ids=["from its folder", "from elsewhere"])
+def test_what_a_graph_imports_from_a_hidden_folder_is_refused(tmp_path, line, name, folder):
+    written(tmp_path, graph=f"{line}\n" + live_text(), stages__mine="Shout = 1\n", stages__reward="Reward = 1\n")
+    (tmp_path / "elsewhere").mkdir()
+    code, _, stderr = called(tmp_path / folder, str(tmp_path / "graph.py"), "--check")
+    assert code == 2
+    assert stderr.replace(f"{tmp_path}/", "") == (
+        f"graph.py:1: {name!r} is imported, and the folder stages would be hidden; 'stages' is a module of Sluice, "
+        "which comes before one of the user's. Fix: rename stages, and import it by its new name\n"
+    )
+
+
+def test_so_is_what_a_module_beside_the_graph_imports(tmp_path):
+    files = {"helper_of_it": "from stages.mine import Shout\n", "stages__mine": "Shout = 1\n"}
+    written(tmp_path, graph="import json\nfrom helper_of_it import Shout\n" + live_text(), **files)
+    code, _, stderr = called(tmp_path, "graph.py", "--check")
+    assert code == 2
+    assert stderr.startswith("graph.py:2: 'stages.mine' is imported, and the folder stages would be hidden; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("ops", "Sluice"), ("statistics", "Python"), ("networkx", "an installed package")]
+)
+def test_a_file_beside_the_graph_is_hidden_and_refused_where_it_is_meant(tmp_path, name, owner):
+    written(tmp_path, graph=live_text(), **{name: "raise RuntimeError\n"})
+    assert checked(tmp_path, "graph.py")[0] == 0
+    written(tmp_path, graph=f"from {name} import mine\n" + live_text())
+    code, _, stderr = checked(tmp_path, "graph.py")
+    assert code == 2
+    assert stderr.startswith(f"graph.py:1: '{name}")
+    assert (
+        f"'{name}' is a module of {owner}, which comes before one of the user's. Fix: rename {name}.py, and" in stderr
+    )
+
+
+def test_a_name_that_a_module_of_the_users_lacks_is_no_collision(tmp_path):
+    written(tmp_path, graph="from helper_x import nothing\n" + live_text(), helper_x="", stages__mine="")
+    code, _, stderr = called(tmp_path, "graph.py", "--check")
+    assert code == 2
+    assert stderr.startswith("graph.py:1: the graph file does not import: ImportError: cannot import name 'nothing'")
+
+
+def test_a_run_where_files_are_named_like_modules_of_pythons_and_of_torchs(tmp_path):
+    names = ("random", "statistics", "queue", "datasets", "stages__init__", "ops__init__", "utils__init__")
+    written(tmp_path, graph=live_text(), **dict.fromkeys(names, RAISES))
+    code, _, stderr = command(
+        tmp_path, "graph.py", "--executor", "local", "--run-dir", "run", "--steps", "1", "--plain"
+    )
+    assert (code, stderr) == (0, "")
+    assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_what_lies_beside_the_graph_and_in_the_working_directory_is_reachable(tmp_path):
+    top = "import beside\nfrom here.deeper import there\n\n"
+    written(tmp_path, project__graph=top + live_text(), project__beside="", here__deeper="there = 1\n")
+    assert checked(tmp_path, "project/graph.py")[0] == 0
+
+
+def test_a_folder_named_pipeline_changes_nothing(tmp_path):
+    written(tmp_path, graph=live_text(), pipeline__mine=RAISES)
+    assert checked(tmp_path, "graph.py")[0] == 0
+
+
+def test_a_package_named_pipeline_hides_ours_unless_python_is_safe_and_then_from_rays_workers_only(tmp_path):
+    written(tmp_path, graph=live_text(), pipeline__init__="", pipeline__run="print('theirs')\n")
+    assert checked(tmp_path, "graph.py")[:2] == (0, "theirs\n")  # no line of ours is run
+    assert checked(tmp_path, "graph.py", flags=["-P"])[0] == 0
+    code, _, stderr = command(tmp_path, "graph.py", "--run-dir", "run", "--steps", "1", flags=["-P"])
+    assert code == 2
+    assert stderr.startswith("pipeline: Ray's workers would import it instead of Sluice; ")
+    assert "Fix: rename pipeline, or run from another folder\n" in stderr
+
+
+@pytest.mark.parametrize("module", ["view", "analyse", "simulate", "export", "forward"])
+def test_every_command_searches_the_working_directory_last(tmp_path, module):
+    written(tmp_path, **dict.fromkeys(("stages__init__", "ops__init__", "msgspec", "argparse"), RAISES))
+    code, _, stderr = command(tmp_path, "nowhere", module=f"pipeline.{module}")
+    assert code == 2
+    assert "Traceback" not in stderr and " Fix: " in stderr
+
+
+def test_a_script_that_imports_pipeline_first_gets_our_stages(tmp_path):
+    written(tmp_path, stages__init__=RAISES, ops__init__=RAISES, script="import pipeline\nimport ops, stages.reward\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, timeout=60
+    )
+    assert done.returncode == 0
+
+
+def test_a_process_of_ours_is_as_safe_as_this_one(monkeypatch):
+    assert precedence.command("pipeline.view", "run") == [sys.executable, "-m", "pipeline.view", "run"]
+    monkeypatch.setattr(sys, "flags", type("Flags", (), {"safe_path": True}))
+    assert precedence.command("pipeline.view", "run") == [sys.executable, "-P", "-m", "pipeline.view", "run"]
+
+
+def test_folders_are_searched_last_and_once(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/a", "/b", "/a"])
+    precedence.search_last(["/a", "/c"])
+    assert sys.path == ["/b", "/a", "/c"]
+
+
+def test_modules_of_the_users_travel_from_both_folders(tmp_path, monkeypatch):
+    from pipeline.executors.ray import user_folders, user_modules
+
+    made = {}
+    for name, file in {
+        "graph_x": "project/graph.py", "beside_x": "project/beside.py", "here_x": "here_x.py",
+        "package_x": "package_x/__init__.py", "package_x.deep": "package_x/deep.py", "other_x.deep": "other/x/deep.py",
+        "stages.mine_x": "project/stages/mine.py", "installed_x": "site-packages/installed_x.py",
+    }.items():  # fmt: skip
+        made[name] = ModuleType(name)
+        made[name].__file__ = str(tmp_path / file)
+        monkeypatch.setitem(sys.modules, name, made[name])
+    monkeypatch.chdir(tmp_path)
+    found = {module.__name__ for module in user_modules(made["graph_x"])}
+    assert found == {"graph_x", "beside_x", "here_x", "package_x", "package_x.deep"}
+    assert user_folders([made["graph_x"]]) == [Path(tmp_path), tmp_path / "project"]

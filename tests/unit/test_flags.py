@@ -1,0 +1,168 @@
+"""Flags as people type them: switches, help lines, and what a mistake in one is answered with."""
+
+import re
+
+import pytest
+
+from pipeline import GraphError, analyse, export, forward, run, simulate, view
+from pipeline.cli.command import Parser, default_of, graph_named, number, one_of, whole
+from pipeline.cli.flags import add_flags, spelled
+from pipeline.cli.load import load
+
+GRAPH = '''from typing import Literal
+
+from pipeline import Graph, Schedule, Stage
+
+
+def graph(
+    colocated: bool = False,
+    warm: bool = True,
+    cold: bool | None = None,
+    task: Literal["sort", "reverse"] = "sort",
+    max_staleness: int = 0,  # versions that a sample may be older
+    lr: float = 1e-6,  # learning rate
+    name: str = "a name that is longer than the column of defaults",
+) -> Graph:
+    """Does it.
+
+    colocated  the same GPUs
+               for both
+    warm:      starts warm
+    lr         what the docstring says
+    """
+    return Graph(name="g", source=Stage(), stages=(), schedule=Schedule(steps=1))
+'''
+
+
+SEE = "see python -m pipeline.run g.py --help"
+
+
+def parser_of(tmp_path, text=GRAPH):
+    path = tmp_path / "g.py"
+    path.write_text(text)
+    parser = Parser(prog="python -m pipeline.run")
+    parser.graph_file = "g.py"
+    parser.add_argument("graph", nargs="?")
+    parser.add_argument("--gpus", type=whole, metavar="N")
+    parser.add_argument("--wait", type=number, default=1.5)
+    parser.add_argument("--executor", **one_of("ray", "local"), default="ray")
+    add_flags(parser, load(path).flags)
+    return parser
+
+
+def given(tmp_path, *argv):
+    values = vars(parser_of(tmp_path).parse_args(argv))
+    return {name.removeprefix("graph."): value for name, value in values.items() if name.startswith("graph.")}
+
+
+def refused(parser, *argv):
+    with pytest.raises(GraphError) as error:
+        parser.parse_args(argv)
+    return [(problem.where, problem.what, problem.fix) for problem in error.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--colocated"], {"colocated": True}),
+        (["--no-colocated"], {"colocated": False}),
+        (["--colocated", "true"], {"colocated": True}),
+        (["--colocated", "false"], {"colocated": False}),
+        (["--colocated=no"], {"colocated": False}),
+        (["--colocated", "--no-warm"], {"colocated": True, "warm": False}),
+        (["--colocated", "g.py"], {"colocated": True, "graph": "g.py"}),
+        (["--warm", "--no-warm"], {"warm": False}),
+        (["--cold"], {"cold": True}),
+        (["--cold", "none"], {"cold": None}),
+    ],
+    ids=" ".join,
+)
+def test_a_switch_as_it_may_be_typed(tmp_path, argv, values):
+    options = vars(parser_of(tmp_path).parse_args(argv))
+    assert {name: options.get(f"graph.{name}", options.get(name)) for name in values} == values
+
+
+def test_the_words_of_a_value_give_that_value(tmp_path):
+    values = {"colocated": True, "warm": False, "cold": None, "task": "reverse", "max_staleness": 2, "lr": 1e-3}
+    words = [word for name, value in values.items() for word in spelled(name, value)]
+    assert words[:3] == ["--colocated", "--no-warm", "--cold"]
+    assert given(tmp_path, *words) == values
+
+
+def test_each_parameter_has_a_line_of_its_own_and_defaults_are_in_one_column(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    shown = parser_of(tmp_path).format_help().partition("parameters of graph():\n")[2].splitlines()
+    column = shown[0].index("off")
+    assert shown[0][:column].strip() == "--colocated, --no-colocated"
+    assert shown[0].endswith("the same GPUs for both")
+    defaults = [line[column:].split()[0] for line in shown[:6]]
+    assert defaults == ["off", "on", "none", "sort", "0", "1e-06"]
+    helps = [re.split(r" {2,}", line[column:])[1:] for line in shown[:6]]
+    assert [text for line in helps for text in line if text] == [
+        "the same GPUs for both", "starts warm", "versions that a sample may be older", "what the docstring says",
+    ]  # fmt: skip
+    assert shown[3][:column].strip() == "--task {sort,reverse}"
+    assert shown[6][column:] == "a name that is longer than the column of defaults"
+
+
+def test_a_default_is_shown_where_there_is_one(tmp_path):
+    actions = {action.dest: default_of(action) for action in parser_of(tmp_path)._actions}
+    assert (actions["gpus"], actions["wait"], actions["executor"], actions["help"]) == ("", "1.5", "ray", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--max-stalenes", "2"], ("--max-stalenes", "there is no such flag", "did you mean --max-staleness?")),
+        (["--staleness=2"], ("--staleness=2", "there is no such flag", "did you mean --max-staleness?")),
+        (["--max"], ("--max", "there is no such flag", "did you mean --max-staleness?")),
+        (["--no-colocate"], ("--no-colocate", "there is no such flag", "did you mean --no-colocated?")),
+        (["--zzz"], ("--zzz", "there is no such flag", SEE)),
+        (["g.py", "h.py"], ("command line", "unexpected argument 'h.py'", SEE)),
+        (["--task", "srot"], ("--task", "expected one of sort, reverse, got 'srot'", "--task sort")),
+        (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", SEE)),
+        (["--executor", "rai"], ("--executor", "expected one of ray, local, got 'rai'", "--executor ray")),
+        (["--max-staleness"], ("--max-staleness", "it has no value", "--max-staleness INT")),
+        (["--gpus", "many"], ("--gpus", "expected a whole number, got 'many'", SEE)),
+        (["--wait", "x"], ("--wait", "expected a number, got 'x'", SEE)),
+        (["--colocated", "maybe"], ("--colocated", "expected true or false, got 'maybe'",
+                                    SEE)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_mistake_names_the_flag_that_it_resembles_or_what_is_allowed(tmp_path, argv, expected):
+    assert refused(parser_of(tmp_path), *argv) == [expected]
+
+
+def test_every_unknown_flag_is_named(tmp_path):
+    assert [where for where, _, _ in refused(parser_of(tmp_path), "--zzz", "1", "--taks=sort")] == [
+        "--zzz",
+        "--taks=sort",
+    ]
+
+
+def test_a_graph_file_may_come_after_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "g.py").write_text(GRAPH)
+    assert graph_named(["--lr", "1", "g.py"], "1") == "g.py"
+    assert graph_named(["g.py", "h.py"], "g.py") == "g.py"
+    assert graph_named(["nowhere"], "nowhere") == "nowhere"
+    assert graph_named([], None) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "where", "fix"),
+    [
+        (run, ["--exeutor", "local", "{graph}"], "--exeutor", "did you mean --executor?"),
+        (simulate, ["{graph}", "--max-stalenes", "1"], "--max-stalenes", "did you mean --max-staleness?"),
+        (view, ["--prot", "1"], "--prot", "did you mean --port?"),
+        (analyse, ["--stpe", "1"], "--stpe", "did you mean --step?"),
+        (export, ["--csb", "x"], "--csb", "did you mean --csv?"),
+        (forward, ["--tensorbord", "x"], "--tensorbord", "did you mean --tensorboard?"),
+    ],
+    ids=lambda value: value.__name__ if hasattr(value, "main") else "",
+)
+def test_all_commands_answer_alike(tmp_path, capsys, command, argv, where, fix):
+    (tmp_path / "g.py").write_text(GRAPH)
+    assert command.main([word.format(graph=tmp_path / "g.py") for word in argv]) == 2
+    assert capsys.readouterr().err == f"{where}: there is no such flag; the flags are those of --help. Fix: {fix}\n"
