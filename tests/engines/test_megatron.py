@@ -193,11 +193,11 @@ def test_one_rank_trains_as_the_torch_backend_does(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: Any, folder: Path, family: str) -> None:
+    from stages.backends.refit.receiver import Receiver, acknowledged
     from transformers import AutoModelForCausalLM
 
     from stages.backends import PULL
     from stages.backends.model.places import placed
-    from stages.backends.refit.receiver import Receiver, acknowledged
     from stages.backends.torch.score import score
 
     model, batch = Model(str(folder / family)), cases.frozen_batch()
