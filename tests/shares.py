@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from stages.backends.refit.source import Source
 
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.share import Share
 from ops.refit.transports import TRANSPORTS
 from pipeline.declare.task import Meeting
 from stages.backends import Route
+from stages.backends.refit.source import Source
 
 
 def source_of(weights: Mapping[str, torch.Tensor]) -> Source:
@@ -30,7 +30,9 @@ def shares_of(weights: Mapping[str, torch.Tensor], *, near: bool = True) -> list
 
 def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
     """To the only worker of a target, by way of this store."""
-    return Route(TRANSPORTS[transport], Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0))
+    return Route(
+        TRANSPORTS[transport], Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0)
+    )
 
 
 @contextmanager
