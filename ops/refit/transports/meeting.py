@@ -197,8 +197,10 @@ class Meeting:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def group(self, ranks: tuple[int, ...]) -> StatelessGroup:
-        """The group of these ranks: over NCCL between GPUs, over gloo between CPUs. This rank is one of them."""
+    def group(self, ranks: tuple[int, ...] = ()) -> StatelessGroup:
+        """The group of these ranks, by default of all: over NCCL between GPUs, over gloo between CPUs. This rank is one
+        of them. The first call connects them."""
+        ranks = ranks or tuple(range(self.senders + self.receivers))
         if ranks not in self._groups:
             where = self._joined
             self._groups[ranks] = group = StatelessGroup.over(

@@ -49,9 +49,8 @@ def _carried(meeting: Meeting) -> Record:
 
 def _joined(meeting: Meeting) -> Exchange:
     return Exchange.of_plan(
-        build(meeting.source, meeting.destination), meeting.group(tuple(range(meeting.senders + meeting.receivers))),
-        number=meeting.number, receives=meeting.receives, senders=meeting.senders, receivers=meeting.receivers,
-        buffers=meeting.buffers,
+        build(meeting.source, meeting.destination), meeting.group(), number=meeting.number, receives=meeting.receives,
+        senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers,
     )  # fmt: skip
 
 
