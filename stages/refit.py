@@ -104,7 +104,8 @@ class Refit(Stage):
             near = get_close_matches(self.transport, names := ["auto", *TRANSPORTS], n=1)
             yield "no transport has that name", f"did you mean {near[0]!r}?" if near else f"one of {_listed(names)}"
         elif what := missing(transport):
-            yield what, "an object as docs/your-own-transport.md shows, or transport='auto'"
+            kind = self.transport.__name__ if isinstance(self.transport, type) else ""
+            yield what, f"transport={kind}()" if kind else "a class as in docs/your-own-transport.md"
         elif transport is not None:
             yield from self._misplaced(transport)
 

@@ -131,8 +131,10 @@ def missing(transport: object) -> str:
     if transport in OURS:
         return ""
     if isinstance(transport, type):
-        return f"it is a class; a transport is an object of it, {transport.__name__}()"
-    for part in ("name", "devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
+        return "it is a class, and a transport is an object of one"
+    if not hasattr(transport, "name"):
+        return "it is no transport: it has no name"
+    for part in ("devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
         if not hasattr(transport, part):
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
     return _wrong(transport) or _wrong_ends(transport)  # type: ignore[arg-type]
@@ -141,12 +143,12 @@ def missing(transport: object) -> str:
 def _wrong(transport: Transport) -> str:
     kind, name = type(transport).__name__, transport.name
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or name == "auto":
-        return f"{kind} has name={name!r}; it must be a word of letters, digits, _ and -, other than 'auto'"
+        return f"{kind} has name={name!r}; a name is a word of letters, digits, _ and -, and not 'auto'"
     if name in TRANSPORTS and type(TRANSPORTS[name]) is not type(transport):
-        return f"{kind} has name={name!r}, which is another transport"
+        return f"{kind} has name={name!r}, which another transport has"
     devices = transport.devices
     if isinstance(devices, str) or not devices or not set(devices) <= set(DEVICES):
-        return f"{kind} has devices={devices!r}; it must be ('cpu',), ('cuda',) or ('cpu', 'cuda')"
+        return f"{kind} has devices={devices!r}; devices are ('cpu',), ('cuda',) or ('cpu', 'cuda')"
     return ""
 
 
