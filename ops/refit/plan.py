@@ -80,14 +80,14 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """The same for two plans that move the same bytes in the same way."""
-        told: dict[int, bytes] = {}  # by identity: many segments have the same holders
+        hashes: dict[int, bytes] = {}  # by identity: many segments have the same holders
         for segment in self._segments:
             for holders in (segment.sources, segment.destinations):
-                if id(holders) not in told:
-                    told[id(holders)] = hashlib.sha256(repr(holders).encode()).digest()
+                if id(holders) not in hashes:
+                    hashes[id(holders)] = hashlib.sha256(repr(holders).encode()).digest()
         hashed = hashlib.sha256()
         for segment, choice in zip(self._segments, self._chosen):
-            hashed.update(told[id(segment.sources)] + told[id(segment.destinations)])
+            hashed.update(hashes[id(segment.sources)] + hashes[id(segment.destinations)])
             hashed.update(f"{segment.box} {segment.item_bytes}".encode() + choice.tobytes())
         return hashed.hexdigest()
 

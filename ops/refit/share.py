@@ -3,8 +3,8 @@
     shares = Shares(tensors, places, parameters)           # on each rank, once
     share = shares.publish(parameters)                     # for each version; those of all ranks are a model
 
-The part is copied into memory that readers open, so that training goes on while they read, and whoever begins to serve
-later still finds this version, until the next one is published.
+The part is copied into memory that readers open, so that training goes on while they read. A worker that begins to
+serve later still finds this version, until the next one is published.
 """
 
 from __future__ import annotations

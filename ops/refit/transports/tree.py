@@ -60,7 +60,7 @@ class TreeReceiver(Receiver):
     """A rank of the sampler."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Get it from whoever has it, and give it on."""
+        """Get it from a rank that has it, and give it on."""
         return _carried(meeting, version)
 
 
@@ -118,8 +118,8 @@ class Fanout:
     (ops.comm.nic). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
     wave may take PATIENCE of them.
 
-    `held` is the version that a receiver has. Whoever overwrites its buffers sets it to None. Raises ValueError, naming
-    the tensor, where the source does not have what the destination wants.
+    `held` is the version that a receiver has. Code that overwrites its buffers sets it to None. Raises ValueError,
+    naming the tensor, where the source does not have what the destination wants.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Fanout:
         self._buffers, self._slot_bytes, self._slots = buffers, slot_bytes, slots
         self._device = next(iter(buffers.values())).device
         build(source, Layout(destination.tensors, [destination.ranks[first] for first in set(kinds(destination))]))
-        told = msgspec.msgpack.encode((source, destination, slot_bytes))
-        self._digest, self._turn = hashlib.sha256(told).hexdigest(), 0
+        given = msgspec.msgpack.encode((source, destination, slot_bytes))
+        self._digest, self._turn = hashlib.sha256(given).hexdigest(), 0
         self._agreement = Agreement(store, name, self._rank, self._senders)
         self._gone: tuple[int, ...] = ()
         self._plans: dict[State, list[tuple[Wave, list[_Edge]]]] = {}
