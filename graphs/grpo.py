@@ -16,7 +16,7 @@ from stages import (
     Reward,
     Rollout,
     Train,
-    Transport,
+    TransportName,
     TruncatedIS,
 )
 
@@ -29,7 +29,7 @@ def graph(
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     colocated: bool = False,
-    refit_transport: Transport = "auto",
+    refit_transport: TransportName = "auto",
     steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,

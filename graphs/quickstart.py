@@ -19,7 +19,7 @@ from stages import (
     Rollout,
     Supervised,
     Train,
-    Transport,
+    TransportName,
     TruncatedIS,
 )
 
@@ -45,7 +45,7 @@ def graph(
     max_staleness: int = 0,
     on_stale: Literal["wait", "drop"] = "wait",
     refit: Literal["drain", "in_flight"] = "drain",
-    refit_transport: Transport = "auto",
+    refit_transport: TransportName = "auto",
     seed: int = 0,
     prompts_per_step: int = 32,
     samples_per_prompt: int = 16,

@@ -12,7 +12,7 @@ from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
 from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMask, TruncatedIS
 from stages.prompts import Prompts
-from stages.refit import Refit, Transport
+from stages.refit import Refit, TransportName
 from stages.reward import Reward
 from stages.reward_model import RewardModel
 from stages.rollout import Rollout
@@ -44,6 +44,6 @@ __all__ = [
     "SequenceMask",
     "Supervised",
     "Train",
-    "Transport",
+    "TransportName",
     "TruncatedIS",
 ]

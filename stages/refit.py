@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from ops.refit.transports import TRANSPORTS, Transport, missing
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
@@ -22,11 +24,9 @@ from stages.backends import Route, backend_problems, engine, is_installed, model
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
-    from ops.refit.share import Form
-
-Transport = Literal["auto", "golden", "messages", "pull", "gloo", "p2p", "broadcast", "tree"]
-TRANSPORTS = get_args(Transport)
-TOGETHER = ("gloo", "p2p", "broadcast", "tree")  # those in which the source takes part until all is there
+    TransportName = str
+else:
+    TransportName = Literal[("auto", *TRANSPORTS)]  # the type of a recipe's flag
 NCCL = "nccl.core"  # of nccl4py
 
 
@@ -34,19 +34,20 @@ NCCL = "nccl.core"  # of nccl4py
 class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
-    `transport` is how. "auto": "pull" where all workers are on one machine; else "p2p" between GPUs, "gloo" between
-    CPUs, and "messages" where both groups lie on the same GPUs.
+    `transport` is how: a name, or an object of your own class (docs/your-own-transport.md). "auto": "pull" if all
+    workers are on one machine; else "p2p" between GPUs, "gloo" between CPUs, and "messages" if both groups lie on the
+    same GPUs.
 
     pull        the target reads the source's memory, on one machine
     messages    each rank's part as one message through the executor, which the target takes its parts from
     p2p, gloo   each pair of ranks sends what the one lacks of the other, over NCCL between GPUs or gloo between CPUs
     broadcast   whole tensors, gathered on one rank and sent to all, over NCCL or gloo
-    tree        in waves: whoever has all of it gives it on; over gloo, for many samplers behind few trainers
+    tree        in waves: a sampler that has all of it gives it on; over gloo, for many samplers and few trainers
     golden      the plain way that the others are compared with: messages, whole tensors, the sampler's own loader; slow
 
-    The version counts the steps that are behind it: the first publication, before the first step of a new run, is
+    The version counts the steps that came before it: the first publication, before the first step of a new run, is
     version 0, so that the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, and how it
-    came: `path_pull` (or of whichever transport it was) is 1, `received_bytes`, `lookups` (0 once it is warm), and
+    came: `path_pull` (or of another transport) is 1, `received_bytes`, `lookups` (0 after the first versions), and
     milliseconds of each part.
     """
 
@@ -54,13 +55,19 @@ class Refit(Stage):
     _: KW_ONLY
     source: WorkerGroup
     target: WorkerGroup
-    transport: Transport = "auto"
+    transport: Transport | str = "auto"
 
     name = "refit"
     shape = "transfer"
+    _transport: ClassVar[Transport | None]  # of an object, set by __post_init__
     reads = (TRAINED_WEIGHTS,)
     writes = (SERVED_WEIGHTS,)
     per = "batch"
+
+    def __post_init__(self) -> None:
+        """A name is looked up here, since one that was registered is not known in a worker."""
+        named = TRANSPORTS.get(self.transport) if isinstance(self.transport, str) else self.transport
+        object.__setattr__(self, "_transport", named)
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -89,59 +96,69 @@ class Refit(Stage):
 
     def _objections(self) -> Iterable[tuple[str, str]]:
         """Why this transport cannot be, and what to write instead."""
-        on_gpus = self.source.gpus > 0 and self.target.gpus > 0
-        if self.transport not in TRANSPORTS:
-            yield "no transport has that name", "one of " + ", ".join(map(repr, TRANSPORTS))
-        elif self.transport not in TOGETHER:
+        transport = self._transport
+        if self.transport == "auto":
             return
-        elif self.transport == "p2p" and not on_gpus:
-            yield "NCCL carries it, from GPU to GPU", "transport='gloo', which is the same between CPUs"
-        elif self.transport in ("gloo", "tree") and on_gpus:
-            yield "gloo carries it, from CPU to CPU", "transport='p2p' or 'broadcast', or 'auto'"
-        elif on_gpus and self._share_gpus():
+        if transport is None and isinstance(self.transport, str):
+            near = get_close_matches(self.transport, names := ["auto", *TRANSPORTS], n=1)
+            yield "no transport has that name", f"did you mean {near[0]!r}?" if near else f"one of {_listed(names)}"
+        elif what := missing(transport):
+            kind = self.transport.__name__ if isinstance(self.transport, type) else ""
+            yield what, f"transport={kind}()" if kind else "a class as in docs/your-own-transport.md"
+        elif transport is not None:
+            yield from self._misplaced(transport)
+
+    def _misplaced(self, transport: Transport) -> Iterable[tuple[str, str]]:
+        on_gpus = self.source.gpus > 0 and self.target.gpus > 0
+        device, name = ("cuda", "GPUs") if on_gpus else ("cpu", "CPUs")
+        if device not in transport.devices:
+            fits = [each.name for each in TRANSPORTS.values() if device in each.devices]
+            yield f"it does not carry between {name}", f"transport='auto', or one of {_listed(fits)}"
+        elif on_gpus and transport.both_carry and self._share_gpus():
             yield "both sides lie on the same GPUs, and NCCL wants one rank a GPU", "transport='auto'"
-        elif on_gpus and not is_installed(NCCL):
+        elif on_gpus and transport.both_carry and not is_installed(NCCL):
             yield f"it needs the package {NCCL!r}, which is not installed", "pip install nccl4py"
 
     def meets(self, is_near: bool) -> bool:
-        """Whether the source takes part until all is there. Raises StageError for a pull between machines."""
-        if self.transport == "pull" and not is_near:
+        """Whether both sides carry. Raises StageError for a transport of one machine between machines."""
+        transport = self.path(is_near)
+        if transport.one_machine and not is_near:
             raise StageError(
                 Problem(
                     where=str(self.location),
-                    what=f"stage {self.name!r} has transport='pull' and goes from one machine to another",
+                    what=f"stage {self.name!r} has transport={transport.name!r} and goes from one machine to another",
                     why="the target reads the source's memory, which it can on the same machine",
                     fix="transport='auto', or worker groups that fit on one machine",
                 )
             )
-        return self.path(is_near) in TOGETHER
+        return transport.both_carry
 
-    def path(self, is_near: bool) -> str:
+    def path(self, is_near: bool) -> Transport:
         """The transport that it is, between workers that are all on one machine or not."""
-        if self.transport != "auto":
-            return self.transport
+        if self._transport is not None:
+            return self._transport
         if is_near:
-            return "pull"
+            return TRANSPORTS["pull"]
         if self._share_gpus():
-            return "messages"
-        return "p2p" if self.source.gpus > 0 else "gloo"
+            return TRANSPORTS["messages"]
+        return TRANSPORTS["p2p" if self.source.gpus > 0 else "gloo"]
 
     def setup(self, context: StageContext) -> Callable[[Rendezvous, Task], Output]:
         """Opens the backend; which copy of the model is meant depends on the side."""
         backend = engine(context)
 
         def run(rendezvous: Rendezvous, task: Task) -> Output:
-            path, begun_s, version = self.path(rendezvous.is_near), time.perf_counter(), task.step + 1
+            transport, begun_s, version = self.path(rendezvous.is_near), time.perf_counter(), task.step + 1
             if rendezvous.side == "source":
-                rendezvous.offer(backend.share(self.model, form=_form(path)))
+                rendezvous.offer(backend.share(self.model, transport))
                 return Output(metrics={"offer_ms": 1e3 * (time.perf_counter() - begun_s)})
-            route = Route(path, rendezvous.meeting if path in TOGETHER else None)
+            route = Route(transport, rendezvous.meeting if transport.both_carry else None)
             shares = rendezvous.take()
             if rendezvous.side == "carrier":
                 backend.carry(self.model, shares, version, route)
                 return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s)})
             served = backend.serve(self.model, shares, version, route)
-            metrics = {"size_bytes": float(shares[0].model_bytes), f"path_{path}": 1.0, **served.record}
+            metrics = {"size_bytes": float(shares[0].model_bytes), f"path_{transport.name}": 1.0, **served.record}
             return Output(metrics=metrics, weights=(version, served.sha256))
 
         return run
@@ -152,8 +169,5 @@ class Refit(Stage):
         return self.source.gpus > 0 and len(homes) == 1
 
 
-def _form(path: str) -> Form:
-    """What the source offers of its memory."""
-    if path in TOGETHER:
-        return "mark"
-    return "handle" if path == "pull" else "bytes"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

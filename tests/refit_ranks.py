@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout
 from ops.refit.plan import build
-from ops.refit.share import Publisher
-from ops.refit.transports.broadcast import Broadcast
-from ops.refit.transports.golden import Golden
-from ops.refit.transports.packed import Packed
-from ops.refit.transports.pull import Pull
+from ops.refit.share import Shares, layout_of
+from ops.refit.transports import TRANSPORTS as KNOWN
+from ops.refit.transports.broadcast import Buckets
+from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.packed import Exchange
 from stages.backends.megatron import places as megatron
 from stages.backends.vllm import places as vllm
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
@@ -70,7 +70,7 @@ class Rank:
         destination = Layout(
             tensors, [vllm.places(decoder, rank % tensor, tensor, ITEM) for rank in range(len(takers))]
         )
-        everyone, senders, receivers = [*range(len(parts)), *takers], [*range(len(parts))], [0, *takers]
+        everyone, trainers, takers_of_all = [*range(len(parts)), *takers], [*range(len(parts))], [0, *takers]
         active = self.rank in everyone
         if self.receives:
             held = {name: np.zeros(shape, np.uint16) for name, shape in vllm.shapes(decoder, tensor).items()}
@@ -79,18 +79,18 @@ class Rank:
         flat = {name: torch.from_numpy(array.view(np.uint8).reshape(-1)) for name, array in held.items()}
         typed = {name: memory.view(torch.bfloat16) for name, memory in flat.items()}
         if active and self.receives:
-            pull = Pull(destination, self.number, flat, CPU)
-            golden = Golden(destination, self.number, flat)
+            receivers = {name: KNOWN[name].receiver() for name in ("pull", "golden")}
+            meetings = {name: Meeting(CPU, self.number, receives=True) for name in TRANSPORTS}
         elif active:
-            publisher = Publisher(tensors, source.ranks[self.number], typed)
+            own = Shares(tensors, source.ranks[self.number], typed)
         if active:
-            packed = Packed(
+            packed = Exchange.of_plan(
                 build(source, destination, segment_bytes=256), self.group(*everyone), number=self.number,
                 receives=self.receives, senders=len(parts), receivers=len(takers), buffers=flat, slot_bytes=2048,
             )  # fmt: skip
-            broadcast = Broadcast(
+            broadcast = Buckets(
                 source, destination, number=self.number, receives=self.receives, buffers=flat,
-                senders=self.group(*senders), receivers=self.group(*receivers), bucket_bytes=4096,
+                senders=self.group(*trainers), receivers=self.group(*takers_of_all), bucket_bytes=4096,
             )  # fmt: skip
         found: dict[str, list[str]] = {}
         for transport in TRANSPORTS:
@@ -102,14 +102,16 @@ class Rank:
                 if active and not self.receives:
                     for name, array in trained(decoder, parts[self.number], model).items():
                         held[name][...] = array
-                    share = publisher.publish(typed, form="handle" if transport == "pull" else "bytes")
+                    share = own.publish(typed, KNOWN["pull" if transport == "pull" else "messages"].sender().offer)
                 shares: list[Any] = [None] * SIZE
                 dist.all_gather_object(shares, share)
                 if active and transport in ("gloo", "broadcast"):
                     (packed if transport == "gloo" else broadcast).run()
                 elif active and self.receives:
                     taken = [share for share in shares if share is not None]
-                    (golden if transport == "golden" else pull).run(taken)
+                    receiver, meeting = receivers["golden" if transport == "golden" else "pull"], meetings[transport]
+                    move = lambda: receiver.receive(meeting, taken, 1)  # noqa: B023, E731
+                    meeting.carry(1, layout_of(taken), destination, flat, move)
                 dist.barrier()
                 if active and self.receives:
                     found[transport] += differing(held, served(decoder, self.number % tensor, tensor, model))

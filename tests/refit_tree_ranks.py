@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ops.comm.nic import choose
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout
-from ops.refit.transports.tree import Tree
+from ops.refit.transports.tree import Fanout
 from stages.backends.megatron import places as megatron
 from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
@@ -60,8 +60,8 @@ class Member:
             self.held = trained(decoder, self.part, folder(decoder))
         self.flat = {name: torch.from_numpy(array.view(np.uint8).reshape(-1)) for name, array in self.held.items()}
 
-    def tree(self, store: dist.TCPStore, name: str, **options: Any) -> Tree:
-        return Tree(
+    def fanout(self, store: dist.TCPStore, name: str, **options: Any) -> Fanout:
+        return Fanout(
             self.source, self.destination, store, number=self.number, receives=self.receives, buffers=self.flat,
             name=name, slot_bytes=8192, **{"deadline_s": DEADLINE_S, **options},
         )  # fmt: skip
@@ -106,19 +106,19 @@ class Rank:
             return
         family, training, tensor = case
         member = Member(FAMILIES[family], training, tensor, senders, receivers, self.rank)
-        tree = member.tree(self.store, name, **options)
+        fanout = member.fanout(self.store, name, **options)
         self.found[name] = []
         (self.path / f"{self.rank}.json").write_text(json.dumps(self.found))  # it may be killed
         for version in range(1, versions + 1):
             member.begin(version)
             self.version = version
             try:
-                record = asdict(tree.run(version))
+                record = asdict(fanout.run(version))
             except (ValueError, RuntimeError) as error:
-                self.found[name].append({"error": type(error).__name__, "text": str(error), "held": tree.held})
+                self.found[name].append({"error": type(error).__name__, "text": str(error), "held": fanout.held})
                 return
             self.found[name].append({**record, "wrong": member.wrong(version)})
-        tree.close()
+        fanout.close()
 
     def dies(self, rank: int, how: signal.Signals, *, version: int = 1, group: int = 0) -> None:
         """Let a rank get the signal while it sends its second message of a version through its `group`-th group."""

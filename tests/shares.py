@@ -9,39 +9,37 @@ from typing import Any
 import torch
 
 from ops.refit.layout import Tensor, dense, whole
-from ops.refit.share import Publisher, Share
+from ops.refit.share import Share
+from ops.refit.transports import TRANSPORTS
 from pipeline.declare.task import Meeting
 from stages.backends import Route
-from stages.backends.refit.ends import Sender
+from stages.backends.refit.source import Source
 
 
-def publisher_of(weights: Mapping[str, torch.Tensor]) -> Publisher:
-    """What publishes them."""
+def source_of(weights: Mapping[str, torch.Tensor]) -> Source:
+    """The only rank of a trainer that has them."""
     tensors = {n: Tensor(tuple(w.shape), str(w.dtype).removeprefix("torch.")) for n, w in weights.items()}
     places = [dense(name, whole(tensor.shape), tensor.item_bytes, name) for name, tensor in tensors.items()]
-    return Publisher(tensors, places, weights)
+    return Source(torch.device("cpu"), 0, tensors, places, weights)
 
 
 def shares_of(weights: Mapping[str, torch.Tensor], *, near: bool = True) -> list[Share]:
     """One share with all of them."""
-    return [publisher_of(weights).publish(weights, form="handle" if near else "bytes")]
-
-
-def sender() -> Sender:
-    """The only rank of a trainer."""
-    return Sender(torch.device("cpu"), 0)
+    return [source_of(weights).share(weights, TRANSPORTS["pull" if near else "messages"])]
 
 
 def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
     """To the only worker of a target, by way of this store."""
-    return Route(transport, Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0))
+    return Route(
+        TRANSPORTS[transport], Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0)
+    )
 
 
 @contextmanager
-def carried(sender: Sender, publisher: Publisher, share: Share, version: int, route: Route) -> Iterator[None]:
+def carried(source: Source, share: Share, version: int, route: Route) -> Iterator[None]:
     """Carries a share while this is entered, in a thread."""
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender.carry, publisher, [share], version, route)
+        sent = pool.submit(source.carry, [share], version, route)
         yield
         sent.result()
 

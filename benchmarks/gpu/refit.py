@@ -41,11 +41,12 @@ from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.move import flat as bytes_of
 from ops.refit.plan import build
-from ops.refit.share import Publisher, digest_of
+from ops.refit.share import Shares, digest_of, layout_of
 from ops.refit.sums import Sums, digest
-from ops.refit.transports.broadcast import Broadcast
-from ops.refit.transports.packed import Packed
-from ops.refit.transports.pull import Pull
+from ops.refit.transports.broadcast import Buckets
+from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.packed import Exchange
+from ops.refit.transports.pull import PullReceiver
 from stages.backends.megatron.names import Part, parameters
 from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
@@ -182,21 +183,23 @@ class Rank:
         publish = None
         if self.receives:
             shares = self._gathered(None)
-            pull = Pull(destination, self.own, flat, self.device)
-            made["pull"] = lambda: pull.run(shares)
+            pull, meeting = PullReceiver(), Meeting(self.device, self.own, receives=True)
+            layout = layout_of(shares)
+            move = lambda: pull.receive(meeting, shares, 1)  # noqa: E731
+            made["pull"] = lambda: meeting.carry(1, layout, destination, flat, move)
         else:
-            publisher = Publisher(source.tensors, source.ranks[self.own], held)
-            self._gathered(publisher.publish(held))
-            publish = lambda: publisher.publish(held)  # noqa: E731
+            own = Shares(source.tensors, source.ranks[self.own], held)
+            self._gathered(own.publish(held))
+            publish = lambda: own.publish(held)  # noqa: E731
             made["pull"] = lambda: None
         self.offered = digest_of(self.shares)
-        packed = Packed(
+        packed = Exchange.of_plan(
             plan, self.all, number=self.own, receives=self.receives, senders=self.senders,
             receivers=self.ranks - self.senders, buffers=flat,
         )  # fmt: skip
         made["p2p"] = packed.run
         for name, sizes in (("broadcast", {}), ("golden", {"bucket_bytes": 1, "buckets": 1})):
-            made[name] = Broadcast(
+            made[name] = Buckets(
                 source, destination, number=self.own, receives=self.receives, buffers=flat, senders=self.trainers,
                 receivers=self.takers, **sizes,
             ).run  # fmt: skip

@@ -42,7 +42,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     import torch
 
     from benchmarks.gpu.refit import trained
-    from ops.refit.share import Publisher
+    from ops.refit.share import Shares
     from stages.backends.megatron import places
     from stages.backends.megatron.names import parameters
     from stages.backends.model.decoder import Decoder
@@ -53,7 +53,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     part = trained({kind: int(size) for kind, size in (word.split("=") for word in layout.split())}, senders)[number]
     kind = str(dtype).removeprefix("torch.")
     held = {n: torch.zeros(p.shape, dtype=dtype, device=device) for n, p in parameters(decoder, part).items()}
-    publisher = Publisher(places.tensors(decoder, kind), places.places(decoder, part, dtype.itemsize), held)
+    shares = Shares(places.tensors(decoder, kind), places.places(decoder, part, dtype.itemsize), held)
     while (version := wire.recv()) is not None:
         for parameter in held.values():
             parameter.fill_(0.01 * (version % 7))  # replicas have the same
@@ -62,7 +62,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
         wire.send(None)
         wire.recv()
         begun_s = time.perf_counter()
-        share = publisher.publish(held)
+        share = shares.publish(held)
         took_s = time.perf_counter() - begun_s
         wire.send((share, took_s))
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
+from ops.refit.transports import TRANSPORTS
 from pipeline import Graph, Model, Schedule, WorkerGroup
 from pipeline.declare.sharding import Packed
 from pipeline.engine.driver import Engine
@@ -38,7 +39,6 @@ from pipeline.record import trace
 from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
 from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
-from stages.refit import TRANSPORTS
 from stages.tasks import Generated
 
 ENGINES = ("rollout", "prev_logprobs", "train")
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
     parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how weights go over")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="how weights go over")
     parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
     parser.add_argument("--steps", type=int, default=4)

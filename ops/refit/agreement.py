@@ -1,8 +1,8 @@
 """How ranks agree on what became of a wave, through a key-value store: what is written there first is what counts.
 
-Each rank of a wave reports itself, and so does whoever lost the other end of a transfer in its place, if it does not
-speak for itself. The last to report writes the state; where reports stay out, whoever has waited long enough does. The
-state that was written first holds for all. Knows ranks and the store; it does not know what travels.
+Each rank of a wave reports itself. If it does not, a rank that lost it as the other end of a transfer reports it. The
+last to report writes the state; if reports stay out, a rank that has waited long enough does. The state that was
+written first holds for all. Knows ranks and the store; it does not know what travels.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Agreement:
 
     def _tell(self, key: str, text: str) -> str:
         """The same, of a key that others wait for: a store that is served without libuv wakes them for `set` only."""
-        told = self._write(key, text)
-        if told == text:
+        found = self._write(key, text)
+        if found == text:
             self._store.set(key, text)
-        return told
+        return found
 
     def _write(self, key: str, text: str) -> str:
         """Write what nobody has written; what is there then."""

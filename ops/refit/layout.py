@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -119,24 +120,32 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 def check_apart(layout: Layout, rank: int) -> None:
     """Raise ValueError where two places of a rank share a byte."""
-    spans = sorted((place.buffer, *_span(layout, place), i) for i, place in enumerate(layout.ranks[rank]))
-    reaching: list[tuple[str, int, int, int]] = []  # those that end behind the start of what comes next
-    for span in spans:
-        buffer, start, _, i = span
-        reaching = [other for other in reaching if other[0] == buffer and other[2] > start]
-        for *_, j in reaching:
-            first, second = layout.ranks[rank][j], layout.ranks[rank][i]
+    spans = [_span(layout, place, number) for number, place in enumerate(layout.ranks[rank])]
+    reaching: list[_Span] = []  # those that end behind the start of what comes next
+    for span in sorted(spans):
+        reaching = [other for other in reaching if other.buffer == span.buffer and other.stop > span.start]
+        for other in reaching:
+            first, second = layout.ranks[rank][other.place], layout.ranks[rank][span.place]
             byte = _shared(_runs(layout, first), _runs(layout, second))
             if byte is not None:
                 both = f"{first.tensor!r} and {second.tensor!r}"
-                raise ValueError(f"rank {rank} holds {both} on byte {byte} of {buffer!r}")
+                raise ValueError(f"rank {rank} holds {both} on byte {byte} of {span.buffer!r}")
         reaching.append(span)
 
 
-def _span(layout: Layout, place: Place) -> tuple[int, int]:
-    """From its first byte to the one behind its last."""
+class _Span(msgspec.Struct, frozen=True, order=True, gc=False):
+    """The bytes from the first of a place to the one behind its last; `place` is its number in its rank."""
+
+    buffer: str
+    start: int
+    stop: int
+    place: int
+
+
+def _span(layout: Layout, place: Place, number: int) -> _Span:
     far = sum((stop - start - 1) * stride for (start, stop), stride in zip(place.box, place.strides))
-    return place.offset, place.offset + far + layout.tensors[place.tensor].item_bytes
+    stop = place.offset + far + layout.tensors[place.tensor].item_bytes
+    return _Span(place.buffer, place.offset, stop, number)
 
 
 def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:

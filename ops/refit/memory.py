@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
+class Handle(msgspec.Struct, frozen=True, array_like=True, tag="handle"):
     """What another process opens memory with. Plain values: it can travel anywhere, and means something on the machine
     of the memory only, as long as its owner lives. `device` is "cuda" or "cpu". Two of different memory differ, those
     of the same are equal."""
@@ -27,7 +27,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
     """Stands for memory that only its owner reads, who sends from it. Two of different memory differ."""
 
     mark: str
@@ -37,7 +37,7 @@ class SharedMemory:
     """Bytes that stay in their place; `bytes` is a flat uint8 tensor. To another process it goes as its handle."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._mark = os.urandom(8).hex()
+        self.mark = Mark(os.urandom(8).hex())
         if device.type == "cuda":
             self._file = -1
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -52,9 +52,9 @@ class SharedMemory:
         """What other processes open it with: always the same, so that they know it again. torch counts readers under
         another number, and keeps another record of them, each time it is asked."""
         if self._file >= 0:
-            return Handle("cpu", len(self.bytes), self._mark, (f"/proc/{os.getpid()}/fd/{self._file}",))
+            return Handle("cpu", len(self.bytes), self.mark.mark, (f"/proc/{os.getpid()}/fd/{self._file}",))
         _, *values = self.bytes.untyped_storage()._share_cuda_()
-        return Handle("cuda", len(self.bytes), self._mark, tuple(values))
+        return Handle("cuda", len(self.bytes), self.mark.mark, tuple(values))
 
     def __reduce__(self) -> Any:
         return _same, (self.handle,)

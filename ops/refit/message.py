@@ -10,9 +10,9 @@ Knows memory; it does not know how it travels.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from ops.refit.move import Buffer, Moves
 from ops.refit.plan import Copy
@@ -23,17 +23,13 @@ ALIGNED = 16  # bytes; every copy begins at a multiple
 class Message:
     """`size` is in bytes."""
 
-    def __init__(self, copies: Iterable[Copy] = ()) -> None:
+    def __init__(self, copies: Iterable[Copy]) -> None:
         self._copies: list[tuple[int, Copy]] = []
         self.size = 0
         for copy in copies:
-            self.add(copy)
-
-    def add(self, copy: Copy) -> None:
-        """Put a copy behind the others."""
-        start = -(-self.size // ALIGNED) * ALIGNED
-        self._copies.append((start, copy))
-        self.size = start + copy.size
+            start = -(-self.size // ALIGNED) * ALIGNED
+            self._copies.append((start, copy))
+            self.size = start + copy.size
 
     def pack(self, source: Buffer, memory: torch.Tensor) -> Moves:
         """From the sender's buffers into the message."""

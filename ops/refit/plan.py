@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 
+import msgspec
 import numpy as np
 
 from ops.refit.layout import Box, Layout, Place, check_apart, intersection, size, without
@@ -23,10 +23,9 @@ from ops.refit.layout import Box, Layout, Place, check_apart, intersection, size
 SEGMENT_BYTES = 32 << 20  # at most, of what one sender gives one receiver in one piece
 
 
-@dataclass(frozen=True)
-class Copy:
-    """`rows` runs of `run` bytes from a buffer of a source rank into one of a destination rank; a row is so many bytes
-    behind the one before it."""
+class Copy(msgspec.Struct, frozen=True, gc=False):
+    """`rows` runs of `run` bytes from a buffer of a source rank into one of a destination rank. From row to row it is
+    `source_stride` bytes here and `destination_stride` bytes there."""
 
     source: int
     destination: int
@@ -45,8 +44,19 @@ class Copy:
         return self.run * self.rows
 
 
-@dataclass(frozen=True)
-class _Segment:
+class Rows(msgspec.Struct, frozen=True, gc=False):
+    """A box as rows of bytes, here and there: offsets of the first row, bytes of a row, rows, and bytes from row to
+    row."""
+
+    here: int
+    there: int
+    run: int
+    rows: int
+    here_stride: int
+    there_stride: int
+
+
+class _Segment(msgspec.Struct, frozen=True):
     """A box of a tensor that all of `sources` hold and all of `destinations` lack: (rank, place) each."""
 
     box: Box
@@ -70,14 +80,14 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """The same for two plans that move the same bytes in the same way."""
-        told: dict[int, bytes] = {}  # by identity: many segments have the same holders
+        hashes: dict[int, bytes] = {}  # by identity: many segments have the same holders
         for segment in self._segments:
             for holders in (segment.sources, segment.destinations):
-                if id(holders) not in told:
-                    told[id(holders)] = hashlib.sha256(repr(holders).encode()).digest()
+                if id(holders) not in hashes:
+                    hashes[id(holders)] = hashlib.sha256(repr(holders).encode()).digest()
         hashed = hashlib.sha256()
         for segment, choice in zip(self._segments, self._chosen):
-            hashed.update(told[id(segment.sources)] + told[id(segment.destinations)])
+            hashed.update(hashes[id(segment.sources)] + hashes[id(segment.destinations)])
             hashed.update(f"{segment.box} {segment.item_bytes}".encode() + choice.tobytes())
         return hashed.hexdigest()
 
@@ -96,8 +106,11 @@ class Plan:
         segment = self._segments[number]
         destination, there = segment.destinations[i]
         source, here = segment.sources[self._chosen[number][i]]
-        for bounds in runs(segment.box, segment.item_bytes, here, there):
-            yield Copy(source, destination, here.buffer, there.buffer, *bounds)
+        for each in rows(segment.box, segment.item_bytes, here, there):
+            yield Copy(
+                source, destination, here.buffer, there.buffer, each.here, each.there, each.run, each.rows,
+                each.here_stride, each.there_stride,
+            )  # fmt: skip
 
 
 def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> Plan:
@@ -239,8 +252,8 @@ def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
     return shares
 
 
-def runs(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """A box as rows of bytes: offsets here and there, bytes of a run, rows, and how far apart they are."""
+def rows(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[Rows]:
+    """A box as rows of bytes, as few as possible."""
     offset, other_offset = _offset(box, here), _offset(box, there)
     dims: list[tuple[int, int, int]] = []  # extent, stride here, stride there; those that lie as one are one
     for (start, stop), stride, other_stride in zip(box, here.strides, there.strides):
@@ -253,12 +266,12 @@ def runs(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[tuple
     run = item_bytes
     if dims and dims[-1][1:] == (item_bytes, item_bytes):
         run = dims.pop()[0] * item_bytes
-    rows, stride, other_stride = dims.pop() if dims else (1, run, run)
+    count, stride, other_stride = dims.pop() if dims else (1, run, run)
     for steps in product(*(range(extent) for extent, _, _ in dims)):
-        yield (
+        yield Rows(
             offset + sum(step * dim[1] for step, dim in zip(steps, dims)),
             other_offset + sum(step * dim[2] for step, dim in zip(steps, dims)),
-            run, rows, stride, other_stride,
+            run, count, stride, other_stride,
         )  # fmt: skip
 
 

@@ -1,44 +1,42 @@
 """What a trainer's rank offers of its weights: its part of a version, where it lies, and the checksums of it.
 
-    publisher = Publisher(tensors, places, parameters)     # on each rank, once
-    share = publisher.publish(parameters)                  # for each version; all ranks' shares are a model
+    shares = Shares(tensors, places, parameters)           # on each rank, once
+    share = shares.publish(parameters)                     # for each version; those of all ranks are a model
 
-The part is copied into memory that readers open, so that training goes on while they read, and whoever begins to serve
-later still finds this version, until the next one is published.
+The part is copied into memory that readers open, so that training goes on while they read. A worker that begins to
+serve later still finds this version, until the next one is published.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle
 from math import prod
-from typing import Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from ops.refit.layout import Layout, Place, Tensor
-from ops.refit.memory import Handle, Kept, SharedMemory, opened
+from ops.refit.memory import Handle, Mark, SharedMemory, opened
 from ops.refit.move import flat
 from ops.refit.sums import Summed, Sums, digest
 
 ALIGNED = 256  # bytes; every parameter begins at a multiple
-Form = Literal["handle", "bytes", "mark"]  # of the memory in a share: for readers on this machine, on any, or for none
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A rank's part of a version. `memory` is open to processes of its machine; or it is the bytes; or a mark of what
-    the rank itself sends from."""
+    """A rank's part of a version. `memory` is what the transport's sender offers: memory that processes of its machine
+    open, the bytes themselves, or anything else; or the mark of memory that the rank itself sends from."""
 
     layout: bytes  # tensors of the model, and places of this rank in the memory
     summed: Summed
-    memory: SharedMemory | Handle | np.ndarray | Kept
+    memory: Any
 
     @property
     def model_bytes(self) -> int:
@@ -47,7 +45,12 @@ class Share:
         return sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors.values())
 
 
-class Publisher:
+def open_to(memory: SharedMemory) -> SharedMemory:
+    """Offers the memory itself."""
+    return memory
+
+
+class Shares:
     """Copies a rank's parameters and says where they are. Dtypes are those of the model's tensors, whatever the
     parameters have.
 
@@ -59,22 +62,23 @@ class Publisher:
         self, tensors: Mapping[str, Tensor], places: Sequence[Place], parameters: Mapping[str, torch.Tensor]
     ) -> None:
         on_cpu = next(iter(parameters.values())).device.type == "cpu"
-        self._all = [_Copy(tensors, places, parameters) for _ in range(2 if on_cpu else 1)]
-        self._copies = cycle(self._all)
+        self._all = [_Version(tensors, places, parameters) for _ in range(2 if on_cpu else 1)]
+        self._versions = cycle(self._all)
 
-    def publish(self, parameters: Mapping[str, torch.Tensor], *, form: Form = "handle") -> Share:
-        """The share of what the contiguous parameters are now."""
-        return next(self._copies).filled(parameters, form)
+    def publish(self, parameters: Mapping[str, torch.Tensor], offer: Callable[[SharedMemory], Any] = open_to) -> Share:
+        """The share of what the contiguous parameters are now; `offer` says what stands for the memory that has it."""
+        version = next(self._versions)
+        return Share(version.layout, version.filled(parameters), offer(version.memory))
 
-    def memory(self, kept: Kept) -> torch.Tensor:
-        """The flat bytes that a share's mark stands for. Raises ValueError for a mark of another publisher."""
+    def memory(self, mark: Mark) -> torch.Tensor:
+        """The flat bytes that a share's mark stands for. Raises ValueError for a mark of another process."""
         for each in self._all:
-            if each.kept == kept:
+            if each.memory.mark == mark:
                 return each.memory.bytes
-        raise ValueError(f"this rank has no memory with the mark {kept.mark!r}; another process offered it")
+        raise ValueError(f"this rank has no memory with the mark {mark.mark!r}; another process offered it")
 
 
-class _Copy:
+class _Version:
     """Memory for one version."""
 
     def __init__(
@@ -86,7 +90,6 @@ class _Copy:
             starts[name] = size
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
         self.memory = SharedMemory(size, next(iter(parameters.values())).device)
-        self.kept = Kept(os.urandom(8).hex())
         self._own: dict[str, torch.Tensor] = {}  # flat bytes of the copies, by the parameters' names
         self._cast: dict[str, torch.Tensor] = {}  # copies of parameters that have another dtype
         for name, start in starts.items():
@@ -98,11 +101,11 @@ class _Copy:
         self._sums: Sums | None = None
         self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
-        self._layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # it goes along with every version
+        self.layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # it goes along with every version
 
     @torch.no_grad()
-    def filled(self, parameters: Mapping[str, torch.Tensor], form: Form) -> Share:
-        """The share, when all of it is there."""
+    def filled(self, parameters: Mapping[str, torch.Tensor]) -> Summed:
+        """The checksums, when all of it is there."""
         same = [name for name in self._own if name not in self._cast]
         addresses = [parameters[name].data_ptr() for name in same]
         if self._sums is None or addresses != self._addresses:
@@ -111,17 +114,14 @@ class _Copy:
             self._addresses = addresses
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
-        summed = self._sums.now()  # and copies the others
-        if form == "bytes":
-            return Share(self._layout, summed, self.memory.bytes.to("cpu", copy=True).numpy())
-        return Share(self._layout, summed, self.memory if form == "handle" else self.kept)
+        return self._sums.now()  # and copies the others
 
 
 def bytes_of(share: Share, device: torch.device) -> torch.Tensor:
     """The flat bytes of a share whose memory can be read here, by this device: in place, or on the CPU."""
     if isinstance(share.memory, np.ndarray):
         return torch.from_numpy(share.memory)
-    assert isinstance(share.memory, Handle | SharedMemory), "its owner sends it"
+    assert isinstance(share.memory, Handle | SharedMemory), "it is not memory, and not bytes"
     return opened(share.memory, device)
 
 

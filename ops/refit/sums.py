@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ops.refit.layout import Box, Place, Tensor, dense, size, whole
-from ops.refit.plan import runs
+from ops.refit.plan import rows
 from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
@@ -104,8 +104,9 @@ class Sums:
         for slot, (place, source) in enumerate(zip(places, self._sources)):
             tensor = tensors[place.tensor]
             canonical = dense(place.tensor, whole(tensor.shape), tensor.item_bytes, "")
-            for here, there, run, rows, step, canonical_step in runs(place.box, tensor.item_bytes, place, canonical):
-                yield slot, there, source.data_ptr() + here, rows, run, canonical_step, step
+            for each in rows(place.box, tensor.item_bytes, place, canonical):
+                address = source.data_ptr() + each.here
+                yield slot, each.there, address, each.rows, each.run, each.there_stride, each.here_stride
 
 
 def _salt(name: str) -> int:

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import torch
 
+from ops.lots import lots
 from pipeline import StageError, WorkerGroup
 from pipeline.errors import Problem
-from stages.backends.model.lots import lots
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30

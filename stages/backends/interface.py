@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ops.refit.transports import TRANSPORTS, Transport
 from pipeline import Model
 from pipeline.declare.columns import Ragged, take
 from pipeline.declare.sharding import Shard, Sharding, Update
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ops.refit.share import Form, Share
+    from ops.refit.share import Share
 
 STREAM_ROLLOUT = 0x524F4C4C  # the random stream that sampling draws from; any other stream has another number
 
@@ -100,11 +101,11 @@ class Served:
 class Route:
     """How a version travels: the transport, and the meeting of one that both sides carry out together."""
 
-    transport: str = "pull"
+    transport: Transport
     meeting: Meeting | None = None
 
 
-PULL = Route()
+PULL = Route(TRANSPORTS["pull"])
 
 
 @dataclass(frozen=True)
@@ -267,9 +268,9 @@ class Trainer(Texts, Protocol):
         All ranks call it together; rank 0 gets the weights, the others nothing.
         """
 
-    def share(self, model: Model, *, form: Form) -> Share:
-        """This rank's part of the trained copy, in memory that the next call fills anew; or what stands for it. All
-        ranks call it together."""
+    def share(self, model: Model, transport: Transport) -> Share:
+        """This rank's part of the trained copy, as this transport offers it: often in memory that a later call fills
+        again. All ranks call it together."""
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
         """This rank's end of a transport that both sides carry out together: what it offered goes to those who `serve`.

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ops.refit.share import Form, Publisher, digest_of
+from ops.refit.share import digest_of
+from ops.refit.transports import TRANSPORTS
 from pipeline import Model
 from pipeline.declare.ranks import open_store
 from stages.backends import Route, Sampling
 from stages.backends.model.build import build, character_tokenizer, save
+from stages.backends.refit.source import Source
 from tests.engines import vllm_models as tiny
-from tests.shares import carried, route_of, sender
+from tests.shares import carried, route_of
 
 PLAIN = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -36,7 +38,6 @@ CONFIGS = {
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
 }  # fmt: skip
 TOKENS = Sampling(max_tokens=24)
-FORMS: dict[str, Form] = {"pull": "handle", "messages": "bytes", "golden": "bytes"}
 
 
 def made(root: Path, family: str, seed: int) -> Model:
@@ -65,16 +66,18 @@ def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str
     tensors, places, held = placed(reference)
     group = replace(tiny.GROUP, workers=tensor, tensor_parallel=tensor)
     backend = open_engine(tiny.context(root, group))
-    publisher, groups, store = Publisher(tensors, places, held), (0, 1), open_store("127.0.0.1", 1, deadline_s=240.0)
+    source = Source(torch.device("cpu"), 0, tensors, places, held)
+    groups, store = (0, 1), open_store("127.0.0.1", 1, deadline_s=240.0)
     prompt_ids = backend.encode(first, tiny.texts(groups))
-    trainer, far, records = sender(), [], []
-    for version, transport in enumerate(ways, start=1):
+    far, records = [], []
+    for version, name in enumerate(ways, start=1):
+        transport = TRANSPORTS[name]
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(1.0 if version == 1 else 0.9)
-        share = publisher.publish(held, form=FORMS.get(transport, "mark"))
-        route = route_of(store, "refit", transport) if transport not in FORMS else Route(transport)
-        with carried(trainer, publisher, share, version, route) if route.meeting else nullcontext():
+        share = source.share(held, transport)
+        route = route_of(store, "refit", name) if transport.both_carry else Route(transport)
+        with carried(source, share, version, route) if route.meeting else nullcontext():
             served = backend.serve(first, [share], version, route)
         records.append(dict(served.record))
         assert served.sha256 == digest_of([share])

@@ -197,14 +197,14 @@ def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: An
 
     from stages.backends import PULL
     from stages.backends.model.places import placed
-    from stages.backends.refit.receiver import Receiver, acknowledged
+    from stages.backends.refit.target import Target, acknowledged
     from stages.backends.torch.score import score
 
     model, batch = Model(str(folder / family)), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     sampler = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
     tensors, places, held = placed(sampler)
-    receiver = Receiver(tensors, [places], 0, held)
+    target = Target(tensors, [places], 0, held)
 
     def served() -> torch.Tensor:
         return score(sampler, batch.prompt_ids, batch.response_ids, shard, temperature=0.7, pad=0).values
@@ -212,8 +212,8 @@ def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: An
     before, learner = served(), engine.learner(model, cases.OPTIMIZATION)
     for _ in range(2):
         learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
-        share = engine.share(model, form="handle")
-        acknowledged([share], [receiver.receive([share], 1, PULL).summed])
+        share = engine.share(model, PULL.transport)
+        acknowledged([share], [target.receive([share], 1, PULL).summed])
         trained = engine.score(model, batch.prompt_ids, batch.response_ids, shard, temperature=0.7).values
         assert float((served() - trained).abs().max()) < 1e-4
     assert float((served() - before).abs().max()) > 1e-3

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ops.refit.share import digest_of
+from ops.refit.transports import TRANSPORTS
 from pipeline import Model, StageError
 from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost, Unfit
@@ -23,7 +24,7 @@ from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
 from tests.engines.prepared import engines, runs
 from tests.optional import need
-from tests.shares import carried, publisher_of, route_of, sender, shares_of
+from tests.shares import carried, route_of, shares_of, source_of
 
 need("vllm", "vllm")
 psutil = need("vllm", "psutil")
@@ -153,15 +154,15 @@ def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path
     weights, store = tiny.weights_of(tiny.folder(root, 1)), open_store("127.0.0.1", 1, deadline_s=240.0)
     backend.serve(model, shares_of(weights), 10)
     pulled = rows_of(streamed(backend, model))
-    publisher, starts = publisher_of(weights), backend.client(model).starts
-    share = publisher.publish(weights, form="mark")
+    source, starts = source_of(weights), backend.client(model).starts
+    share = source.share(weights, TRANSPORTS["gloo"])
     store.set("lost", "worker learner.0 died")
     with pytest.raises(PeerLost, match=r"worker learner.0 died"):
         backend.serve(model, [share], 11, route_of(store, "lost"))
     waiting = asyncio.run(asyncio.wait_for(asyncio.to_thread(backend.client(model).longest), DEADLINE_S))
     assert waiting > 0 and backend.served_version(model) == 10
     route = route_of(store, "next")
-    with carried(sender(), publisher, share, 12, route):
+    with carried(source, share, 12, route):
         served = backend.serve(model, [share], 12, route)
     assert served.sha256 == digest_of([share]) and served.record["received_bytes"] == share.model_bytes
     assert rows_of(streamed(backend, model)) == pulled and backend.client(model).starts == starts
@@ -177,12 +178,12 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
 ) -> None:
     """The last test of this engine: the run would have to be resumed. All that wait for a start share its failure."""
     weights = tiny.weights_of(tiny.folder(root, 2))
-    publisher = publisher_of(weights)
-    backend.serve(model, [publisher.publish(weights)], 6)
+    source = source_of(weights)
+    backend.serve(model, [source.share(weights, TRANSPORTS["pull"])], 6)
     for name in weights:
         weights[name] = weights[name] * 0.5
     for _ in range(2):  # the second is where the first version was
-        publisher.publish(weights)
+        source.share(weights, TRANSPORTS["pull"])
     kill(engines())
     wait_for(lambda: backend.client(model)._llm is None)
     opened, open_llm = [], versions.open_llm

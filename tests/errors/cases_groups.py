@@ -6,6 +6,23 @@ from tests.errors.harness import Case
 
 NO_GROUPS: Mapping[str, str] = {}
 IMPORT = "from stages import ClippedLoss, Packed, Supervised, TruncatedIS\n\n\n"
+ENDS = """from ops.refit.transports import Receiver, Sender, Transport
+
+
+class Reads(Receiver):
+    def receive(self, meeting, shares, version):
+        return {}
+
+
+class Sends(Sender):
+    def __init__(self, transport=None):
+        pass
+
+    def send(self, meeting, version):
+        return {}
+
+
+"""
 SHARDED = """from pipeline.declare.sharding import Packed, Sharding
 
 
@@ -30,6 +47,15 @@ def refit(name: str, transport: str, groups: Mapping[str, str] = NO_GROUPS) -> C
     """A case of how weights travel, between these groups."""
     stage = f"Refit(policy, source=learner, target=sampler, transport={transport!r})"
     return Case(name, {**groups, "refit": stage}, at=("refit",), top=IMPORT)
+
+
+def own(case: str, transport: str, /, top: str = "", groups: Mapping[str, str] = NO_GROUPS, **parts: str) -> Case:
+    """A case of a transport of the user's own, with these parts other than they should be."""
+    stage = f"Refit(policy, source=learner, target=sampler, transport={transport})"
+    given = {"name": "'own'", "sender": "lambda self: Sender()", "receiver": "lambda self: Reads()", **parts}
+    lines = "".join(f"    {part} = {value}\n" for part, value in given.items())
+    described = top or f"{ENDS}class Own(Transport):\n{lines}"
+    return Case(case, {**groups, "refit": stage}, at=("refit",), top=f"{IMPORT}{described}\n\n\n")
 
 
 def model(name: str, parameters: str) -> Case:
@@ -92,6 +118,17 @@ ON_GPUS = {name: f'WorkerGroup("{name}", backend="torch", gpus=1)' for name in (
 COLOCATED = {"learner": 'WorkerGroup("learner", backend="torch", gpus=1, colocated=sampler)'}
 TRANSPORTS = [
     refit("unknown_transport", "nccl"),
+    refit("misspelt_transport", "brodcast"),
+    own("transport_is_a_class", "Own"),
+    own("transport_without_a_sender", "Half()", "class Half:\n    name = 'half'\n    devices = ('cpu',)"),
+    own("transport_with_the_name_of_another", "Own()", name="'pull'"),
+    own("transport_without_a_name", "Own()", name="''"),
+    own("transport_of_no_known_device", "Own()", devices="'gpu'"),
+    own("transport_between_other_devices", "Own()", devices="('cuda',)"),
+    own("transport_whose_sender_does_not_send", "Own()", both_carry="True"),
+    own("transport_whose_receiver_fails", "Own()", receiver="lambda self: 1 / 0"),
+    own("transport_is_a_number", "7"),
+    own("own_transport_on_the_same_gpus", "Own()", groups=ON_GPUS | COLOCATED, both_carry="True", sender="Sends"),
     refit("p2p_between_cpus", "p2p"),
     refit("gloo_between_gpus", "gloo", ON_GPUS),
     refit("broadcast_on_the_same_gpus", "broadcast", ON_GPUS | COLOCATED),

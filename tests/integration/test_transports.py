@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ops.comm.stateless_group import GroupError
-from ops.refit.transports.meeting import Ends
+from ops.refit.transports.meeting import Meeting
 from pipeline.cli.load import load
 from pipeline.errors import WorkerLost
 from pipeline.record import trace
@@ -63,14 +63,14 @@ def test_every_transport_brings_the_weights_that_are_pulled(tmp_path, pulled, tr
 
 
 def test_a_version_that_does_not_get_through_though_nobody_died_ends_the_run(tmp_path, monkeypatch):
-    carry = Ends.carry
+    carry = Meeting.carry
 
-    def fails(self: Ends, transport: str, spot: Any, source: Any, destination: Any, part: Any, version: int) -> Any:
-        if part.receives and version == 1:
+    def fails(self: Meeting, version: int, *given: Any, **named: Any) -> Any:
+        if self.receives and version == 1:
             raise GroupError("the cable is out")
-        return carry(self, transport, spot, source, destination, part, version)
+        return carry(self, version, *given, **named)
 
-    monkeypatch.setattr(Ends, "carry", fails)
+    monkeypatch.setattr(Meeting, "carry", fails)
     with pytest.raises(WorkerLost, match=r"did not get through to all workers: .*the cable is out.*none of them died"):
         execute(GRAPH, {"transport": "gloo"}, tmp_path / "run")
 

@@ -11,7 +11,7 @@ from typing import Any
 from graphs import quickstart
 from ops.comm.stateless_group import StatelessGroup
 from pipeline import Graph, StageContext, Task
-from stages import Refit, Transport
+from stages import Refit, TransportName
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def end(*_: Any) -> None:
 
 
 def graph(
-    transport: Transport = "auto", workers: int = 1, dies: bool = False, done: str = "", max_staleness: int = 0
+    transport: TransportName = "auto", workers: int = 1, dies: bool = False, done: str = "", max_staleness: int = 0
 ) -> Graph:
     """Three steps."""
     made = quickstart.graph(

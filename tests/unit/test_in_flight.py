@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from ops.refit.transports import TRANSPORTS
 from pipeline import Model, Output, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost
 from stages import Refit, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Sampling, engine, samples_of
-from tests.shares import carried, publisher_of, route_of, sender, shares_of, weight_hash
+from tests.shares import carried, route_of, shares_of, source_of, weight_hash
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -172,18 +173,18 @@ def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None
     here, groups, store = context(), (3, 0, 8), open_store("127.0.0.1", 1, deadline_s=60.0)
     backend: Any = engine(here)
     weights = backend.served_weights(POLICY)
-    publisher = publisher_of(weights)
+    source, gloo = source_of(weights), TRANSPORTS["gloo"]
     store.set("lost", "worker learner.0 died")
 
     def lose() -> None:
         with pytest.raises(PeerLost, match=r"did not get through to all workers: lost: worker learner.0 died"):
-            backend.serve(POLICY, [publisher.publish(weights, form="mark")], 3, route_of(store, "lost"))
+            backend.serve(POLICY, [source.share(weights, gloo)], 3, route_of(store, "lost"))
 
     async def mend() -> None:
         await after(2, lose)
         await asyncio.sleep(0.3)  # in which all of it would be sampled
-        share, route = publisher.publish(weights, form="mark"), route_of(store, "next")
-        with carried(sender(), publisher, share, 4, route):
+        share, route = source.share(weights, gloo), route_of(store, "next")
+        with carried(source, share, 4, route):
             assert backend.serve(POLICY, [share], 4, route).record["received_bytes"] == share.model_bytes
 
     versions = whole(together(ROLLOUT.setup(here)(columns_of(groups), task_of(groups, version=2)), mend()))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.backends.model.lots import lots
+from ops.lots import lots
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,13 @@ from pipeline.schedule.scheduler import Scheduler
 SMALL = Path(__file__).parents[1] / "integration" / "small_graph.py"
 
 
+@dataclass
+class Held:
+    """The part of an executor that is asked."""
+
+    plane: MemoryPlane
+
+
 def scores(handle: KVBatchMeta | None, plane: MemoryPlane) -> list[float]:
     assert handle is not None
     return plane.get(handle, ["score"], reader="listen")["score"].tolist()
@@ -29,13 +37,14 @@ def test_only_what_is_there_is_taken() -> None:
     plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
     register(plane, planned.partition, described.all_stages())
     scheduler.begin()
-    outside = Outside(planned, handles)
+    outside = Outside(planned, handles, Held(plane))
 
     def asked() -> list[tuple[tuple[int, ...], int]]:
-        found = outside.ask(plane, scheduler, {0: float("inf")})  # nothing is late
-        for landed, _ in found:
-            scheduler.handle(landed)
-        return [(landed.groups, put.samples) for landed, put in found]
+        outside._asked_s = float("-inf")  # it is time
+        found = outside.came(scheduler)
+        for notice in found:
+            scheduler.handle(notice.event)
+        return [(notice.event.groups, notice.written.samples) for notice in found]
 
     assert asked() == [] and not len(handles)
     plane.write_outside("small", "00000001.0", {"score": torch.tensor([3.0, 4.0])})

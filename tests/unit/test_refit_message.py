@@ -7,7 +7,7 @@ from ops.refit import message as module
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.message import Message
 from ops.refit.plan import Copy
-from ops.refit.share import Publisher, layout_of
+from ops.refit.share import Shares, layout_of
 from ops.refit.transports.broadcast import _buckets
 
 SIZES = [2, 4096, 1, 24, 6, 8192]  # bytes: scalars between tensors
@@ -53,6 +53,6 @@ def test_parameters_and_tensors_behind_a_scalar_begin_where_wide_words_do() -> N
     tensors = {"scalar": Tensor((1,), "bfloat16"), "odd": Tensor((3,), "float32"), "wide": Tensor((64,), "float32")}
     places = [dense(name, whole(tensor.shape), tensor.item_bytes, name) for name, tensor in tensors.items()]
     held = {name: torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in tensors.items()}
-    share = Publisher(tensors, places, held).publish(held)
+    share = Shares(tensors, places, held).publish(held)
     assert all(place.offset % 16 == 0 for place in layout_of([share]).ranks[0])
-    assert all(at % 16 == 0 for bucket in _buckets(tensors, 1 << 20) for _, at, _ in bucket)
+    assert all(placed.offset % 16 == 0 for bucket in _buckets(tensors, 1 << 20) for placed in bucket)

@@ -8,7 +8,8 @@ import torch
 
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.memory import Handle, opened
-from ops.refit.share import Publisher, Share, digest_of, layout_of
+from ops.refit.share import Share, Shares, digest_of, layout_of
+from ops.refit.transports.messages import MessageSender
 
 TENSORS = {"a": Tensor((3, 5), "bfloat16"), "b": Tensor((4,), "float32")}
 PLACES = [dense(name, whole(t.shape), t.item_bytes, f"own {name}") for name, t in TENSORS.items()]
@@ -31,8 +32,8 @@ def read(share: Share, memory: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_a_version_stays_while_training_goes_on() -> None:
     held = parameters(1.5)
-    publisher = Publisher(TENSORS, PLACES, held)
-    share = publisher.publish(held)
+    shares = Shares(TENSORS, PLACES, held)
+    share = shares.publish(held)
     for parameter in held.values():
         parameter.add_(1.0)
     sent = pickle.loads(pickle.dumps(share))
@@ -40,41 +41,41 @@ def test_a_version_stays_while_training_goes_on() -> None:
     memory = opened(sent.memory, CPU)
     assert read(sent, memory)["a"].eq(1.5).all() and read(sent, memory)["b"].tolist() == [1.5, 2.5, 3.5, 4.5]
     first = digest_of([sent])
-    second = publisher.publish(held)
+    second = shares.publish(held)
     assert read(sent, memory)["a"].eq(1.5).all(), "the version before is still there"
     assert digest_of([second]) != first == digest_of([sent])
-    publisher.publish(held)
+    shares.publish(held)
     assert read(sent, memory)["a"].eq(2.5).all(), "and then it has the one behind the next"
 
 
 def test_parameters_that_moved_are_found() -> None:
     held = parameters(1.0)
-    publisher = Publisher(TENSORS, PLACES, held)
-    publisher.publish(held)
-    share = publisher.publish(parameters(9.0))
+    shares = Shares(TENSORS, PLACES, held)
+    shares.publish(held)
+    share = shares.publish(parameters(9.0))
     assert read(share, opened(share.memory, CPU))["a"].eq(9.0).all()  # type: ignore[arg-type]
 
 
 def test_other_dtypes_are_rounded_to_the_models() -> None:
     held = parameters(1.0 + 2.0**-12, torch.float32)
-    share = Publisher(TENSORS, PLACES, held).publish(held)
+    share = Shares(TENSORS, PLACES, held).publish(held)
     again = parameters(1.0)
     again["own b"] = held["own b"]
     assert read(share, opened(share.memory, CPU))["a"].eq(1.0).all()  # type: ignore[arg-type]
-    assert digest_of([share]) == digest_of([Publisher(TENSORS, PLACES, again).publish(again)])
+    assert digest_of([share]) == digest_of([Shares(TENSORS, PLACES, again).publish(again)])
 
 
 def test_numbers_that_are_none_keep_their_bits() -> None:
     held = parameters(0.0)
     bits = torch.arange(0x7F80, 0x7F80 + 15, dtype=torch.int16).view(3, 5)
     held["own a"].view(torch.int16).copy_(bits)
-    share = Publisher(TENSORS, PLACES, held).publish(held)
+    share = Shares(TENSORS, PLACES, held).publish(held)
     assert read(share, opened(share.memory, CPU))["a"].view(torch.int16).equal(bits)  # type: ignore[arg-type]
 
 
 def test_far_readers_get_the_bytes() -> None:
     held = parameters(3.0)
-    share = Publisher(TENSORS, PLACES, held).publish(held, form="bytes")
+    share = Shares(TENSORS, PLACES, held).publish(held, MessageSender().offer)
     held["own a"].zero_()
     assert isinstance(share.memory, np.ndarray)
     assert read(share, torch.from_numpy(share.memory))["a"].eq(3.0).all()
@@ -82,7 +83,7 @@ def test_far_readers_get_the_bytes() -> None:
 
 def test_a_parameter_with_gaps_is_refused() -> None:
     held = parameters(1.0)
-    publisher = Publisher(TENSORS, PLACES, held)
+    shares = Shares(TENSORS, PLACES, held)
     held["own a"] = torch.zeros((3, 10), dtype=torch.bfloat16)[:, ::2]
     with pytest.raises(RuntimeError, match="view"):
-        publisher.publish(held)
+        shares.publish(held)

@@ -1,4 +1,4 @@
-"""Transports that both sides carry out together, between threads of one process: who meets, and who need not wait."""
+"""Transports in which both sides carry, between threads of one process: who meets, and who need not wait."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from ops.comm.stateless_group import GroupError
 from ops.refit.layout import Layout, Tensor, dense
-from ops.refit.transports.meeting import Ends, Part, Spot
+from ops.refit.transports import TRANSPORTS
+from ops.refit.transports.meeting import Meeting
 from pipeline.declare.ranks import open_store
+from pipeline.declare.task import Meeting as Where
 
 CPU, ROWS, COLUMNS = torch.device("cpu"), 8, 6
 TENSORS = {"w": Tensor((ROWS, COLUMNS), "int32"), "b": Tensor((ROWS,), "int32")}
@@ -48,7 +50,9 @@ class Members:
 
     def __init__(self, store: dist.TCPStore) -> None:
         self.store = store
-        self.ends = [Ends(CPU) for _ in range(5)]
+        self.meetings = [Meeting(CPU, i - 2 if i >= 2 else i, receives=i >= 2) for i in range(5)]
+        self.receivers = {name: [each.receiver() for _ in range(5)] for name, each in TRANSPORTS.items()}
+        self.senders = {name: [each.sender() for _ in range(5)] for name, each in TRANSPORTS.items()}
         self.buffers = [held(0, 3, 1), held(3, 8, 1), *(torch.zeros_like(held(0, 8, 1)) for _ in range(3))]
 
     def carry(
@@ -60,16 +64,19 @@ class Members:
         marks: tuple[str, ...] = ("a", "a"),
         wrong: bool = False,
     ) -> dict[str, float]:
-        spot = Spot("127.0.0.1", self.store.port, name, deadline_s=30.0)
+        where = Where(host="127.0.0.1", port=self.store.port, name=name, targets=(), deadline_s=30.0)
         receives = index >= 2
         if not receives:
             self.buffers[index].copy_(held(*((0, 3) if index == 0 else (3, 8)), version))
-        part = Part(
-            number=index - 2 if receives else index, receives=receives, buffers={"m": self.buffers[index]},
-            marks=marks,
-        )  # fmt: skip
-        destination = DESTINATION if receives else None
-        return self.ends[index].carry(transport, spot, SOURCE, destination, part, version + wrong)
+        meeting = self.meetings[index] = self.meetings[index].at(where, self.meetings[index].number)
+
+        def move() -> dict[str, float]:
+            if receives:
+                return self.receivers[transport][index].receive(meeting, [], version)
+            return self.senders[transport][index].send(meeting, version)
+
+        destination, buffers = DESTINATION if receives else None, {"m": self.buffers[index]}
+        return meeting.carry(version + wrong, SOURCE, destination, buffers, move, marks)
 
     def all(self, call: Callable[[int], Any], members: range = range(5)) -> list[Any]:
         """What a call gives on each of the members, or the error."""
@@ -114,19 +121,19 @@ def test_nobody_waits_for_one_that_is_known_to_be_lost(store: Any) -> None:
 def test_one_that_leaves_in_the_middle_ends_it_for_all(store: Any, transport: str) -> None:
     members = Members(store)
     members.all(lambda i: members.carry(i, transport, "first", 1))
-    meet = Ends._meet
+    gather = Meeting._gather
 
-    def leaves(self: Ends, *given: Any) -> None:
-        meet(self, *given)
-        if self is members.ends[3]:
+    def leaves(self: Meeting, *given: Any) -> None:
+        gather(self, *given)
+        if self is members.meetings[3]:
             raise GroupError("out of here")
 
-    Ends._meet = leaves  # type: ignore[method-assign]
+    Meeting._gather = leaves  # type: ignore[method-assign]
     try:
         begun_s = time.monotonic()
         answers = members.all(lambda i: members.carry(i, transport, "first", 2))
     finally:
-        Ends._meet = meet  # type: ignore[method-assign]
+        Meeting._gather = gather  # type: ignore[method-assign]
     assert any(isinstance(answer, GroupError) for answer in answers[:2]), "a sender has seen it"
     assert isinstance(answers[3], GroupError) and time.monotonic() - begun_s < 10
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ops.comm.stateless_group import CHECKED, GroupError, StatelessGroup
 from ops.refit.layout import Layout, Tensor, dense, whole
-from ops.refit.transports.broadcast import Broadcast, _in_turns
+from ops.refit.transports.broadcast import Buckets, _in_turns
 from tests.refit_ranks import CASES, SIZE, TRANSPORTS
 from tests.unit.refit_models import SERVING
 
@@ -128,17 +128,17 @@ def test_pipeline_stages_keep_to_their_streams(
         for rank in range(4 * data)
     ]
     buckets = list(_in_turns(Layout(tensors, ranks), tensors, limit, streams))
-    assert sorted(name for _, bucket in buckets for name, _, _ in bucket) == sorted(tensors)
+    assert sorted(placed.name for bucket in buckets for placed in bucket.tensors) == sorted(tensors)
     used: dict[int, set[int]] = {}
-    for stream, bucket in buckets:
-        assert stream < streams
-        (stage,) = {stage_of[name] for name, _, _ in bucket}
-        used.setdefault(stage, set()).add(stream)
+    for bucket in buckets:
+        assert bucket.stream < streams
+        (stage,) = {stage_of[placed.name] for placed in bucket.tensors}
+        used.setdefault(stage, set()).add(bucket.stream)
     if len(used) <= streams:
         assert sum(map(len, used.values())) == len(set().union(*used.values()))
     else:
         assert all(len(streams_of) == 1 for streams_of in used.values())
-    assert len({stage_of[bucket[0][0]] for _, bucket in buckets[: len(used)]}) == len(used), "they take turns"
+    assert len({stage_of[bucket.tensors[0].name] for bucket in buckets[: len(used)]}) == len(used), "they take turns"
 
 
 @pytest.mark.parametrize("sizes", [{"bucket_bytes": "abc"}, {"bucket_bytes": 0}, {"buckets": -1}, {"buckets": True}])
@@ -146,4 +146,4 @@ def test_sizes_that_are_none_are_refused(sizes: Any) -> None:
     layout = Layout({"t": Tensor((4,), "float32")}, [[dense("t", whole((4,)), 4, "b")]])
     buffers = {"b": torch.zeros(16, dtype=torch.uint8)}
     with pytest.raises(ValueError, match="it has to be a whole number above 0"):
-        Broadcast(layout, layout, number=0, receives=True, buffers=buffers, senders=None, receivers=None, **sizes)
+        Buckets(layout, layout, number=0, receives=True, buffers=buffers, senders=None, receivers=None, **sizes)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ops.refit.layout import Layout, Tensor, dense
-from ops.refit.transports.tree import Tree
+from ops.refit.transports.tree import Fanout
 from tests.refit_ranks import CASES
 from tests.refit_tree_ranks import REPLICAS, SENDERS, SIZE
 
@@ -123,4 +123,4 @@ def test_what_the_trainer_does_not_have_is_refused_at_once() -> None:
     buffers = {"w": torch.zeros(16, dtype=torch.uint8)}
     for number, receives in ((0, False), (0, True)):
         with pytest.raises(ValueError, match=r"no rank of the source holds \[\(2, 4\), \(0, 4\)\] of 'w'"):
-            Tree(upper, all_of, dist.HashStore(), number=number, receives=receives, buffers=buffers)
+            Fanout(upper, all_of, dist.HashStore(), number=number, receives=receives, buffers=buffers)

@@ -12,6 +12,7 @@ import torch
 
 from graphs.quickstart import graph as quickstart
 from ops.refit.share import digest_of
+from ops.refit.transports import TRANSPORTS
 from ops.rewards import digit_match, exact_match
 from pipeline import Graph, Model, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Columns, Ragged
@@ -259,7 +260,7 @@ def test_refit_serves_the_trained_weights() -> None:
     train = Train(POLICY, on=LEARNER, lr=1e-2).setup(learner)
     train(batch_columns(), Task(stage="train", step=0, groups=(0, 1, 2, 3)))
     sent = weight_hash(engine(learner).trained_weights(POLICY))
-    offered = digest_of([engine(learner).share(POLICY, form="handle")])
+    offered = digest_of([engine(learner).share(POLICY, TRANSPORTS["pull"])])
     assert weight_hash(engine(sampler).served_weights(POLICY)) != sent
     meeting, task = Meeting(), Task(stage="refit", step=4, version=4)
     assert sides[0](meeting, task).weights is None
@@ -291,7 +292,7 @@ def test_training_after_a_refit_does_not_change_what_is_served_on_the_same_group
     before = weight_hash(engine(both).served_weights(POLICY))
     train(batch_columns(), Task(stage="train", step=1, groups=(0, 1, 2, 3)))
     assert weight_hash(engine(both).served_weights(POLICY)) == before
-    assert digest_of([engine(both).share(POLICY, form="handle")]) != served
+    assert digest_of([engine(both).share(POLICY, TRANSPORTS["pull"])]) != served
 
 
 def test_a_transfer_that_changes_anything_is_an_error() -> None:

@@ -9,18 +9,86 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
+from ops.lots import lots
 from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
 from ops.refit.message import Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
+from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
+from ops.refit.transports.base import Receiver, Record, Sender
+from ops.refit.transports.meeting import Meeting
 
 BUCKET_BYTES, BUCKETS = 512 << 20, 2
 ALIGNED = 256
+
+
+class BroadcastSender(Sender):
+    """A rank of the trainer."""
+
+    def send(self, meeting: Meeting, version: int) -> Record:
+        """Gather on the root, which broadcasts."""
+        meeting.finish(_carried(meeting))
+        return {"received_bytes": 0.0}
+
+
+class BroadcastReceiver(Receiver):
+    """A rank of the sampler."""
+
+    def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
+        """Receive all of the model."""
+        meeting.finish(_carried(meeting))
+        tensors = meeting.destination.tensors.values()
+        return {"received_bytes": float(sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors))}
+
+
+def _carried(meeting: Meeting) -> StatelessGroup:
+    """Run this rank's buckets; a group that it is in."""
+    buckets = meeting.once(lambda: _joined(meeting))
+    buckets.run()
+    return buckets.group
+
+
+def _joined(meeting: Meeting) -> Buckets:
+    senders = tuple(range(meeting.senders))
+    takers = (0, *range(meeting.senders, meeting.senders + meeting.receivers))
+    return Buckets(
+        meeting.source, meeting.destination, number=meeting.number, receives=meeting.receives, buffers=meeting.buffers,
+        senders=meeting.group(senders) if len(senders) > 1 and not meeting.receives else None,
+        receivers=meeting.group(takers) if meeting.rank in takers else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor's place in a bucket."""
+
+    name: str
+    offset: int
+    size: int  # bytes
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Tensors of a bucket, with the stream that they have."""
+
+    stream: int
+    tensors: list[_Placed]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the bucket."""
+        return self.tensors[-1].end
 
 
 @dataclass
@@ -29,14 +97,14 @@ class _Bucket:
 
     memory: torch.Tensor
     sent: torch.Tensor | None = None  # to the root
-    received: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # by the root
+    received: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # by the root, from a peer
     before: list[Moves] = field(default_factory=list)
     after: list[Moves] = field(default_factory=list)
 
 
-class Broadcast:
-    """One rank of it, as the `number`-th of the senders or of the receivers. `senders` is a group of all senders, whose
-    rank 0 is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
+class Buckets:
+    """All buckets of one rank, the `number`-th of the senders or of the receivers. `senders` is a group of all senders,
+    whose rank 0 is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
 
     Raises ValueError for sizes that are no whole numbers above 0.
     """
@@ -52,16 +120,23 @@ class Broadcast:
         self._number, self._receives, self._buffers = number, receives, buffers
         self._senders, self._receivers = senders, receivers
         self._device = next(iter(buffers.values())).device
-        groups = list(_in_turns(source, destination.tensors, bucket_bytes, buckets))
-        largest = max(at + tensor_bytes for _, group in groups for _, at, tensor_bytes in group)
+        turns = list(_in_turns(source, destination.tensors, bucket_bytes, buckets))
+        largest = max(turn.size for turn in turns)
         root = not receives and number == 0
         slots = {
             slot: torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
-            for slot in sorted({slot for slot, _ in groups})
+            for slot in sorted({turn.stream for turn in turns})
         }
         self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
-        self._buckets = [(slot, self._planned(source, destination, group, slots, slot)) for slot, group in groups]
+        self._buckets = [(turn.stream, self._planned(source, destination, turn, slots)) for turn in turns]
         self._slots = {slot: Slot(Streams(self._device)) for slot in slots}
+
+    @property
+    def group(self) -> StatelessGroup:
+        """One that this rank is in."""
+        group = self._receivers or self._senders
+        assert group is not None
+        return group
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
@@ -85,14 +160,10 @@ class Broadcast:
                 self._receivers.broadcast(bucket.memory, 0)
         slot.copy(bucket.after)
 
-    def _planned(
-        self, source: Layout, destination: Layout, group: Sequence[tuple[str, int, int]],
-        slots: Mapping[int, torch.Tensor], slot: int,
-    ) -> _Bucket:  # fmt: skip
-        tensors = {name: destination.tensors[name] for name, _, _ in group}
-        middle = Layout(tensors, [[_placed(tensors, name, at) for name, at, _ in group]])
-        used = max(at + tensor_bytes for _, at, tensor_bytes in group)
-        bucket = _Bucket(slots[slot][:used])
+    def _planned(self, source: Layout, destination: Layout, turn: _Turn, slots: Mapping[int, torch.Tensor]) -> _Bucket:
+        tensors = {placed.name: destination.tensors[placed.name] for placed in turn.tensors}
+        middle = Layout(tensors, [[_place(tensors, placed) for placed in turn.tensors]])
+        slot, bucket = turn.stream, _Bucket(slots[turn.stream][: turn.size])
         if self._receives:
             copies = build(middle, _of(destination, tensors)).copies(self._number)
             bucket.after = [Moves(copies, lambda _: bucket.memory, lambda copy: self._buffers[copy.destination_buffer])]
@@ -124,9 +195,7 @@ class Broadcast:
         return self._messages[slot, peer][:size]
 
 
-def _in_turns(
-    source: Layout, tensors: Mapping[str, Tensor], limit: int, streams: int
-) -> Iterable[tuple[int, list[tuple[str, int, int]]]]:
+def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams: int) -> Iterable[_Turn]:
     """Buckets of all tensors, each with its stream: those of a pipeline stage, which is all that the same senders hold,
     on the same ones, and no other stage's on them where there are as many streams as stages."""
     holders: dict[str, tuple[int, ...]] = {}
@@ -141,26 +210,23 @@ def _in_turns(
         for stage, made in enumerate(stages):
             own = range(stage % streams, streams, len(stages))
             if turn < len(made):
-                yield own[turn % len(own)], made[turn]
+                yield _Turn(own[turn % len(own)], made[turn])
 
 
-def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[tuple[str, int, int]]]:
-    """Tensors with their place in a bucket and their bytes; one that is larger is alone."""
-    made: list[tuple[str, int, int]] = []
-    at = 0
-    for name, tensor in tensors.items():
-        tensor_bytes = tensor.item_bytes * size(whole(tensor.shape))
-        if made and at + tensor_bytes > limit:
-            yield made
-            made, at = [], 0
-        made.append((name, at, tensor_bytes))
-        at += -(-tensor_bytes // ALIGNED) * ALIGNED
-    if made:
-        yield made
+def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[_Placed]]:
+    """Tensors with their places in buckets of at most `limit` bytes; one that is larger is alone."""
+    sizes = {name: tensor.item_bytes * size(whole(tensor.shape)) for name, tensor in tensors.items()}
+    for names in lots(sizes, sizes.__getitem__, limit, ALIGNED):
+        placed: list[_Placed] = []
+        for name in names:
+            offset = -(-placed[-1].end // ALIGNED) * ALIGNED if placed else 0
+            placed.append(_Placed(name, offset, sizes[name]))
+        yield placed
 
 
-def _placed(tensors: Mapping[str, Tensor], name: str, at: int) -> Place:
-    return dense(name, whole(tensors[name].shape), tensors[name].item_bytes, "", at)
+def _place(tensors: Mapping[str, Tensor], placed: _Placed) -> Place:
+    tensor = tensors[placed.name]
+    return dense(placed.name, whole(tensor.shape), tensor.item_bytes, "", placed.offset)
 
 
 def _of(layout: Layout, tensors: Mapping[str, Tensor]) -> Layout:

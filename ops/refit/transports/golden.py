@@ -5,36 +5,35 @@ No plan, no table and no kernel; every byte goes through the CPU. It is slow, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from ops.refit.layout import Layout, Place, Tensor
-from ops.refit.share import Share, bytes_of, layout_of
+from ops.refit.layout import Place, Tensor
+from ops.refit.share import Share, bytes_of
+from ops.refit.transports.base import Receiver, Record
+from ops.refit.transports.meeting import Meeting
 
 CPU = torch.device("cpu")
 
 
-class Golden:
-    """A receiver: one of those that `layout` is the layout of, with its buffers, flat bytes on any device."""
+class GoldenReceiver(Receiver):
+    """Of shares that have bytes, or memory that can be read on the CPU."""
 
-    def __init__(self, layout: Layout, receiver: int, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._own, self._buffers = _by_tensor(layout.ranks[receiver]), buffers
-
-    def run(self, shares: Sequence[Share]) -> int:
-        """Bring this receiver's bytes, from shares that have bytes; how many there are. Done when it returns."""
-        source, moved_bytes = layout_of(shares), 0
-        given = [(bytes_of(share, CPU), _by_tensor(places)) for share, places in zip(shares, source.ranks)]
-        for name, tensor in source.tensors.items():
+    def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
+        """Bring this receiver's bytes. Done when it returns."""
+        moved_bytes, own = 0, _by_tensor(meeting.destination.ranks[meeting.number])
+        given = [(bytes_of(share, CPU), _by_tensor(places)) for share, places in zip(shares, meeting.source.ranks)]
+        for name, tensor in meeting.source.tensors.items():
             whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             for memory, places in given:
                 for place in places.get(name, ()):
                     whole[_index(place)] = _view(memory, place, tensor)
-            for place in self._own.get(name, ()):
+            for place in own.get(name, ()):
                 part = whole[_index(place)]
-                _view(self._buffers[place.buffer], place, tensor).copy_(part)
+                _view(meeting.buffers[place.buffer], place, tensor).copy_(part)
                 moved_bytes += part.numel() * tensor.item_bytes
-        return moved_bytes
+        return {"received_bytes": float(moved_bytes)}
 
 
 def _by_tensor(places: Sequence[Place]) -> dict[str, list[Place]]:

@@ -7,16 +7,60 @@ time, so that packing, sending and unpacking overlap; all memory is there before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
+from ops.lots import lots
 from ops.refit.message import ALIGNED, Message
 from ops.refit.move import Moves
-from ops.refit.plan import Copy, Plan
+from ops.refit.plan import Copy, Plan, build
+from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
+from ops.refit.transports.base import Receiver, Record, Sender
+from ops.refit.transports.meeting import Meeting
 
 SLOT_BYTES, SLOTS = 192 << 20, 3
+
+
+class PackedSender(Sender):
+    """A rank of the trainer."""
+
+    def send(self, meeting: Meeting, version: int) -> Record:
+        """Send what each receiver lacks of this rank's memory."""
+        return _carried(meeting)
+
+
+class PackedReceiver(Receiver):
+    """A rank of the sampler."""
+
+    def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
+        """Receive what this rank lacks, from each sender."""
+        return _carried(meeting)
+
+
+def _carried(meeting: Meeting) -> Record:
+    exchange = meeting.once(lambda: _joined(meeting))
+    exchange.run()
+    meeting.finish(exchange.group)
+    return {"received_bytes": float(exchange.received_bytes)}
+
+
+def _joined(meeting: Meeting) -> Exchange:
+    return Exchange.of_plan(
+        build(meeting.source, meeting.destination), meeting.group(), number=meeting.number, receives=meeting.receives,
+        senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What travels to a peer or from it in a round: a message's memory, and the moves that fill it or empty it."""
+
+    peer: int
+    memory: torch.Tensor
+    moves: Moves
 
 
 class Exchange:
@@ -30,9 +74,10 @@ class Exchange:
         self, copies: Mapping[int, Sequence[Copy]], group: StatelessGroup, *, receives: bool,
         buffers: Mapping[str, torch.Tensor], message_bytes: int, slots: int = SLOTS,
     ) -> None:  # fmt: skip
-        self._group, self._receives = group, receives
+        self.group, self._receives = group, receives
+        self.received_bytes = sum(copy.size for own in copies.values() for copy in own) if receives else 0
         device = next(iter(buffers.values())).device
-        rounds = {peer: _messages(own, message_bytes) for peer, own in copies.items()}
+        rounds = {peer: _messages(own, message_bytes) for peer, own in copies.items() if own}
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
         streams = Streams(device)
         self._slots = [Slot(streams) for _ in range(min(slots, self.rounds))]
@@ -43,7 +88,7 @@ class Exchange:
             }
             for _ in self._slots
         ]
-        self._rounds: list[list[tuple[int, torch.Tensor, Moves]]] = []
+        self._rounds: list[list[_Part]] = []
         for index in range(self.rounds):
             memory = memories[index % slots]
             self._rounds.append([])
@@ -54,41 +99,32 @@ class Exchange:
                         moves = message.unpack(memory[peer], lambda copy: buffers[copy.destination_buffer])
                     else:
                         moves = message.pack(lambda copy: buffers[copy.source_buffer], memory[peer])
-                    self._rounds[-1].append((peer, memory[peer][: message.size], moves))
+                    self._rounds[-1].append(_Part(peer, memory[peer][: message.size], moves))
 
     def run(self) -> None:
         """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
         with in_order(self._slots):
-            for index, messages in enumerate(self._rounds):
-                slot, copies = self._slots[index % len(self._slots)], [moves for _, _, moves in messages]
+            for index, parts in enumerate(self._rounds):
+                slot, copies = self._slots[index % len(self._slots)], [part.moves for part in parts]
                 if not self._receives:
                     slot.copy(copies)
-                with slot.transfer():
-                    self._carry(messages)
+                with slot.transfer(), self.group.together():
+                    for part in parts:
+                        (self.group.recv if self._receives else self.group.send)(part.memory, part.peer)
                 if self._receives:
                     slot.copy(copies)
 
-    def _carry(self, messages: Sequence[tuple[int, torch.Tensor, Moves]]) -> None:
-        with self._group.together():
-            for peer, memory, _ in messages:
-                (self._group.recv if self._receives else self._group.send)(memory, peer)
-
-
-class Packed(Exchange):
-    """One rank, as the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
-
-    `buffers` are its own, flat bytes. Messages of a round are `slot_bytes` together at most, or one copy each; `slots`
-    of them a peer are in memory.
-    """
-
-    def __init__(
-        self, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
         buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
-    ) -> None:  # fmt: skip
+    ) -> Exchange:  # fmt: skip
+        """That of the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
+        Messages of a round are `slot_bytes` together at most, or one copy each."""
         pairs = _pairs(plan, number, receives, receivers)
         in_group = {peer if receives else senders + peer: copies for peer, copies in pairs.items()}
         share = slot_bytes // max(senders, receivers)
-        super().__init__(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots)
+        return cls(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots)
 
 
 def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
@@ -103,9 +139,4 @@ def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int,
 
 def _messages(copies: Sequence[Copy], limit: int) -> list[Message]:
     """Copies in messages of at most `limit` bytes, or of one copy."""
-    made = [Message()]
-    for copy in copies:
-        if made[-1].size and made[-1].size + ALIGNED + copy.size > limit:
-            made.append(Message())
-        made[-1].add(copy)
-    return made
+    return [Message(lot) for lot in lots(copies, lambda copy: copy.size, limit, ALIGNED)]

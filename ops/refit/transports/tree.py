@@ -1,7 +1,7 @@
 """Fan-out in waves: a receiver that has a version gives it on to receivers of equal boxes, as ops.refit.waves says.
 
-    tree = Tree(trainer, sampler, store, number=0, receives=True, buffers=parameters)
-    record = tree.run(version=7)                   # on every rank of both sides, for every version
+    fanout = Fanout(trainer, sampler, store, number=0, receives=True, buffers=parameters)
+    carried = fanout.run(version=7)                # on every rank of both sides, for every version
 
 For many receivers behind few senders: a sender gives to one receiver of a kind in a wave, and each receiver that has
 all of exactly this version is one more source. Ranks agree at `store`, a TCPStore that somebody serves who outlives
@@ -9,8 +9,8 @@ them (ops.refit.agreement). Planned, connected and allocated is once: a warm ref
 
 A rank that dies in a wave is noticed at the other end of its transfer: the connection breaks, or is silent for
 `deadline_s` (with NCCL it is always silent). All then know who is gone and who has the version, and plan what is left
-anew, so receivers that lost their source get it from another one. A rank that died elsewhere is missed by the next
-version. Who is gone stays so: a process that is started again takes part in a new Tree, of another `name`.
+again, so receivers that lost their source get it from another one. A rank that died elsewhere is missed by the next
+version. Who is gone stays so: a process that is started again takes part in a new Fanout, of another `name`.
 
 Each pair that exchanges anything has a group of its own, so that a broken end breaks no other transfer. With gloo that
 costs 5 ms at first use and, as long as the tree is there, 0.3 MB, 3 threads and 5 open files; with NCCL a communicator.
@@ -37,6 +37,9 @@ from ops.comm.store import Asking
 from ops.refit.agreement import Agreement
 from ops.refit.layout import Layout
 from ops.refit.plan import SEGMENT_BYTES, Copy, build
+from ops.refit.share import Share
+from ops.refit.transports.base import Receiver, Record, Sender
+from ops.refit.transports.meeting import Meeting
 from ops.refit.transports.packed import SLOT_BYTES, SLOTS, Exchange
 from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
 
@@ -45,8 +48,41 @@ PATIENCE = 3  # deadlines that a wave may take
 _log = logging.getLogger(__name__)
 
 
+class TreeSender(Sender):
+    """A rank of the trainer."""
+
+    def send(self, meeting: Meeting, version: int) -> Record:
+        """Give it to the first receivers."""
+        return _carried(meeting, version)
+
+
+class TreeReceiver(Receiver):
+    """A rank of the sampler."""
+
+    def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
+        """Get it from a rank that has it, and give it on."""
+        return _carried(meeting, version)
+
+
+def _carried(meeting: Meeting, version: int) -> Record:
+    fanout = meeting.once(lambda: _joined(meeting))
+    fanout.held = None  # another one may have written there since
+    carried = fanout.run(version)
+    names = ("received_bytes", "sent_bytes", "lookups", "waves", "replans")
+    return {name: float(getattr(carried, name)) for name in names}
+
+
+def _joined(meeting: Meeting) -> Fanout:
+    fanout = Fanout(
+        meeting.source, meeting.destination, meeting.store, number=meeting.number, receives=meeting.receives,
+        buffers=meeting.buffers, name=meeting.name, deadline_s=meeting.deadline_s,
+    )  # fmt: skip
+    meeting.on_leaving(fanout.abandon)
+    return fanout
+
+
 @dataclass
-class Record:
+class Carried:
     """What a refit was on one rank. `path` is how the version came: "direct" from the trainer, "tree" from a receiver,
     "held" where it was there before; "trainer" on a sender. `wave` is the one in which it came, from 0, or -1; `waves`
     is how many there were, and `replans` how often ranks were lost in one. `lookups` counts plans, connections and
@@ -76,14 +112,14 @@ class _Edge:
     exchange: Exchange | None = None
 
 
-class Tree:
+class Fanout:
     """One rank, as the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
     senders come first. `buffers` are its own, flat bytes; `interface` is the network interface that it uses
     (ops.comm.nic). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
     wave may take PATIENCE of them.
 
-    `held` is the version that a receiver has. Whoever overwrites its buffers sets it to None. Raises ValueError, naming
-    the tensor, where the source does not have what the destination wants.
+    `held` is the version that a receiver has. Code that overwrites its buffers sets it to None. Raises ValueError,
+    naming the tensor, where the source does not have what the destination wants.
     """
 
     def __init__(
@@ -99,14 +135,14 @@ class Tree:
         self._buffers, self._slot_bytes, self._slots = buffers, slot_bytes, slots
         self._device = next(iter(buffers.values())).device
         build(source, Layout(destination.tensors, [destination.ranks[first] for first in set(kinds(destination))]))
-        told = msgspec.msgpack.encode((source, destination, slot_bytes))
-        self._digest, self._turn = hashlib.sha256(told).hexdigest(), 0
+        given = msgspec.msgpack.encode((source, destination, slot_bytes))
+        self._digest, self._turn = hashlib.sha256(given).hexdigest(), 0
         self._agreement = Agreement(store, name, self._rank, self._senders)
         self._gone: tuple[int, ...] = ()
         self._plans: dict[State, list[tuple[Wave, list[_Edge]]]] = {}
         self._groups: dict[Pair, StatelessGroup] = {}
 
-    def run(self, version: int) -> Record:
+    def run(self, version: int) -> Carried:
         """Move this rank's part of a version; it is there when it returns, on all receivers that are not gone.
 
         Raises NoSourceError where a receiver lacks it and nobody is left to give it, on all ranks; GroupError on a rank
@@ -125,11 +161,11 @@ class Tree:
             group.close()
         self._groups, self._plans = {}, {}
 
-    def _run(self, version: int) -> Record:
+    def _run(self, version: int) -> Carried:
         begun_s = time.perf_counter()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        record = Record("held" if self._receives else "trainer")
+        record = Carried("held" if self._receives else "trainer")
         state = self._met(version)
         record.meet_ms = 1e3 * (time.perf_counter() - begun_s)
         while True:
@@ -161,7 +197,7 @@ class Tree:
             self._drop(state)
         return state
 
-    def _carried(self, version: int, wave: Wave, edges: Sequence[_Edge], state: State, record: Record) -> State:
+    def _carried(self, version: int, wave: Wave, edges: Sequence[_Edge], state: State, record: Carried) -> State:
         """The state behind a wave."""
         stage = f"{self._turn}/{record.waves}"
         giver = next((source for receiver, source in wave if receiver == self._rank), None)

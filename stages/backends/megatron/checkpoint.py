@@ -19,11 +19,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ops.lots import lots
 from pipeline.declare.ranks import Layout
 from pipeline.errors import CheckpointError, Problem
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
-from stages.backends.model.lots import lots
 
 _COUNTERS = "learner.json"
 _FILE_BYTES = 2 << 30  # of one file, which is on the host meanwhile

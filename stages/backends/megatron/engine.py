@@ -17,7 +17,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ops.flops import Transformer, model_flops, peak_tflops
-from ops.refit.share import Form, Publisher, Share
+from ops.refit.share import Share
+from ops.refit.transports import Transport
 from pipeline import Model, StageContext, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Shard
@@ -35,7 +36,7 @@ from stages.backends.megatron.places import places, tensors
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.folder import model_folder
 from stages.backends.model.text import Texts, identity
-from stages.backends.refit.ends import Sender
+from stages.backends.refit.source import Source
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
@@ -65,8 +66,7 @@ class MegatronEngine:
         self.texts = Texts()
         self._held: dict[Model, _Held] = {}
         self._learners: dict[Model, MegatronLearner] = {}
-        self._publishers: dict[Model, Publisher] = {}
-        self._senders: dict[Model, Sender] = {}
+        self._sources: dict[Model, Source] = {}
 
     def network(self, model: Model) -> Network:
         """This rank's part of the trained copy; the same object at every call."""
@@ -110,22 +110,21 @@ class MegatronEngine:
         """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
         return dict(self._gathered(model))
 
-    def share(self, model: Model, *, form: Form) -> Share:
-        """This rank's part of the trained copy, where readers find it."""
+    def share(self, model: Model, transport: Transport) -> Share:
+        """This rank's part of the trained copy, where the other side finds it."""
         key, network = identity(model), self.network(model)
         held = dict(network.named_parameters())
-        if key not in self._publishers:
+        if key not in self._sources:
             own = places(network.shape, network.part, self.dtype.itemsize)
             kind = str(self.dtype).removeprefix("torch.")
-            self._publishers[key] = Publisher(tensors(network.shape, kind), own, held)
-        return self._publishers[key].publish(held, form=form)
+            self._sources[key] = Source(
+                self.groups.device, self.groups.ranks.rank, tensors(network.shape, kind), own, held
+            )
+        return self._sources[key].share(held, transport)
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
         """Send what `share` gave to those who serve."""
-        key = identity(model)
-        if key not in self._senders:
-            self._senders[key] = Sender(self.groups.device, self.groups.ranks.rank)
-        self._senders[key].carry(self._publishers[key], shares, version, route)
+        self._sources[identity(model)].carry(shares, version, route)
 
     def export(self, model: Model, folder: Path) -> None:
         """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""

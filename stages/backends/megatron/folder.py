@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from ops.lots import lots
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, Part, parameters
 from stages.backends.model.decoder import Decoder
-from stages.backends.model.lots import lots
 from stages.backends.model.shards import INDEX, Shards
 
 _FILE_BYTES = 4 << 30  # of one file that is written

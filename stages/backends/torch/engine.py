@@ -17,7 +17,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ops.comm.stateless_group import GroupError
 from ops.flops import Transformer, model_flops, peak_tflops
-from ops.refit.share import Form, Publisher, Share
+from ops.refit.share import Share
+from ops.refit.transports import Transport
 from pipeline import Model, StageContext, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Ranks
@@ -30,8 +31,8 @@ from stages.backends.model.build import closing_tokens, load_network
 from stages.backends.model.places import placed
 from stages.backends.model.sharded import divide
 from stages.backends.model.text import Texts, identity
-from stages.backends.refit.ends import Sender, peer_lost
-from stages.backends.refit.receiver import Receiver, acknowledged
+from stages.backends.refit.source import Source, peer_lost
+from stages.backends.refit.target import Target, acknowledged
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
@@ -64,10 +65,9 @@ class TorchEngine(Texts):
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
-        self._publishers: dict[Model, Publisher] = {}
-        self._senders: dict[Model, Sender] = {}
+        self._sources: dict[Model, Source] = {}
         self._between: set[Model] = set()  # those whose served copy is of no version
-        self._receivers: dict[Model, Receiver] = {}
+        self._targets: dict[Model, Target] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
@@ -181,20 +181,17 @@ class TorchEngine(Texts):
         made = weight_tools.weights(self.network(model, "trained"), self.dtype)
         return made if self.ranks.rank == 0 else {}
 
-    def share(self, model: Model, *, form: Form) -> Share:
-        """This rank's part of the trained copy, where readers find it."""
+    def share(self, model: Model, transport: Transport) -> Share:
+        """This rank's part of the trained copy, where the other side finds it."""
         tensors, places, held = placed(self.network(model, "trained"), self.dtype)
         key = identity(model)
-        if key not in self._publishers:
-            self._publishers[key] = Publisher(tensors, places, held)
-        return self._publishers[key].publish(held, form=form)
+        if key not in self._sources:
+            self._sources[key] = Source(self.device, self.worker[0], tensors, places, held)
+        return self._sources[key].share(held, transport)
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
         """Send what `share` gave to those who serve."""
-        key = identity(model)
-        if key not in self._senders:
-            self._senders[key] = Sender(self.device, self.worker[0])
-        self._senders[key].carry(self._publishers[key], shares, version, route)
+        self._sources[identity(model)].carry(shares, version, route)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
@@ -203,14 +200,14 @@ class TorchEngine(Texts):
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
         """Bring weights of a version into the served copy, in place; the hash of what is there then."""
         key = identity(model)
-        if key not in self._receivers:
+        if key not in self._targets:
             tensors, places, held = placed(self.network(model, "served"))
             rank, workers = self.worker
-            self._receivers[key] = Receiver(tensors, [places], 0, held, replica=rank, replicas=workers)
+            self._targets[key] = Target(tensors, [places], 0, held, replica=rank, replicas=workers)
         if route.meeting is not None:
             self._between.add(key)
         try:
-            received = self._receivers[key].receive(shares, version, route)
+            received = self._targets[key].receive(shares, version, route)
         except GroupError as error:
             raise peer_lost(error) from error
         sha256 = acknowledged(shares, [received.summed])

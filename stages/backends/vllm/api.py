@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
@@ -30,9 +31,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from ops.refit.sums import Summed
-from stages.backends.refit.ends import peer_lost
-from stages.backends.refit.receiver import Received
+from stages.backends.refit.source import peer_lost
+from stages.backends.refit.target import Received
+from stages.backends.vllm.weights import Answer
 
 __all__ = [
     "AsyncLLM",
@@ -203,9 +204,10 @@ async def receive(
     """`Loader.sluice_receive` of all ranks (`transfer.Offered`): what they say of it, and what all have alike, of the
     first: tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost
     where it did not get through to a rank."""
-    answers = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
-    for _, _, _, lost, _ in answers:
-        if lost:
-            raise peer_lost(lost)
-    _, _, loaded, _, counts = answers[0]
-    return [Received(Summed(*summed), record) for summed, record, *_ in answers], loaded, counts
+    said = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
+    answers = [msgspec.msgpack.decode(each, type=Answer) for each in said]
+    for answer in answers:
+        if answer.lost:
+            raise peer_lost(answer.lost)
+    received = [answer.received for answer in answers if answer.received is not None]
+    return received, answers[0].loaded, answers[0].tokens

@@ -23,7 +23,7 @@ from ops.refit.share import digest_of
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem, Unfit, told
 from stages.backends.interface import Served
-from stages.backends.refit.receiver import NotAsOfferedError, acknowledged, slowest
+from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.running import Running
@@ -312,7 +312,7 @@ class Client:
 
     async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
         """Have all ranks bring a version, and check it; also, how many tokens each live request has."""
-        receiving = versions.receive(llm, weights.told(), list(self._live))
+        receiving = versions.receive(llm, weights.plain(), list(self._live))
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine is at it
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)

@@ -26,7 +26,7 @@ from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, Served, samples_of
 from stages.backends.model.folder import model_folder
 from stages.backends.model.text import Texts
-from stages.backends.refit.receiver import check_same
+from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment
 from stages.backends.vllm.weights import Weights, expected
 

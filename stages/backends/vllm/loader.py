@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from stages.backends.device import bytes_in_use
@@ -37,13 +38,11 @@ class Loader:
         """`Transfer.differing`."""
         return self.weight_transfer_engine.differing()
 
-    def sluice_receive(
-        self, offered: dict[str, Any], names: list[str]
-    ) -> tuple[list[bytes], dict[str, float], list[str], str, dict[str, int]]:
+    def sluice_receive(self, offered: dict[str, Any], names: list[str]) -> bytes:
         """A version, by the three calls that vLLM has for it, in one, since each takes a way to every rank and back.
-        Returns `Transfer.acknowledged`, and how many tokens each of these requests has: none of them runs meanwhile, so
-        these are the tokens that the old weights computed."""
+        Returns `weights.Answer`, encoded. None of these requests runs meanwhile, so their tokens are those that the
+        old weights computed."""
         self.start_weight_update()
         self.update_weights(offered)
         self.finish_weight_update()
-        return *self.weight_transfer_engine.acknowledged(), tokens_of(names)
+        return msgspec.msgpack.encode(self.weight_transfer_engine.answer(tokens_of(names)))

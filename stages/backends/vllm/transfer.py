@@ -2,7 +2,7 @@
 it where the parameters lie. vLLM makes one in each worker; its name there is `NAME`.
 
 It is asked to init once an engine, and for each version to start, update and finish, as all of vLLM's are; then
-`acknowledged` says what came of it.
+`answer` says what came of it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from ops.comm.stateless_group import GroupError
-from ops.refit.memory import Handle, Kept
 from ops.refit.share import Share, layout_of
-from ops.refit.sums import Summed
-from stages.backends.interface import Route
 from stages.backends.model.decoder import Decoder
-from stages.backends.refit.receiver import Received, Receiver
+from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing
+from stages.backends.vllm.weights import Answer, route_from, shares_from
 
 NAME = "sluice"
 
@@ -40,11 +37,13 @@ class Joined(WeightTransferInitInfo):
 
 @dataclass
 class Offered(WeightTransferUpdateInfo):
-    """Shares of all trainer ranks, as plain values: layout, and what stands for the memory; and the `Route`."""
+    """`Weights.plain`: the shares of all trainer ranks, each a layout and what stands for the memory; the transport, by
+    its name or pickled; and the meeting of one in which both sides carry."""
 
     shares: list[Any]
     version: int
-    route: dict[str, Any]
+    transport: str | bytes
+    meeting: dict[str, Any] | None
 
 
 class Transfer(WeightTransferEngine[Joined, Offered]):
@@ -53,13 +52,13 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
     init_info_cls, update_info_cls = Joined, Offered
     _joined: Joined
     _storage: Storage | None = None
-    _receiver: Receiver | None = None
+    _target: Target | None = None
     _received: Received | None = None
     _lost = ""
 
     def init_transfer_engine(self, init_info: Joined) -> None:
         """Note the place; memory is taken when the first version comes."""
-        self._joined, self._receiver = init_info, None
+        self._joined, self._target = init_info, None
 
     def start_weight_update(self) -> None:
         """Nothing is known of the coming version."""
@@ -71,14 +70,13 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def receive_weights(self, update_info: Offered) -> None:
         """Bring a version."""
-        nothing, route = Summed(b"", b""), msgspec.convert(update_info.route, Route)
-        stands: Any = Kept if route.meeting else Handle
-        shares = [Share(layout, nothing, msgspec.convert(memory, stands)) for layout, memory in update_info.shares]
-        if self._receiver is None:
-            self._prepare(shares, golden=route.transport == "golden")
-        assert self._receiver is not None
+        route = route_from(update_info.transport, update_info.meeting)
+        shares = shares_from(update_info.shares)
+        if self._target is None:
+            self._prepare(shares, by_loader=route.transport.by_loader)
+        assert self._target is not None
         try:
-            self._received = self._receiver.receive(shares, update_info.version, route)
+            self._received = self._target.receive(shares, update_info.version, route)
         except GroupError as error:  # vLLM would end for it
             self._lost = str(error)
 
@@ -92,13 +90,12 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
         self._received.record["through_loader"] = float(len(self._storage.loaded))
 
-    def acknowledged(self) -> tuple[list[bytes], dict[str, float], list[str], str]:
-        """Of the last version: checksums of all boxes, the record, and the tensors that went through vLLM's loader; or,
-        at the end, why it did not get through."""
+    def answer(self, tokens: dict[str, int]) -> Answer:
+        """Of the last version."""
         if self._lost:
-            return [b"", b""], {}, [], self._lost
-        assert self._storage is not None and self._received is not None
-        return [*msgspec.structs.astuple(self._received.summed)], self._received.record, self._storage.loaded, ""
+            return Answer(lost=self._lost)
+        assert self._storage is not None
+        return Answer(self._received, self._storage.loaded, tokens=tokens)
 
     def differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; of a model without a table, none."""
@@ -115,18 +112,18 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def shutdown(self) -> None:
         """Give the trainer's memory back."""
-        if self._receiver is not None:
-            self._receiver.close()
+        if self._target is not None:
+            self._target.close()
 
-    def _prepare(self, shares: list[Share], *, golden: bool) -> None:
-        """Find the parameters; all of them behind vLLM's own loader, where it is to be the `golden` way."""
+    def _prepare(self, shares: list[Share], *, by_loader: bool) -> None:
+        """Find the parameters; `by_loader` has all of them go through vLLM's own loader."""
         ranks, joined = self.parallel_config.tensor_parallel_size, self._joined
         storage = Storage(
-            self.model, None if golden else self._decoder(), ranks, by_loader=joined.by_loader,
+            self.model, None if by_loader else self._decoder(), ranks, by_loader=joined.by_loader,
             offered=layout_of(shares).tensors, dtype=self._dtype(), device=self.device,
         )  # fmt: skip
         own = [storage.places(rank) for rank in range(ranks)]
-        self._receiver = Receiver(
+        self._target = Target(
             storage.tensors, own, self.parallel_config.rank, storage.held,
             replica=joined.replica, replicas=joined.replicas,
         )  # fmt: skip

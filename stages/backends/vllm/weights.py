@@ -1,22 +1,29 @@
-"""A version of the weights as vLLM's workers are told of it. Knows no engine."""
+"""A version of the weights as plain values, for vLLM's workers, and back there. Knows no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ops.refit.layout import Tensor
-from ops.refit.memory import Handle, Kept, SharedMemory
+from ops.refit.memory import Handle, Mark, SharedMemory
 from ops.refit.share import Share
+from ops.refit.sums import Summed
+from ops.refit.transports import TRANSPORTS, Transport
+from pipeline.declare.task import Meeting
 from stages.backends.interface import Route
 from stages.backends.model.places import placed
+from stages.backends.refit.target import Received
 
 
 @lru_cache(maxsize=1)
@@ -39,15 +46,73 @@ class Weights:
         self.shares, self.version, self.route = list(shares), version, route
         self._own = {i: _landed(s.memory) for i, s in enumerate(shares) if isinstance(s.memory, np.ndarray)}
 
-    def told(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
         """What `transfer.Offered` takes."""
-        handles = [_handle(self._own.get(i, share.memory)) for i, share in enumerate(self.shares)]
-        plain = [msgspec.to_builtins(handle, builtin_types=(bytes,)) for handle in handles]
+        memories = [_plain(self._own.get(i, share.memory)) for i, share in enumerate(self.shares)]
+        transport = self.route.transport
+        is_ours = TRANSPORTS.get(transport.name) is transport
         return {
-            "shares": [[share.layout, memory] for share, memory in zip(self.shares, plain)],
+            "shares": [[share.layout, memory] for share, memory in zip(self.shares, memories)],
             "version": self.version,
-            "route": msgspec.to_builtins(self.route),
+            "transport": transport.name if is_ours else pickled(transport),
+            "meeting": msgspec.to_builtins(self.route.meeting),
         }
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a rank says of a version: its `Received`, the tensors that went through vLLM's loader, and how many tokens
+    each request has; or why the version did not get through."""
+
+    received: Received | None = None
+    loaded: list[str] = []
+    lost: str = ""
+    tokens: dict[str, int] = {}
+
+
+class Pickled(msgspec.Struct, frozen=True, array_like=True, tag="pickled"):
+    """What a sender of the user's own has offered."""
+
+    content: bytes
+
+
+def shares_from(plain: Sequence[Sequence[Any]]) -> list[Share]:
+    """The shares, in a worker of vLLM: without checksums, which the engine's owner compares."""
+    found = []
+    for layout, value in plain:
+        memory: Any = msgspec.convert(value, Handle | Mark | Pickled)
+        found.append(Share(layout, NOTHING, cloudpickle.loads(memory.content) if type(memory) is Pickled else memory))
+    return found
+
+
+def route_from(transport: str | bytes, meeting: dict[str, Any] | None) -> Route:
+    """How they come, in a worker of vLLM."""
+    known: Transport = TRANSPORTS[transport] if isinstance(transport, str) else cloudpickle.loads(transport)
+    return Route(known, msgspec.convert(meeting, Meeting | None))
+
+
+NOTHING = Summed(b"", b"")
+
+
+def pickled(value: object) -> bytes:
+    """An object with its class, if that is of the user's own: vLLM's workers cannot import it."""
+    with _by_value(type(value).__module__):
+        return cloudpickle.dumps(value)
+
+
+@contextmanager
+def _by_value(name: str) -> Iterator[None]:
+    module = sys.modules.get(name)
+    if module is None or name.partition(".")[0] in ("ops", "stages", "builtins"):
+        yield
+        return
+    known = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    if not known:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        if not known:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _landed(content: np.ndarray) -> SharedMemory:
@@ -56,6 +121,8 @@ def _landed(content: np.ndarray) -> SharedMemory:
     return memory
 
 
-def _handle(memory: SharedMemory | Handle | np.ndarray | Kept) -> Handle | Kept:
-    assert not isinstance(memory, np.ndarray)
-    return memory.handle if isinstance(memory, SharedMemory) else memory
+def _plain(memory: Any) -> Any:
+    """Memory as its handle; a mark; or anything else, pickled."""
+    handle = memory.handle if isinstance(memory, SharedMemory) else memory
+    known = handle if isinstance(handle, Handle | Mark) else Pickled(pickled(memory))
+    return msgspec.to_builtins(known, builtin_types=(bytes,))

@@ -1,7 +1,8 @@
-"""The receiving end of a refit: what a sampler's rank does with the shares of all trainer ranks, and how it is checked.
+"""A rank of a refit's target, as samplers have it: it receives a version from the shares of all ranks of the source,
+and adds up what it holds then.
 
-    receiver = Receiver(tensors, places_of_a_replicas_ranks, rank, parameters)
-    received = receiver.receive(shares, version, Route("pull"))   # in place
+    target = Target(tensors, places_of_a_replicas_ranks, rank, parameters)
+    received = target.receive(shares, version, PULL)           # in place
     sha256 = acknowledged(shares, [received.summed, ...])      # of the ranks that hold one copy together
 
 Knows places and memory; it does not know engines.
@@ -19,12 +20,12 @@ from ops.refit.layout import Layout, Place, Tensor
 from ops.refit.move import flat
 from ops.refit.share import Share, digest_of, layout_of
 from ops.refit.sums import Summed, Sums, digest
-from ops.refit.transports.golden import Golden
-from ops.refit.transports.pull import Pull
+from ops.refit.transports import Receiver
+from ops.refit.transports.meeting import Meeting
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.backends.interface import Route
-from stages.backends.refit.ends import Together
+from stages.backends.refit.source import marks_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class NotAsOfferedError(StageError):
     """What is served is not what was offered."""
 
 
-class Receiver:
+class Target:
     """One rank of a replica, which is one of `replicas` that hold the model alike. `ranks` are the places of a
     replica's ranks, `held` this one's tensors by the buffers of its places: contiguous, and where they are for good."""
 
@@ -49,13 +50,13 @@ class Receiver:
         held: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1,
     ) -> None:  # fmt: skip
         buffers = {name: flat(tensor) for name, tensor in held.items()}
-        device = next(iter(held.values())).device
-        layout, number = Layout(tensors, list(ranks) * replicas), replica * len(ranks) + rank
-        self._tensors = tensors
+        self._device = next(iter(held.values())).device
+        self._buffers, self._tensors, self._ranks = buffers, tensors, ranks
+        self._rank, self._replica, self._all = rank, replica, tuple(range(replicas))
         self._checked: Layout | None = None
-        self._pull = Pull(layout, number, buffers, device)
-        self._golden = Golden(layout, number, buffers)
-        self._together = Together(device, buffers, rank, Layout(tensors, ranks), replica)
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # of the replicas that take part
+        self._receivers: dict[str, Receiver] = {}  # by the transport's name
+        self._meetings: dict[str, Meeting] = {}
         self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
 
     def receive(self, shares: Sequence[Share], version: int, route: Route) -> Received:
@@ -67,10 +68,14 @@ class Receiver:
         if (layout := layout_of(shares)) is not self._checked:
             check_same(self._tensors, layout.tensors)
             self._checked = layout
-        if route.meeting is not None:
-            record = self._together.receive(shares, version, route)
-        else:
-            record = self._taken(shares, golden=route.transport == "golden")
+        name = route.transport.name
+        if name not in self._receivers:
+            self._receivers[name] = route.transport.receiver()
+        receiver, (destination, meeting) = self._receivers[name], self._met(name, route)
+        marks = tuple(mark.mark for mark in marks_of(shares)) if route.meeting is not None else ()
+        record = meeting.carry(
+            version, layout, destination, self._buffers, lambda: receiver.receive(meeting, shares, version), marks=marks
+        )
         begun_s = time.perf_counter()
         summed = self._sums.now()
         record["check_ms"] = 1e3 * (time.perf_counter() - begun_s)
@@ -78,18 +83,20 @@ class Receiver:
 
     def close(self) -> None:
         """Give opened memory back, and leave meetings."""
-        self._pull.close()
-        self._together.close()
+        for receiver in self._receivers.values():
+            receiver.close()
+        for meeting in self._meetings.values():
+            meeting.leave()
 
-    def _taken(self, shares: Sequence[Share], *, golden: bool) -> dict[str, float]:
-        """What needs no sender."""
-        known, begun_s = self._pull.lookups, time.perf_counter()
-        moved_bytes = (self._golden if golden else self._pull).run(shares)
-        return {
-            "received_bytes": float(moved_bytes),
-            "lookups": float(self._pull.lookups - known),
-            "move_ms": 1e3 * (time.perf_counter() - begun_s),
-        }
+    def _met(self, name: str, route: Route) -> tuple[Layout, Meeting]:
+        """The layout of all replicas that take part, and the meeting in which this rank is one of theirs."""
+        replicas = self._all if route.meeting is None else route.meeting.targets
+        if replicas not in self._layouts:
+            self._layouts = {replicas: Layout(self._tensors, list(self._ranks) * len(replicas))}
+        number = replicas.index(self._replica) * len(self._ranks) + self._rank
+        meeting = self._meetings.get(name) or Meeting(self._device, number, receives=True, where=route.meeting)
+        self._meetings[name] = meeting = meeting.at(route.meeting, number)
+        return self._layouts[replicas], meeting
 
 
 def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,167 @@
+"""The transports that have a name, and what an object must have to be one. Loads no tensor library."""
+
+from __future__ import annotations
+
+from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
+
+
+class Golden(Transport):
+    """Whole tensors, put together one by one on the CPU: the oracle."""
+
+    name = "golden"
+    by_loader = True
+
+    def sender(self) -> Sender:
+        from ops.refit.transports.messages import MessageSender
+
+        return MessageSender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.golden import GoldenReceiver
+
+        return GoldenReceiver()
+
+
+class Messages(Transport):
+    """Each rank's part as one message through the executor."""
+
+    name = "messages"
+
+    def sender(self) -> Sender:
+        from ops.refit.transports.messages import MessageSender
+
+        return MessageSender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.pull import PullReceiver
+
+        return PullReceiver()
+
+
+class Pull(Transport):
+    """Every receiver reads the senders' memory, on one machine."""
+
+    name = "pull"
+    one_machine = True
+
+    def sender(self) -> Sender:
+        return Sender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.pull import PullReceiver
+
+        return PullReceiver()
+
+
+class Gloo(Transport):
+    """Each pair of ranks sends what the one lacks of the other, over gloo."""
+
+    name = "gloo"
+    devices = ("cpu",)
+    both_carry = True
+
+    def sender(self) -> Sender:
+        from ops.refit.transports.packed import PackedSender
+
+        return PackedSender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.packed import PackedReceiver
+
+        return PackedReceiver()
+
+
+class P2P(Gloo):
+    """The same over NCCL."""
+
+    name = "p2p"
+    devices = ("cuda",)
+
+
+class Broadcast(Transport):
+    """Whole tensors, gathered on one rank and sent to all."""
+
+    name = "broadcast"
+    both_carry = True
+
+    def sender(self) -> Sender:
+        from ops.refit.transports.broadcast import BroadcastSender
+
+        return BroadcastSender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.broadcast import BroadcastReceiver
+
+        return BroadcastReceiver()
+
+
+class Tree(Transport):
+    """In waves: a receiver that has all of a version gives it on."""
+
+    name = "tree"
+    devices = ("cpu",)
+    both_carry = True
+
+    def sender(self) -> Sender:
+        from ops.refit.transports.tree import TreeSender
+
+        return TreeSender()
+
+    def receiver(self) -> Receiver:
+        from ops.refit.transports.tree import TreeReceiver
+
+        return TreeReceiver()
+
+
+OURS: tuple[Transport, ...] = (Golden(), Messages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
+TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in OURS}  # and those that are registered
+
+
+def register(transport: Transport) -> None:
+    """Give a transport its name, so that `Refit(..., transport=NAME)` finds it. Raises ValueError if something is
+    missing or another transport has the name."""
+    if what := missing(transport):
+        raise ValueError(f"{transport!r} cannot be registered: {what}")
+    TRANSPORTS[transport.name] = transport
+
+
+def missing(transport: object) -> str:
+    """What an object lacks to be a transport, as a sentence; "" if nothing is missing. Of a transport that Sluice does
+    not have, sender and receiver are made once."""
+    if transport in OURS:
+        return ""
+    if isinstance(transport, type):
+        return "it is a class, and a transport is an object of one"
+    if not hasattr(transport, "name"):
+        return "it is no transport: it has no name"
+    for part in ("devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
+        if not hasattr(transport, part):
+            return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
+    return _wrong(transport) or _wrong_ends(transport)  # type: ignore[arg-type]
+
+
+def _wrong(transport: Transport) -> str:
+    kind, name = type(transport).__name__, transport.name
+    if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or name == "auto":
+        return f"{kind} has name={name!r}; a name is a word of letters, digits, _ and -, and not 'auto'"
+    if name in TRANSPORTS and type(TRANSPORTS[name]) is not type(transport):
+        return f"{kind} has name={name!r}, which another transport has"
+    devices = transport.devices
+    if isinstance(devices, str) or not devices or not set(devices) <= set(DEVICES):
+        return f"{kind} has devices={devices!r}; devices are ('cpu',), ('cuda',) or ('cpu', 'cuda')"
+    return ""
+
+
+def _wrong_ends(transport: Transport) -> str:
+    kind, ends = type(transport).__name__, []
+    for part in ("sender", "receiver"):
+        try:
+            ends.append(getattr(transport, part)())
+        except Exception as error:  # noqa: BLE001 - user code
+            return f"{kind}.{part}() raised {type(error).__name__}: {error}"
+    works = ("send" if transport.both_carry else "offer", "receive")
+    for part, end, method in zip(("sender", "receiver"), ends, works):
+        own = getattr(type(end), method, None)
+        if own is None or own is Sender.send:
+            return f"{kind}.{part}() returns {type(end).__name__}, which does not define {method}()"
+    return ""

@@ -1,0 +1,142 @@
+"""A transport of the user's own, as docs/your-own-transport.md shows it: a file outside the repository, and no edit."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.refit.transports import TRANSPORTS, Receiver, Sender, Transport, missing, register
+from pipeline import Model, StageError, WorkerGroup
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+from stages import Refit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "your-own-transport.md"
+FLAGS = ["--steps", "3", "--warm-start-steps", "10"]
+
+
+def files(folder: Path) -> list[Path]:
+    """The graphs of the page, written to a folder."""
+    found = []
+    for name, code in zip(("by_files", "everything"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)):
+        found.append(folder / f"{name}.py")
+        found[-1].write_text(code)
+    return found
+
+
+def run(graph: Path, run_dir: Path, *flags: str) -> RunDir:
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "pipeline.run", str(graph), "--executor", "local", "--run-dir", str(run_dir)]
+    done = subprocess.run(
+        [*command, *FLAGS, *flags], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return RunDir(run_dir)
+
+
+def published(run_dir: RunDir) -> list[tuple[int, str]]:
+    """Versions with the hashes of their weights."""
+    read = [event for _, event in trace.read(run_dir.events)]
+    return [(event.version, event.sha256) for event in read if isinstance(event, trace.Published)]
+
+
+@pytest.fixture(scope="module")
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """What the quickstart publishes by its own transport."""
+    found = published(run(REPOSITORY / "graphs" / "quickstart.py", tmp_path_factory.mktemp("pulled") / "run"))
+    assert [version for version, _ in found] == [0, 1, 2, 3] and len(set(found)) == 4
+    return found
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["by_files", "everything"])
+def test_the_pages_transports_bring_the_weights_that_are_pulled(
+    tmp_path: Path, pulled: list[tuple[int, str]], index: int
+) -> None:
+    graph = files(tmp_path)[index]
+    run_dir = run(graph, tmp_path / "run", *(["--folder", str(tmp_path / "weights")] if index == 0 else []))
+    assert published(run_dir) == pulled
+    steps = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    path = f"refit/path_{['files', 'everything'][index]}"
+    assert [step[path] for step in steps if step["step"] > 0] == [1.0] * 3
+    if index == 0:
+        assert len(list((tmp_path / "weights").iterdir())) == 2, "the last two versions"
+
+
+class Reads(Receiver):
+    """Knows nothing to read."""
+
+    def receive(self, meeting: Any, shares: Any, version: int) -> dict[str, float]:
+        return {}
+
+
+class Mail(Transport):
+    name = "mail"
+
+    def sender(self) -> Sender:
+        return Sender()
+
+    def receiver(self) -> Receiver:
+        return Reads()
+
+
+@pytest.fixture
+def registered() -> Iterator[Mail]:
+    mail = Mail()
+    register(mail)
+    yield mail
+    del TRANSPORTS["mail"]
+
+
+POLICY = Model("tiny")
+CPU = {name: WorkerGroup(name, backend="torch") for name in ("source", "target")}
+
+
+def test_a_registered_name_is_found_also_in_a_worker_that_does_not_know_it(
+    registered: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refit = Refit(POLICY, **CPU, transport="mail")
+    assert not list(refit._objections()) and refit.path(False) is registered
+    monkeypatch.delitem(TRANSPORTS, "mail", raising=False)
+    assert refit.path(False) is registered
+    TRANSPORTS["mail"] = registered
+
+
+def test_a_name_is_registered_for_one_class() -> None:
+    class Other(Mail):
+        name = "pull"
+
+    with pytest.raises(ValueError, match="Other has name='pull', which another transport has"):
+        register(Other())
+    assert type(TRANSPORTS["pull"]) is not Other
+
+
+@pytest.mark.parametrize("name", ["", "auto", "two words", 7])
+def test_a_name_is_a_word(name: Any) -> None:
+    assert "a name is a word" in missing(type("Own", (Mail,), {"name": name})())
+
+
+@pytest.mark.parametrize("devices", ["cpu", (), ("tpu",)])
+def test_devices_are_cpu_and_cuda(devices: Any) -> None:
+    assert f"Own has devices={devices!r}" in missing(type("Own", (Mail,), {"devices": devices})())
+
+
+def test_both_ends_do_what_the_class_says() -> None:
+    assert missing(Mail()) == ""
+    carrying = type("Own", (Mail,), {"both_carry": True})()
+    assert missing(carrying) == "Own.sender() returns Sender, which does not define send()"
+    assert missing(type("Own", (Mail,), {"receiver": lambda self: 7})()) == (
+        "Own.receiver() returns int, which does not define receive()"
+    )
+
+
+def test_a_transport_of_one_machine_is_refused_between_machines() -> None:
+    refit = Refit(POLICY, **CPU, transport=type("Own", (Mail,), {"one_machine": True})())
+    assert not refit.meets(True)
+    with pytest.raises(StageError, match="has transport='mail' and goes from one machine to another"):
+        refit.meets(False)
