@@ -165,28 +165,29 @@ class Driver:
             self.journal.close()
 
     def _loop(self) -> None:
-        oversight, rows, journal = self.oversight, self.rows, self.journal
-        oversight.progressed()
-        self._carry_out(self.scheduler.begin())
+        oversight, scheduler, clock = self.oversight, self.scheduler, self.journal.clock
+        settle, flush, wait, came = self.rows.settle, self.journal.flush, self.executor.wait, self.outside.came
+        progress_s = clock.now_s
+        self._carry_out(scheduler.begin())
         while True:
             if oversight.must_stop:
                 oversight.stopping = True
-                journal.stopping()
-                self._carry_out(self.scheduler.stop())
-            rows.settle()
-            journal.flush()
-            if oversight.over(self.scheduler):
+                self.journal.stopping()
+                self._carry_out(scheduler.stop())
+            settle()
+            flush()
+            if scheduler.over and not oversight.lingers():
                 return
-            reports = self.executor.wait(EVERY_S)
+            reports = wait(EVERY_S)
             for report in reports:  # what follows from one report comes before the next
                 self._handle(self._notice(report) if isinstance(report, Notice) else self._take(report))
-            came = self.outside.came(self.scheduler)
-            for notice in came:
+            notices = came(scheduler)
+            for notice in notices:
                 self._handle(self._notice(notice))
-            if reports or came:
-                oversight.progressed()
+            if reports or notices:
+                progress_s = clock.now_s
             else:
-                oversight.check(self.scheduler)
+                oversight.check(scheduler, progress_s)
 
     def _handle(self, events: Sequence[Event]) -> None:
         if events:
