@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
-from pipeline.engine.outside import Notice
+from pipeline.engine.reports import Notice
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.schedule.events import Event, Landed, Save, Saved
@@ -168,6 +168,7 @@ class VirtualExecutor:
         if not attempt.current or (groups and owed.keys().isdisjoint(groups)):
             return self._hear(report)  # which the driver hears for the second time, or too late
         kept: tuple[int, ...] = ()
+        oldest: tuple[int, ...]
         landed: list[Event] = []
         for event in written:
             if isinstance(event, trace.Put):
@@ -205,7 +206,7 @@ class VirtualExecutor:
         versions = [self._versions[group] for group in task.groups]
         tokens = sum(self.tokens.get(group, 0) for group in task.groups) * size
         return trace.Trained(
-            **attempt.told, worker=0, version=task.step,
+            **trace.of(task), worker=0, version=task.step,
             groups=task.groups, samples=(size,) * len(task.groups), oldest=tuple(old for old, _ in versions),
             newest=tuple(new for _, new in versions),
             entries=dict.fromkeys(self._per_token[task.stage], tokens), at_s=self.clock.now_s,
