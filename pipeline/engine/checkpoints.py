@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.engine.journal import Journal
 from pipeline.errors import CheckpointError, Problem
-from pipeline.executors import Executor
 from pipeline.record import checkpoint
 from pipeline.rundir import RunDir
 from pipeline.schedule.events import Event, Save, Saved
+
+if TYPE_CHECKING:
+    from pipeline.executors import Executor
 
 
 class Checkpoints(Protocol):

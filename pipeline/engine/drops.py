@@ -36,7 +36,7 @@ class Drops:
             self._record(stage, step, tuple(group for group, why in reasons.items() if why == reason), reason)
 
     def acknowledged(self, groups: Iterable[int], given_up: Mapping[int, int]) -> None:
-        """A worker acknowledges groups: finished, or given up with so many tokens."""
+        """A worker acknowledges groups: finished, or given up at that many tokens."""
         for group in groups:
             if group in self.cancelled:
                 tokens = (given_up[group],) if group in given_up else self._lengths((group,))

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pipeline.data_plane import DataPlane
 from pipeline.declare.handle import group_of, keys_of
 from pipeline.engine.handles import HandleTable
+from pipeline.engine.reports import Notice
 from pipeline.errors import Problem, StageError
 from pipeline.executors import Executor
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
-from pipeline.schedule.events import Event, Landed
+from pipeline.schedule.events import Landed
 from pipeline.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0  # between two questions to the store
-
-
-class Notice(NamedTuple):
-    """Something happened that is no report of a task: what the scheduler hears of it, and what is written down."""
-
-    event: Event
-    written: trace.TraceEvent
 
 
 class Outside:

@@ -34,24 +34,15 @@ class Oversight:
         self.termination, self.stopping = termination, False
         self.failed: Task | None = None  # the task that failed, where one did
         self._of, self._clock, self._deadline_s = of, clock, deadline_s
-        self._lingers, self._awaits = lingers, awaits
-        self._progress_s = clock.now_s
+        self.lingers, self._awaits = lingers, awaits
 
     @property
     def must_stop(self) -> bool:
         """Whether the run was asked to stop and has not begun to."""
         return self.termination is not None and self.termination.asked and not self.stopping
 
-    def over(self, scheduler: Scheduler) -> bool:
-        """Whether nothing is left to wait for."""
-        return scheduler.over and not self._lingers()
-
-    def progressed(self) -> None:
-        """Something happened."""
-        self._progress_s = self._clock.now_s
-
-    def check(self, scheduler: Scheduler) -> None:
-        """Nothing happened. Raises StageError where nothing can, or nothing did for too long."""
+    def check(self, scheduler: Scheduler, progress_s: float) -> None:
+        """Nothing happened since `progress_s`. Raises StageError where nothing can, or nothing did for too long."""
         running = scheduler.running
         if self.must_stop or scheduler.over:
             return
@@ -68,7 +59,7 @@ class Oversight:
                     fix="report this graph: the checks should have refused it",
                 )
             )
-        if self._clock.now_s - self._progress_s > self._deadline_s:
+        if self._clock.now_s - progress_s > self._deadline_s:
             doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}" for task in running))
             raise StageError(
                 Problem(

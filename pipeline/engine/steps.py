@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from pipeline.engine.tally import Tally
 from pipeline.engine.usage import Usage
-from pipeline.executors.worker import TaskResult
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
+
+if TYPE_CHECKING:
+    from pipeline.executors.worker import TaskResult
 
 StepListener = Callable[[int, dict[str, float]], None]
 
@@ -22,7 +24,7 @@ class Steps(Protocol):
     """What the driver says of each step while it is in flight."""
 
     def admitted(self, step: int, groups: int, at_s: float) -> None:
-        """So many groups enter with a step."""
+        """Groups enter with a step."""
 
     def claimed(self, step: int, groups: Sequence[int]) -> None:
         """These groups are its batch."""
@@ -30,7 +32,7 @@ class Steps(Protocol):
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
         """These leave it: `reason` is the gate, STALE or CANCELLED."""
 
-    def report(self, report: TaskResult) -> None:
+    def report(self, report: Any) -> None:
         """What a task says."""
 
     def published(self, step: int, at_s: float) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
-from pipeline.engine.outside import Notice
+from pipeline.engine.reports import Notice
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.schedule.events import Event, Landed, Save, Saved
@@ -23,19 +23,18 @@ from pipeline.simulation.workers import ALONE, Attempt, Fault, Workers, Written
 class Report:
     """What a worker says of a task, as `pipeline.executors.worker.TaskResult`; `landed` in place of handles."""
 
-    __slots__ = ("dropped", "events", "finished", "landed", "lost", "served", "task", "weights")
+    events: Sequence[trace.TraceEvent] = ()
+    landed: list[Event]  # of what is current
     handles = ()
-    error = None
+    weights: tuple[int, str] | None = None
+    dropped: Mapping[int, str] | None = None
     cancelled: Mapping[int, int] = MappingProxyType({})
+    served: int | None = None
+    lost: str | None = None
+    error = None
 
-    def __init__(
-        self, task: Task, finished: tuple[int, ...] = (), *, lost: str | None = None, served: int | None = None
-    ) -> None:
-        self.task, self.finished, self.lost, self.served = task, finished, lost, served
-        self.events: Sequence[trace.TraceEvent] = ()
-        self.landed: list[Event] = []
-        self.weights: tuple[int, str] | None = None
-        self.dropped: dict[int, str] | None = None
+    def __init__(self, task: Task, finished: tuple[int, ...] = ()) -> None:
+        self.task, self.finished = task, finished
 
 
 class VirtualExecutor:
@@ -147,7 +146,9 @@ class VirtualExecutor:
         self.clock.at(self._arrives(attempt), self._take_lost, attempt, reason)
 
     def _reached(self, attempt: Attempt, replica: int) -> None:
-        self.clock.at(self._arrives(attempt), self._hear, Report(attempt.task, served=replica))
+        report = Report(attempt.task)
+        report.served = replica
+        self.clock.at(self._arrives(attempt), self._hear, report)
 
     def _arrives(self, attempt: Attempt) -> float:
         costs = self._durations.costs
@@ -167,6 +168,8 @@ class VirtualExecutor:
         if not attempt.current or (groups and owed.keys().isdisjoint(groups)):
             return self._hear(report)  # which the driver hears for the second time, or too late
         kept: tuple[int, ...] = ()
+        oldest: tuple[int, ...]
+        landed: list[Event] = []
         for event in written:
             if isinstance(event, trace.Put):
                 kept, oldest = event.groups, ()
@@ -174,8 +177,8 @@ class VirtualExecutor:
                     oldest = tuple([old for old, _ in event.versions])
                     self._versions.update(zip(kept, event.versions))
                     self.tokens.update(zip(kept, event.tokens))
-                report.landed.append(Landed(task.step, kept, event.fields, oldest, task.number))
-        name = task.stage
+                landed.append(Landed(task.step, kept, event.fields, oldest, task.number))
+        name, report.landed = task.stage, landed
         report.events = [*written, self._trained(attempt)] if name in self._trains else written
         if name in self._makes:
             report.weights = (task.step + 1, f"{task.step + 1:064x}")
@@ -190,7 +193,9 @@ class VirtualExecutor:
 
     def _take_lost(self, attempt: Attempt, reason: str) -> bool:
         self._over(attempt)
-        return self._hear(Report(attempt.task, lost=reason))
+        report = Report(attempt.task)
+        report.lost = reason
+        return self._hear(report)
 
     def _over(self, attempt: Attempt) -> None:
         attempt.current = False
@@ -201,7 +206,7 @@ class VirtualExecutor:
         versions = [self._versions[group] for group in task.groups]
         tokens = sum(self.tokens.get(group, 0) for group in task.groups) * size
         return trace.Trained(
-            **attempt.told, worker=0, version=task.step,
+            **trace.of(task), worker=0, version=task.step,
             groups=task.groups, samples=(size,) * len(task.groups), oldest=tuple(old for old, _ in versions),
             newest=tuple(new for _, new in versions),
             entries=dict.fromkeys(self._per_token[task.stage], tokens), at_s=self.clock.now_s,

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.declare.task import Task
-from pipeline.engine.driver import Driver
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal
+from pipeline.engine.loop import Driver
 from pipeline.engine.oversight import Oversight
 from pipeline.engine.termination import Termination
 from pipeline.plan.plan import Plan

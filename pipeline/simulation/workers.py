@@ -48,12 +48,11 @@ class Attempt:
 
     __slots__ = (
         "begun_s", "cores", "current", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces",
-        "samples", "stage", "stamped", "task", "tokens", "told", "work_s",
+        "samples", "stage", "stamped", "task", "tokens", "work_s",
     )  # fmt: skip
 
     def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
         self.task, self.stage, self.samples, self.tokens, self.fault = task, stage, samples, tokens, fault
-        self.told = trace.of(task)
         self.lanes: Sequence[tuple[str, int, Lane]] = ()
         self.fetches: trace.Got | None = None  # until it is told
         self.begun_s = 0.0
@@ -62,7 +61,7 @@ class Attempt:
         self.owed = dict.fromkeys(task.groups)  # groups that the driver has not acknowledged
         self.jobs: list[tuple[Lane, Job]] = []
         self.pieces = 0  # workers that are not done
-        self.had: Counter[int] = Counter()  # of a transfer: workers of each replica that have what it brings
+        self.had: dict[int, int] = {}  # of a transfer: workers of each replica that have what it brings
         self.stamped = 0  # the version that its worker served when it began
         self.lost = False  # its worker is gone
         self.current = True  # the driver has not heard that it is over, or lost
@@ -174,7 +173,7 @@ class Workers:
             self._done(attempt)
         elif self._durations.costs.spread and attempt.stage.shape == "transfer" and group == attempt.stage.groups[-1]:
             replica = rank // self._parallel[group]
-            attempt.had[replica] += 1
+            attempt.had[replica] = attempt.had.get(replica, 0) + 1
             if attempt.had[replica] == self._parallel[group]:
                 self._served[group, replica] = attempt.task.step + 1
                 self._reached(attempt, replica)
@@ -283,8 +282,8 @@ class Workers:
         cpu_s = attempt.work_s * attempt.cores
         return [
             trace.Ran(
-                **attempt.told, group=group, worker=rank,
-                groups=task.groups, start_s=attempt.begun_s, end_s=now_s, cpu_s=cpu_s, metrics={},
+                task=task.number, stage=task.stage, step=task.step, attempt=task.attempt, groups=task.groups,
+                group=group, worker=rank, start_s=attempt.begun_s, end_s=now_s, cpu_s=cpu_s, metrics={},
             )
             for group, rank, _ in attempt.lanes
         ]  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 from pipeline import Schedule
 from pipeline.cli.resume import cut_metrics
 from pipeline.declare.task import Task
-from pipeline.engine.driver import Driver, Engine
+from pipeline.engine.driver import Engine
+from pipeline.engine.loop import Driver
 from pipeline.errors import SluiceError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -103,7 +104,7 @@ def _much(**_: int) -> int:
         ("wait", "pipeline.schedule.scheduler.askable", _much, "I1"),
         ("wait", "pipeline.schedule.scheduler.admissible", _much, "I3"),
         ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
-        ("sync", "pipeline.engine.driver.Driver._submit", _clears_at_once, "I7"),
+        ("sync", "pipeline.engine.loop.Driver._submit", _clears_at_once, "I7"),
         ("sync", "pipeline.engine.rows.Rows._remove", lambda *_: None, "I2"),
     ],
 )
