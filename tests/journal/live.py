@@ -118,7 +118,7 @@ class Sieve(Stage):
     per: Per = "group"
     reads: Sequence[Field] = (SCORE,)
     writes: Sequence[Field] = (KEPT,)
-    gate: Gate | None = Gate(KEPT)
+    gate = Gate(KEPT)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         import torch
