@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns
-from pipeline.declare.parameters import is_number
+from pipeline.declare.parameters import Rule, broken, is_number
 from pipeline.errors import Problem, shown
 from stages.vocabulary import ADVANTAGE, PREV_LOGPROBS, REF_LOGPROBS, REWARD
 
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
 KINDS = ("group_relative", "rloo", "dr_grpo", "reward")
+
+
+_RULES = (
+    Rule(
+        "eps",
+        lambda value: is_number(value) and value > 0,
+        "the standard deviation of a group is divided by, and eps > 0 keeps that from being 0",
+        "write eps=1e-6",
+    ),
+    Rule(
+        "kl",
+        lambda value: is_number(value) and value >= 0,
+        "the weight of the divergence in the reward is 0 (none) or more",
+        "write kl=0.0",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -69,20 +85,7 @@ class Advantage(Stage):
                 why=f"known kinds are {', '.join(KINDS)}",
                 fix=f'write Advantage("{KINDS[0]}")',
             )
-        if not (is_number(self.eps) and self.eps > 0):
-            yield Problem(
-                where=where,
-                what=f"eps={self.eps!r}",
-                why="the standard deviation of a group is divided by, and eps > 0 keeps that from being 0",
-                fix="write eps=1e-6",
-            )
-        if not (is_number(self.kl) and self.kl >= 0):
-            yield Problem(
-                where=where,
-                what=f"kl={self.kl!r}",
-                why="the weight of the divergence in the reward is 0 (none) or more",
-                fix="write kl=0.0",
-            )
+        yield from broken(_RULES, self, where=where)
         if graph.group_size == 1 and self.kind != "reward":
             yield Problem(
                 where=where,

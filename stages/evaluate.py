@@ -15,7 +15,7 @@ from typing import Any
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken
 from pipeline.errors import Problem, shown
 from stages.backends import Sampling, backend_problems, engine, model_problems
 from stages.reward import function_problems
@@ -27,6 +27,12 @@ from stages.sources.rows import open_rows, source_problems
 from stages.sources.schema import Layout
 from stages.tasks import Generated
 from stages.vocabulary import SERVED_WEIGHTS
+
+_RULES = (
+    at_least("prompts", 1, fix=1000),
+    at_least("max_tokens", 1, fix=512),
+    at_least("decode_batch", 0, fix=0),
+)
 
 
 @dataclass(frozen=True)
@@ -75,18 +81,7 @@ class Evaluate(Stage):
         where = str(self.location)
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
-        for name, value, least in (
-            ("prompts", self.prompts, 1),
-            ("max_tokens", self.max_tokens, 1),
-            ("decode_batch", self.decode_batch, 0),
-        ):
-            if not is_whole(value, least):
-                yield Problem(
-                    where=where,
-                    what=f"stage {self.name!r} has {name}={value!r}",
-                    why=f"{name} is a whole number, {least} or more",
-                    fix=f"{name}={Evaluate.__dataclass_fields__[name].default}",
-                )
+        yield from broken(_RULES, self, where=where, says=f"stage {self.name!r} has {{}}")
         yield from self._reward_problems(where)
         if isinstance(self.source, Generated):
             if self.source.held_out == 0:

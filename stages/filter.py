@@ -164,48 +164,35 @@ def _failure(rule: Rule, what: str, inputs: dict[str, list[Any]], group: str) ->
 
 
 def _rule_problems(rule: object, where: str) -> Iterator[Problem]:
+    name = name_of(rule) if callable(rule) else None
     if not callable(rule):
-        yield Problem(
-            where=where,
-            what=f"{short(rule)} is neither a rule nor a function",
-            why=f"known rules are {', '.join(RULES)}, and any function of one group",
-            fix=f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
-        )
+        what, fix = f"{short(rule)} is neither a rule nor a function", f"write Filter({RULES[0]!r}), or {_EXAMPLE}"
+        why = f"known rules are {', '.join(RULES)}, and any function of one group"
+        yield Problem(where=where, what=what, why=why, fix=fix)
         return
-    name, parameters = name_of(rule), parameters_of(rule)
     if name is None or name == "<lambda>":
-        yield Problem(
-            where=where,
-            what=f"the rule is {'a lambda' if name else short(rule)}, which has no name of its own",
-            why="the name of a rule is why a group was dropped",
-            fix=f"write a def, such as {_EXAMPLE}",
-        )
+        what = f"the rule is {'a lambda' if name else short(rule)}, which has no name of its own"
+        why = "the name of a rule is why a group was dropped"
+        yield Problem(where=where, what=what, why=why, fix=f"write a def, such as {_EXAMPLE}")
         return
-    where = where_of(rule) or where
+    for what, why, fix in _objections(rule):
+        yield Problem(where=where_of(rule) or where, what=f"filter rule {name} {what}", why=why, fix=fix)
+
+
+def _objections(rule: Any) -> Iterator[tuple[str, str, str]]:
+    """Why a function cannot be a rule: what it is, the reason, and what to write instead."""
     if is_async(rule) or inspect.isgeneratorfunction(rule):
-        yield Problem(
-            where=where,
-            what=f"filter rule {name} is {'async' if is_async(rule) else 'a generator'}",
-            why="it is called once a group and returns a bool",
-            fix="write a plain def that returns",
-        )
+        what = f"is {'async' if is_async(rule) else 'a generator'}"
+        yield what, "it is called once a group and returns a bool", "write a plain def that returns"
     if not fields_of(rule):
-        yield Problem(
-            where=where,
-            what=f"filter rule {name} reads no field",
-            why="its parameters without a default are the fields that it reads, and it could not tell groups apart",
-            fix=f"write {_EXAMPLE}",
-        )
-    for parameter in parameters or ():
+        why = "its parameters without a default are the fields that it reads, and it could not tell groups apart"
+        yield "reads no field", why, f"write {_EXAMPLE}"
+    for parameter in parameters_of(rule) or ():
         loose = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
         made = _field(parameter.name)
         if loose or (parameter.default is parameter.empty and (made is None or made.per_step)):
-            yield Problem(
-                where=where,
-                what=f"filter rule {name} has the parameter {parameter}",
-                why="fields are found by name and given by name, one value a sample",
-                fix="name each field as an ordinary parameter, such as reward",
-            )
+            why = "fields are found by name and given by name, one value a sample"
+            yield f"has the parameter {parameter}", why, "name each field as an ordinary parameter, such as reward"
 
 
 def _field(name: object) -> Field | None:

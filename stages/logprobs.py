@@ -15,12 +15,14 @@ from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
-from pipeline.declare.parameters import is_number, is_whole
+from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Sharding
 from pipeline.errors import Problem, shown
 from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+
+_AT_ONCE = at_least("at_once", 0, why="at_once is samples that are scored as soon as they are there, or 0")
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,7 @@ class _Logprobs(Stage):
         yield from backend_problems(self.on, self, "score")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
-        if not is_whole(self.at_once, 0):
-            yield Problem(
-                where=str(self.location),
-                what=f"stage {self.name!r} has at_once={shown(self.at_once)}",
-                why="at_once is samples that are scored as soon as they are there, or 0",
-                fix="at_once=0",
-            )
+        yield from broken([_AT_ONCE], self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Opens the backend and its copy of the model."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import Field, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import Rule, broken, is_whole, truth
 from pipeline.errors import Problem
 from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
 from stages.sources.dataset import Dataset, dataset_problems
@@ -32,6 +32,21 @@ from stages.vocabulary import DATASET
 
 if TYPE_CHECKING:
     from pipeline import Graph
+
+
+_RULES = (
+    Rule(
+        "batch", lambda value: is_whole(value, 1), "a step needs a whole number of groups, 1 or more", "write batch=32"
+    ),
+    Rule(
+        "seed",
+        lambda value: value is None or (isinstance(value, int) and 0 <= value < 2**64),
+        "a seed is a whole number from 0 to 2**64 - 1, or None for the run's",
+        "write seed=0",
+    ),
+    truth("chat", fix=True),
+    truth("shuffle", fix=True),
+)
 
 
 @dataclass(frozen=True)
@@ -97,28 +112,7 @@ class Prompts(Stage):
         yield from source_problems(self.source, self._layout(), where)
 
     def _parameter_problems(self, where: str) -> Iterator[Problem]:
-        if not is_whole(self.batch, 1):
-            yield Problem(
-                where=where,
-                what=f"batch={self.batch!r}",
-                why="a step needs a whole number of groups, 1 or more",
-                fix="write batch=32",
-            )
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            yield Problem(
-                where=where,
-                what=f"seed={self.seed!r}",
-                why="a seed is a whole number from 0 to 2**64 - 1, or None for the run's",
-                fix="write seed=0",
-            )
-        for name in ("chat", "shuffle"):
-            if not isinstance(value := getattr(self, name), bool):
-                yield Problem(
-                    where=where,
-                    what=f"{name}={value!r:.40}",
-                    why=f"{name} is True or False",
-                    fix=f"write {name}={bool(value)}",
-                )
+        yield from broken(_RULES, self, where=where)
         if self.system is not None and not (self.chat and isinstance(self.system, str) and self.system):
             yield Problem(
                 where=where,

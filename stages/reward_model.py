@@ -18,12 +18,18 @@ from typing import Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import at_least, broken, truth
 from pipeline.errors import Problem
 from stages.backends import backend_problems, engine, model_problems
 from stages.vocabulary import MODEL_REWARD, PROMPT, RESPONSE
 
 _BACKEND = "torch"
+
+
+_RULES = (
+    at_least("microbatch", 0, why="microbatch is samples in one pass, or 0 for all"),
+    truth("chat", why="chat is True, for the model's own chat template, or False", fix=True),
+)
 
 
 @dataclass(frozen=True)
@@ -91,20 +97,7 @@ class RewardModel(Stage):
                 why="a reward model is a sequence classification model, not a language model",
                 fix="RewardModel(Model('the reward model'), ...)",
             )
-        if not is_whole(self.microbatch, 0):
-            yield Problem(
-                where=where,
-                what=f"stage {self.name!r} has microbatch={self.microbatch!r}",
-                why="microbatch is samples in one pass, or 0 for all",
-                fix="microbatch=0",
-            )
-        if not isinstance(self.chat, bool):
-            yield Problem(
-                where=where,
-                what=f"stage {self.name!r} has chat={self.chat!r}",
-                why="chat is True, for the model's own chat template, or False",
-                fix="chat=True",
-            )
+        yield from broken(_RULES, self, where=where, says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Loads the model, so that a bad one is found before the first step."""

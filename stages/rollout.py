@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Column, Columns, take
-from pipeline.declare.parameters import is_number, is_whole
-from pipeline.errors import Problem, shown
+from pipeline.declare.parameters import Rule, at_least, broken, number, truth
+from pipeline.errors import Problem
 from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
 from stages.vocabulary import (
     MESSAGES,
@@ -33,6 +33,18 @@ from stages.vocabulary import (
 
 if TYPE_CHECKING:
     from stages.backends import Engine, Generation
+
+
+_RULES = (
+    at_least("max_tokens", 1, fix=512),
+    number("temperature", lambda value: value > 0, why="temperature is a number above 0", fix=1.0),
+    number("top_p", lambda value: 0 < value <= 1, why="top_p is a number above 0 and at most 1", fix=1.0),
+    at_least("top_k", 0, why="top_k is a whole number, 0 (off) or more"),
+    number("min_p", lambda value: 0 <= value < 1, why="min_p is a number from 0 (off) to below 1", fix=0.0),
+    at_least("decode_batch", 0, why="decode_batch is a whole number, 0 is all of the task"),
+    Rule("stop", lambda value: _are_texts(value), "stop is a tuple of texts", lambda value: _as_stop(value)),
+    truth("chat", fix=False),
+)
 
 
 @dataclass(frozen=True)
@@ -86,27 +98,7 @@ class Rollout(Stage):
         """Backend, model and the ranges of the sampling parameters."""
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
-        stop: Any = self.stop
-        texts = isinstance(stop, tuple | list) and all(isinstance(text, str) and text for text in stop)
-        for name, value, legal, rule in (
-            ("max_tokens", self.max_tokens, is_whole(self.max_tokens, 1), "a whole number, 1 or more"),
-            ("temperature", self.temperature, is_number(self.temperature) and self.temperature > 0, "a number above 0"),
-            ("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", self.top_k, is_whole(self.top_k, 0), "a whole number, 0 (off) or more"),
-            ("min_p", self.min_p, is_number(self.min_p) and 0 <= self.min_p < 1, "a number from 0 (off) to below 1"),
-            ("decode_batch", self.decode_batch, is_whole(self.decode_batch, 0), "a whole number, 0 is all of the task"),
-            ("stop", stop, texts, "a tuple of texts"),
-            ("chat", self.chat, isinstance(self.chat, bool), "True or False"),
-        ):
-            if not legal:
-                yield Problem(
-                    where=str(self.location),
-                    what=f"stage {self.name!r} has {name}={shown(value)}",
-                    why=f"{name} is {rule}",
-                    fix=f"stop=({stop!r},)"
-                    if name == "stop" and isinstance(stop, str)
-                    else f"{name}={Rollout.__dataclass_fields__[name].default}",
-                )
+        yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Opens the backend and its served copy of the model."""
@@ -184,3 +176,11 @@ class Rollout(Stage):
             },
             index=index,
         )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(text, str) and text for text in value)
+
+
+def _as_stop(value: Any) -> str:
+    return f"stop=({value!r},)" if isinstance(value, str) else "stop=()"

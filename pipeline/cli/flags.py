@@ -140,48 +140,39 @@ def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
 def _flag(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, said: str) -> Flag | Problem:
     """The flag of a parameter, or why it has none."""
     name, default = parameter.name, parameter.default
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-        return Problem(
-            where=where,
-            what=f"graph() takes {name!r} before a /"
-            if parameter.kind is parameter.POSITIONAL_ONLY
-            else f"graph() takes {'**' if parameter.kind is parameter.VAR_KEYWORD else '*'}{name}",
-            why="every parameter is a flag, and is given by name",
-            fix="ordinary parameters, such as steps: int = 100",
-        )
+    hint = hints.get(name, type(default))
+    kind, choices, optional = _kind(hint)
+    if wrong := _objection(parameter, hints):
+        what, why, fix = wrong
+        return Problem(where=where, what=what, why=why, fix=fix)
+    assert kind is not None
+    return Flag(name, kind, default, choices, optional, where, said)
+
+
+def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """What keeps a parameter from being a flag, why, and what to write instead."""
+    name, default, shape = parameter.name, parameter.default, parameter.kind
+    if shape in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        stars: dict[Any, str] = {parameter.VAR_POSITIONAL: f"*{name}", parameter.VAR_KEYWORD: f"**{name}"}
+        what = f"graph() takes {stars.get(shape) or f'{name!r} before a /'}"
+        return what, "every parameter is a flag, and is given by name", "ordinary parameters, such as steps: int = 100"
+    says = f"parameter {name!r} of graph()"
     if default is parameter.empty:
         example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
-        return Problem(
-            where=where,
-            what=f"parameter {name!r} of graph() has no default",
-            why="a graph can be checked without flags",
-            fix=str(parameter.replace(default=_Verbatim(example))),
-        )
+        fix = str(parameter.replace(default=_Verbatim(example)))
+        return f"{says} has no default", "a graph can be checked without flags", fix
     if name not in hints and type(default) not in _TYPES:
-        return Problem(
-            where=where,
-            what=f"parameter {name!r} of graph() has no type",
-            why="it is that of the flag",
-            fix=f"a type that is {_KNOWN_TYPES}",
-        )
+        return f"{says} has no type", "it is that of the flag", f"a type that is {_KNOWN_TYPES}"
     hint = hints.get(name, type(default))
     kind, choices, optional = _kind(hint)
     if kind is None:
-        return Problem(
-            where=where,
-            what=f"parameter {name!r} of graph() has the type {_shown(hint)}",
-            why=f"a flag is {_KNOWN_TYPES}",
-            fix="build other objects inside graph()",
-        )
+        return f"{says} has the type {_shown(hint)}", f"a flag is {_KNOWN_TYPES}", "build other objects inside graph()"
     fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
     if not fits or (choices and default is not None and default not in choices):
-        return Problem(
-            where=where,
-            what=f"parameter {name!r} of graph() is {_shown(hint)} and has the default {default!r}",
-            why="a default is a value of its type",
-            fix=f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "mend the type or the default",
-        )
-    return Flag(name, kind, default, choices, optional, where, said)
+        what = f"{says} is {_shown(hint)} and has the default {default!r}"
+        fix = f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "mend the type or the default"
+        return what, "a default is a value of its type", fix
+    return None
 
 
 class _Verbatim:

@@ -20,12 +20,12 @@ from pipeline.errors import Problem, shown
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter, by name: which values are legal, why, and what to write instead of another one."""
+    """One parameter, by name: which values are legal, why, and what to write instead, which may depend on the value."""
 
     name: str
     legal: Callable[[Any], bool]
     why: str
-    fix: str
+    fix: str | Callable[[Any], str]
 
     def optional(self) -> Rule:
         """The same, where None is legal too."""
@@ -61,7 +61,8 @@ def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = 
         value = getattr(described, rule.name)
         if not rule.legal(value):
             what = says.replace("{}", f"{rule.name}={shown(value)}")
-            yield Problem(where=where, what=what, why=rule.why, fix=rule.fix)
+            fix = rule.fix if isinstance(rule.fix, str) else rule.fix(value)
+            yield Problem(where=where, what=what, why=rule.why, fix=fix)
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -48,48 +48,12 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         yield from wrong
         usable += [] if wrong else [group]
     for group in usable:
-        where = str(group.location)
-        if group.gpus % group.workers:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.gpus} GPUs and {group.workers} workers",
-                why="GPUs are divided evenly over the workers",
-                fix=f"gpus={group.workers} or a multiple",
-            )
-        elif group.workers % group.model_parallel:
-            kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
-            product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.workers} workers, and {product} parallel",
-                why="workers are data x tensor x context x pipeline parallel",
-                fix=f"workers={group.model_parallel} or a multiple",
-            )
-        elif group.data_parallel * group.context_parallel % group.expert_parallel:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has expert_parallel={group.expert_parallel} "
-                f"and {group.data_parallel} data-parallel replicas",
-                why="experts are divided over the workers that hold the same part of everything else",
-                fix="expert_parallel=1, or a divisor of the data-parallel size",
-            )
-        elif graph.batch % group.data_parallel:
-            alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has {group.data_parallel} {alike}, a batch has {graph.batch} groups",
-                why="the data-parallel size divides the batch",
-                fix=f"a batch that is a multiple of {group.data_parallel}",
-            )
-        if group.fetch == "leader" and group.model_parallel == 1:
-            yield Problem(
-                where=where,
-                what=f"worker group {group.name!r} has fetch='leader' and no model parallelism",
-                why="a leader fetches for workers that need the same samples, and here all need others",
-                fix="fetch='auto'",
-            )
-        if group.colocated is not None:
-            yield from _colocated(group, groups, graph)
+        for what, why, fix in _division(group, graph.batch):
+            says = f"worker group {group.name!r} has {what}"
+            yield Problem(where=str(group.location), what=says, why=why, fix=fix)
+        for what, why, fix in _colocated(group, groups, graph) if group.colocated is not None else ():
+            says = f"worker group {group.name!r} has colocated={what}"
+            yield Problem(where=str(group.location), what=says, why=why, fix=fix)
     owners = [group for group in usable if group.gpus and group.colocated is None]
     asked = sum(group.gpus for group in owners)
     if gpus is not None and asked > gpus:
@@ -102,47 +66,56 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         )
 
 
-def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[Problem]:
-    """What keeps a group from lying on the GPUs of another one."""
-    where, says = str(group.location), f"worker group {group.name!r} has colocated="
+def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
+    """What a group has that does not divide evenly, why it has to, and what to write instead."""
+    alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
+    if group.gpus % group.workers:
+        what = f"{group.gpus} GPUs and {group.workers} workers"
+        yield what, "GPUs are divided evenly over the workers", f"gpus={group.workers} or a multiple"
+    elif group.workers % group.model_parallel:
+        kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
+        product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
+        why = "workers are data x tensor x context x pipeline parallel"
+        yield f"{group.workers} workers, and {product} parallel", why, f"workers={group.model_parallel} or a multiple"
+    elif group.data_parallel * group.context_parallel % group.expert_parallel:
+        what = f"expert_parallel={group.expert_parallel} and {group.data_parallel} data-parallel replicas"
+        why = "experts are divided over the workers that hold the same part of everything else"
+        yield what, why, "expert_parallel=1, or a divisor of the data-parallel size"
+    elif batch % group.data_parallel:
+        what, why = (
+            f"{group.data_parallel} {alike}, a batch has {batch} groups",
+            "the data-parallel size divides the batch",
+        )
+        yield what, why, f"a batch that is a multiple of {group.data_parallel}"
+    if group.fetch == "leader" and group.model_parallel == 1:
+        why = "a leader fetches for workers that need the same samples, and here all need others"
+        yield "fetch='leader' and no model parallelism", why, "fetch='auto'"
+
+
+def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[tuple[str, str, str]]:
+    """What keeps a group from lying on the GPUs of another one: with whom, why, and what to write instead."""
     other = group.colocated
     if not isinstance(other, WorkerGroup):
-        yield Problem(
-            where=where,
-            what=says + shown(other),
-            why="it is the worker group on whose GPUs this one lies",
-            fix="pass the WorkerGroup, or nothing",
-        )
+        yield shown(other), "it is the worker group on whose GPUs this one lies", "pass the WorkerGroup, or nothing"
         return
-    says += repr(other.name)
+    name, ahead = repr(other.name), graph.schedule.max_staleness
     if other.name not in groups or other.name == group.name or other.backend == "python":
-        yield Problem(
-            where=where,
-            what=says + ", which runs no stage with a model" if other.name != group.name else says,
-            why="two groups that compute with models take turns on the GPUs of one",
-            fix="pass the group of the other stages",
-        )
+        what = f"{name}, which runs no stage with a model" if other.name != group.name else name
+        why = "two groups that compute with models take turns on the GPUs of one"
+        yield what, why, "pass the group of the other stages"
     elif other.colocated is not None:
-        yield Problem(
-            where=where,
-            what=f"{says}, which itself is colocated",
-            why="one group has the GPUs, the others lie on them",
-            fix="name the group that has the GPUs",
-        )
+        why = "one group has the GPUs, the others lie on them"
+        yield f"{name}, which itself is colocated", why, "name the group that has the GPUs"
     elif group.gpus != other.gpus:
-        yield Problem(
-            where=where,
-            what=f"{says} and {group.gpus} GPUs; that group has {other.gpus}",
-            why="both have the same GPUs",
-            fix=f"gpus={other.gpus}",
+        what = f"{name} and {group.gpus} GPUs; that group has {other.gpus}"
+        yield what, "both have the same GPUs", f"gpus={other.gpus}"
+    elif ahead:
+        why = "groups that take turns on their GPUs leave nothing to run ahead"
+        what, fix = (
+            f"{name}, and the schedule max_staleness={ahead}",
+            "max_staleness=0, or GPUs of its own for each group",
         )
-    elif graph.schedule.max_staleness:
-        yield Problem(
-            where=where,
-            what=f"{says}, and the schedule max_staleness={graph.schedule.max_staleness}",
-            why="groups that take turns on their GPUs leave nothing to run ahead",
-            fix="max_staleness=0, or GPUs of its own for each group",
-        )
+        yield what, why, fix
 
 
 def group_values(group: WorkerGroup) -> Iterator[Problem]:

@@ -16,49 +16,34 @@ from pipeline.plan.names import is_name, reserved
 
 def structure(graph: Graph) -> Iterator[Problem]:
     """Types and names: what the other checks take for granted."""
-    where = str(graph.location)
-    if not is_name(graph.name):
-        yield Problem(
-            where=where,
-            what=f"graph name {graph.name!r} is not usable as a folder name",
-            why="it names run directories and the data plane partition",
-            fix="use letters, digits, '-' and '_'",
-        )
-    if not isinstance(graph.host, WorkerGroup):
-        yield Problem(
-            where=where,
-            what=f"host is {shown(graph.host)}",
-            why="stages that name no worker group run on it",
-            fix="host=WorkerGroup('host')",
-        )
-    if not isinstance(graph.schedule, Schedule):
-        yield Problem(
-            where=where,
-            what=f"schedule is {shown(graph.schedule)}",
-            why="a graph runs by a Schedule",
-            fix="schedule=Schedule(steps=100)",
-        )
+    for what, why, fix in _objections(graph):
+        yield Problem(where=str(graph.location), what=what, why=why, fix=fix)
     if not isinstance(graph.stages, Sequence):
-        yield Problem(
-            where=where,
-            what="stages is " + ("one stage" if isinstance(graph.stages, Stage) else shown(graph.stages)),
-            why="a graph has a tuple of stages",
-            fix="stages=(Rollout(...), ...)",
-        )
         return
-    everything = [("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))]
-    for at, stage in everything:
-        if not isinstance(stage, Stage):
-            is_class = isinstance(stage, type)
-            yield Problem(
-                where=where,
-                what=f"{at} is {shown(stage)}",
-                why="sources and stages are Stage objects",
-                fix=f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)",
-            )
-    stages = [stage for _, stage in everything if isinstance(stage, Stage)]
+    stages = [stage for stage in (graph.source, *graph.stages) if isinstance(stage, Stage)]
     yield from _names_and_types(stages)
     yield from reserved(graph, stages)
+
+
+def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
+    """What of a graph has another type than it should, why, and what to write instead."""
+    if not is_name(graph.name):
+        why = "it names run directories and the data plane partition"
+        yield f"graph name {graph.name!r} is not usable as a folder name", why, "use letters, digits, '-' and '_'"
+    if not isinstance(graph.host, WorkerGroup):
+        why, fix = "stages that name no worker group run on it", "host=WorkerGroup('host')"
+        yield f"host is {shown(graph.host)}", why, fix
+    if not isinstance(graph.schedule, Schedule):
+        yield f"schedule is {shown(graph.schedule)}", "a graph runs by a Schedule", "schedule=Schedule(steps=100)"
+    if not isinstance(graph.stages, Sequence):
+        what = "stages is " + ("one stage" if isinstance(graph.stages, Stage) else shown(graph.stages))
+        yield what, "a graph has a tuple of stages", "stages=(Rollout(...), ...)"
+        return
+    for at, stage in (("source", graph.source), *((f"stages[{i}]", stage) for i, stage in enumerate(graph.stages))):
+        if not isinstance(stage, Stage):
+            is_class = isinstance(stage, type)
+            fix = f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)"
+            yield f"{at} is {shown(stage)}", "sources and stages are Stage objects", fix
 
 
 def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:

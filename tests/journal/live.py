@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
+from pipeline.declare.stage import Gate
 from pipeline.declare.task import Per
 
 PROMPT = Field("prompt", dtype="str")
@@ -117,7 +118,7 @@ class Sieve(Stage):
     per: Per = "group"
     reads: Sequence[Field] = (SCORE,)
     writes: Sequence[Field] = (KEPT,)
-    gate: Field | None = KEPT
+    gate = Gate(KEPT)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         import torch

@@ -335,7 +335,7 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
         (["nowhere"], "there is no such file"),
         (["{folder}"], "plan.json is not there"),
         (["{record}", "--max-stalenes", "1"], "did you mean --max-staleness?"),
-        (["{record}", "--on-stale", "keep"], "invalid choice"),
+        (["{record}", "--on-stale", "keep"], "expected one of wait, drop, got 'keep'"),
         (["{record}", "--workers", "sampler"], "it is NAME=VALUE"),
         (["{record}", "--stage", "rollout=lognormal(1)"], "lognormal takes 2 numbers"),
         (["{record}", "--cores", "0"], "cores"),
