@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from ops.refit.memory import SharedMemory
     from ops.refit.share import Share
-    from ops.refit.transports.meeting import Meeting
+    from ops.refit.transports.meeting import Meeting, Record
 
 DEVICES = ("cpu", "cuda")
-Record = dict[str, float]  # numbers about one version, by name
 
 
 class Transport(ABC):

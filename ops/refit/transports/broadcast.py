@@ -21,8 +21,8 @@ from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
 from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
-from ops.refit.transports.base import Receiver, Record, Sender
-from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.base import Receiver, Sender
+from ops.refit.transports.meeting import Meeting, Record
 
 BUCKET_BYTES, BUCKETS = 512 << 20, 2
 ALIGNED = 256

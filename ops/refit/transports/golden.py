@@ -11,8 +11,8 @@ import torch
 
 from ops.refit.layout import Place, Tensor
 from ops.refit.share import Share, bytes_of
-from ops.refit.transports.base import Receiver, Record
-from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.base import Receiver
+from ops.refit.transports.meeting import Meeting, Record
 
 CPU = torch.device("cpu")
 

@@ -27,10 +27,10 @@ from ops.comm.store import Asking
 from ops.refit.layout import Layout
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
-from ops.refit.transports.base import Record
 from ops.refit.waves import NoSourceError
 
 T = TypeVar("T")
+Record = dict[str, float]  # numbers about one version, by name
 ALONE = "this transport does not say both_carry, so nobody else takes part in its meetings"
 
 

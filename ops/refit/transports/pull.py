@@ -13,8 +13,8 @@ from ops.refit.memory import Handle
 from ops.refit.move import Moves
 from ops.refit.plan import Copy
 from ops.refit.share import Share, bytes_of
-from ops.refit.transports.base import Receiver, Record
-from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.base import Receiver
+from ops.refit.transports.meeting import Meeting, Record
 
 OPEN = 2  # versions whose memory stays open
 

@@ -38,8 +38,8 @@ from ops.refit.agreement import Agreement
 from ops.refit.layout import Layout
 from ops.refit.plan import SEGMENT_BYTES, Copy, build
 from ops.refit.share import Share
-from ops.refit.transports.base import Receiver, Record, Sender
-from ops.refit.transports.meeting import Meeting
+from ops.refit.transports.base import Receiver, Sender
+from ops.refit.transports.meeting import Meeting, Record
 from ops.refit.transports.packed import SLOT_BYTES, SLOTS, Exchange
 from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
 
