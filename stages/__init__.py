@@ -10,22 +10,12 @@ from stages.advantage import Advantage
 from stages.evaluate import Evaluate
 from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
-from stages.losses import (
-    CispoLoss,
-    ClippedLoss,
-    Correction,
-    Decoupled,
-    IcePop,
-    PolicyLoss,
-    SequenceMask,
-    TruncatedIS,
-)
+from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMask, TruncatedIS
 from stages.prompts import Prompts
 from stages.refit import Refit, TransportName
 from stages.reward import Reward
 from stages.reward_model import RewardModel
 from stages.rollout import Rollout
-from stages.scored import Scored
 from stages.sources import Dataset, Mixture
 from stages.tasks import Generated
 from stages.train import Train
@@ -35,7 +25,6 @@ __all__ = [
     "Advantage",
     "CispoLoss",
     "ClippedLoss",
-    "Correction",
     "Dataset",
     "Decoupled",
     "Dynamic",
@@ -45,7 +34,6 @@ __all__ = [
     "IcePop",
     "Mixture",
     "Packed",
-    "PolicyLoss",
     "PrevLogprobs",
     "Prompts",
     "RefLogprobs",
@@ -53,7 +41,6 @@ __all__ = [
     "Reward",
     "RewardModel",
     "Rollout",
-    "Scored",
     "SequenceMask",
     "Supervised",
     "Train",

@@ -1,4 +1,4 @@
-"""Descriptions of the loss that Train minimizes. Ours call the formulas in `ops`; your own brings its formula along.
+"""Descriptions of the loss that Train minimises. They hold names and numbers; the formulas are in `ops`.
 
     Train(policy, on=learner, lr=1e-6, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001, correction=TruncatedIS(cap=2.0)))
 
@@ -7,14 +7,7 @@ ClippedLoss(aggregation="fixed_length", max_tokens=...), GSPO ClippedLoss(ratio=
 aggregation="sequence"), decoupled PPO ClippedLoss(correction=Decoupled()).
 
 Symbols: lp = logprobs of the policy that is trained; prev = those before the step's first update; rollout = those of
-the sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All in nat per token.
-
-A loss of your own is a subclass with one method, from columns to the loss of each token:
-
-    @dataclass(frozen=True, kw_only=True)
-    class Reinforce(PolicyLoss):
-        def policy_loss(self, scored):
-            return -scored.advantage_NT * scored.logprobs_NT
+the sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All in nat a token.
 """
 
 from __future__ import annotations
@@ -22,39 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, shown
-from stages.scored import Scored
-
-if TYPE_CHECKING:
-    import torch
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 LEVELS = ("token", "sequence")
 
 
-class Correction:
-    """Base of all corrections: what each token's policy loss is multiplied by when its sample came from another policy.
-
-    A subclass is a frozen dataclass that defines `weights`, and `problems` if its parameters have a range.
-    """
-
-    masks_padding: ClassVar[bool] = False  # whether the formula ignores padding by itself; otherwise it sees 0 there
-
-    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight of each token, [N, T], 0 or more, without a gradient; and which tokens it changed, bool [N, T]."""
-        raise TypeError(f"{type(self).__name__} has no formula")  # --check refuses it before
-
-    def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range. `where` is the line of the stage that has the loss."""
-        return iter(())
-
-
 @dataclass(frozen=True, kw_only=True)
-class TruncatedIS(Correction):
+class TruncatedIS:
     """Each token's policy loss is multiplied with min(w, cap), w = exp(prev - rollout), detached (Yao et al. 2025).
 
     level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
@@ -62,7 +34,6 @@ class TruncatedIS(Correction):
     TRL names this token_truncate and sequence_truncate, and offers a lower bound too.
     """
 
-    masks_padding = True
     cap: float = 2.0
     level: Literal["token", "sequence"] = "token"
 
@@ -72,15 +43,9 @@ class TruncatedIS(Correction):
             yield _problem(where, self, "cap", "the cap of the weight is a number above 0", 2.0)
         yield from _choice(where, self, "level", LEVELS)
 
-    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """min(w, cap), and where it was cut."""
-        from ops.correction import truncated_is
-
-        return truncated_is(*_policies(scored), self.cap, self.level)
-
 
 @dataclass(frozen=True, kw_only=True)
-class IcePop(Correction):
+class IcePop:
     """Each token's policy loss is multiplied with w = exp(prev - rollout) where low <= w <= high, else with 0
     (Ring-1T, arXiv 2510.18855).
 
@@ -89,7 +54,6 @@ class IcePop(Correction):
     TRL names this token_mask and sequence_mask. The tokens that are taken out still count in the denominator.
     """
 
-    masks_padding = True
     low: float = 0.5
     high: float = 5.0
     level: Literal["token", "sequence"] = "token"
@@ -99,22 +63,15 @@ class IcePop(Correction):
         yield from _bounds(where, self, 0.5, 5.0)
         yield from _choice(where, self, "level", LEVELS)
 
-    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """w inside the bounds, else 0; and where it is 0."""
-        from ops.correction import icepop
-
-        return icepop(*_policies(scored), self.low, self.high, self.level)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceMask(Correction):
+class SequenceMask:
     """Each token's policy loss is multiplied with its untruncated w = exp(prev - rollout) where the geometric mean of w
     over the response is in [low, high]; the other responses with 0. NeMo-RL's seq-mask-tis.
 
     The responses that are taken out still count in the denominator.
     """
 
-    masks_padding = True
     low: float
     high: float
 
@@ -122,25 +79,19 @@ class SequenceMask(Correction):
         """What is out of range."""
         yield from _bounds(where, self, 0.999, 1.002)
 
-    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """w in the responses that are kept, else 0; and where it is 0."""
-        from ops.correction import sequence_mask
-
-        return sequence_mask(*_policies(scored), self.low, self.high)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Decoupled(Correction):
+class Decoupled:
     """Each token's policy loss is multiplied with w = exp(prev - rollout), untruncated: decoupled PPO (AReaL, arXiv
     2505.24298), in which prev is the proximal and rollout the behaviour policy."""
 
-    masks_padding = True
+    def problems(self, where: str) -> Iterator[Problem]:
+        """It has no parameter."""
+        return iter(())
 
-    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """w itself; it changes nothing."""
-        from ops.correction import decoupled
 
-        return decoupled(*_policies(scored))
+CORRECTIONS = (TruncatedIS, IcePop, SequenceMask, Decoupled)
+Correction = TruncatedIS | IcePop | SequenceMask | Decoupled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +122,6 @@ class PolicyLoss:
     max_tokens: int | None = None
     correction: Correction | None = None
     entropy: float = 0.0
-    masks_padding: ClassVar[bool] = False  # whether the formula ignores padding by itself; otherwise it sees 0 there
-
-    def policy_loss(self, scored: Scored) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The loss of each token, [N, T], before KL, entropy and aggregation; and, if it clips, where: bool [N, T].
-
-        `scored.weight_NT` is the correction's weight; `scored.advantage_NT` includes it.
-        """
-        raise TypeError(f"{type(self).__name__} has no formula")  # --check refuses it before
 
     @property
     def needs_reference(self) -> bool:
@@ -211,15 +154,13 @@ class PolicyLoss:
             yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
             yield _problem(where, self, "entropy", "the weight of the entropy bonus is a number, 0 (none) or more", 0.0)
-        if isinstance(self.correction, Correction):
-            if type(self.correction).weights is Correction.weights:
-                yield _no_formula(where, self.correction, "weights(self, scored)")
+        if isinstance(self.correction, CORRECTIONS):
             yield from self.correction.problems(where)
         elif self.correction is not None:
             yield Problem(
                 where=where,
                 what=f"{type(self).__name__}(correction={shown(self.correction)})",
-                why="a correction is TruncatedIS, IcePop, SequenceMask, Decoupled, or a Correction of your own",
+                why="a correction is a description: " + ", ".join(kind.__name__ for kind in CORRECTIONS),
                 fix="correction=TruncatedIS(cap=2.0), or None",
             )
 
@@ -257,19 +198,9 @@ class ClippedLoss(PolicyLoss):
     The parameters of every loss: see PolicyLoss.
     """
 
-    masks_padding = True
     clip: tuple[float, float] = (0.2, 0.2)
     dual_clip: float | None = None
     ratio: Literal["token", "sequence"] = "token"
-
-    def policy_loss(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ops.loss.clipped_policy_loss`."""
-        from ops.loss import clipped_policy_loss
-
-        return clipped_policy_loss(
-            scored.logprobs_NT, scored.old_logprobs_NT, scored.advantage_N, scored.mask_NT, *self.clip,
-            dual_clip=self.dual_clip, level=self.ratio, weight_NT=scored.weight_NT,
-        )  # fmt: skip
 
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
@@ -295,17 +226,7 @@ class CispoLoss(PolicyLoss):
     The parameters of every loss: see PolicyLoss.
     """
 
-    masks_padding = True
     clip: tuple[float | None, float] = (None, 4.0)
-
-    def policy_loss(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ops.loss.cispo_loss`."""
-        from ops.loss import cispo_loss
-
-        return cispo_loss(
-            scored.logprobs_NT, scored.old_logprobs_NT, scored.advantage_N, scored.mask_NT, *self.clip,
-            weight_NT=scored.weight_NT,
-        )  # fmt: skip
 
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
@@ -322,42 +243,16 @@ class CispoLoss(PolicyLoss):
 
 
 def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
-    """What is wrong with the loss of a stage, also if it is no description at all.
-
-    A formula that is not ours is run once, on a few tokens.
-    """
-    if not isinstance(loss, PolicyLoss) or type(loss) is PolicyLoss:
-        yield Problem(
-            where=where,
-            what=f"loss={shown(loss)}",
-            why="a loss is ClippedLoss, CispoLoss, or a PolicyLoss of your own",
-            fix="loss=ClippedLoss()",
-        )
+    """What is wrong with the loss of a stage, also where it is no description at all."""
+    if isinstance(loss, PolicyLoss) and type(loss) is not PolicyLoss:
+        yield from loss.problems(where)
         return
-    found = list(loss.problems(where))
-    if type(loss).policy_loss is PolicyLoss.policy_loss:
-        found.insert(0, _no_formula(where, loss, "policy_loss(self, scored)"))
-    yield from found
-    own = [type(each).__module__ for each in (loss, loss.correction) if each is not None]
-    if all(problem.warning for problem in found) and any(module != __name__ for module in own):
-        from stages.trial import formula_problems  # loads torch
-
-        yield from formula_problems(loss, where)
-
-
-def _no_formula(where: str, owner: PolicyLoss | Correction, method: str) -> Problem:
-    return Problem(
+    yield Problem(
         where=where,
-        what=f"{type(owner).__name__} does not define {method.partition('(')[0]}()",
-        why="the method is its formula: columns in, one number per token out",
-        fix=f"def {method}: ..., as in docs/your-own-loss.md",
+        what=f"loss={shown(loss)}",
+        why="a loss is a description: ClippedLoss or CispoLoss",
+        fix="loss=ClippedLoss()",
     )
-
-
-def _policies(scored: Scored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logprobs that corrections compare: before the first update, and the sampler's; and the mask."""
-    assert scored.rollout_logprobs_NT is not None  # the objective has checked that
-    return scored.old_logprobs_NT, scored.rollout_logprobs_NT, scored.mask_NT
 
 
 def _problem(where: str, owner: object, name: str, why: str, fix: object) -> Problem:

@@ -13,9 +13,8 @@ from ops.correction import decoupled, icepop, sequence_mask, truncated_is
 from ops.kl import ESTIMATORS, kl_estimate, kl_k3
 from ops.loss import AGGREGATIONS, LEVELS, aggregate, aggregation_normalizer, cispo_loss, clipped_policy_loss
 from ops.masks import length_mask, masked_mean, masked_sum
-from stages.backends.objective import MAXIMA, objective
+from stages.backends.objective import MAXIMA, Scored, objective
 from stages.losses import ClippedLoss
-from stages.scored import Scored
 from tests.examples import few
 
 torch.set_num_threads(1)

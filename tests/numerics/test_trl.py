@@ -31,9 +31,8 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 from ops import advantage, correction, kl, logprobs
 from ops.masks import length_mask
 from ops.rewards.length import overlong_penalty
-from stages.backends.objective import objective
+from stages.backends.objective import Scored, objective
 from stages.losses import CispoLoss, ClippedLoss, IcePop, PolicyLoss, TruncatedIS
-from stages.scored import Scored
 
 torch.set_num_threads(1)
 MAX_TOKENS = 8

@@ -345,9 +345,9 @@ def test_bad_arguments_are_named(call, message):
         (ClippedLoss(entropy=-0.1), "entropy=-0.1); the weight of the entropy bonus is a number, 0 (none) or more"),
         (
             ClippedLoss(correction="tis"),
-            "correction='tis'); a correction is TruncatedIS, IcePop, Sequence",
+            "correction='tis'); a correction is a description: TruncatedIS, IcePop, Sequence",
         ),
-        (ClippedLoss(correction=TruncatedIS), "correction=the class TruncatedIS); a correction is TruncatedIS"),
+        (ClippedLoss(correction=TruncatedIS), "correction=the class TruncatedIS); a correction is a description"),
         (
             ClippedLoss(correction=TruncatedIS(cap=0)),
             "TruncatedIS(cap=0); the cap of the weight is a number above 0. Fix",
@@ -364,12 +364,9 @@ def test_bad_arguments_are_named(call, message):
         (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); it is two numbers"),
         (CispoLoss(clip=(1.5, 1.0)), "CispoLoss(clip=(1.5, 1.0)); the ratio may fall by 1 at most"),
         (CispoLoss(kl=-1), "CispoLoss(kl=-1); the weight of the KL term"),
-        (
-            "grpo",
-            "loss='grpo'; a loss is ClippedLoss, CispoLoss, or a PolicyLoss of your own. Fix: loss=ClippedLoss()",
-        ),
-        (ClippedLoss, "loss=the class ClippedLoss; a loss is ClippedLoss"),
-        (PolicyLoss(), "a loss is ClippedLoss"),
+        ("grpo", "loss='grpo'; a loss is a description: ClippedLoss or CispoLoss. Fix: loss=ClippedLoss()"),
+        (ClippedLoss, "loss=the class ClippedLoss; a loss is a description"),
+        (PolicyLoss(), "a loss is a description"),
     ],
 )
 def test_problems(loss, text):

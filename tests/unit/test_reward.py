@@ -198,7 +198,7 @@ def test_problems_of_functions():
     def mean(response):
         return 1.0
 
-    def Loud(Response):
+    def Loud(Response):  # noqa: N802
         return 1.0
 
     def weights_of(trained_weights):

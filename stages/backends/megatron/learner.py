@@ -27,9 +27,8 @@ from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.megatron.rows import Row
 from stages.backends.model.padding import pad_right
-from stages.backends.objective import MAXIMA, learning_rate, objective
+from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
 from stages.losses import PolicyLoss
-from stages.scored import Scored
 
 
 class MegatronLearner:

@@ -30,10 +30,9 @@ from stages.backends.device import Parking
 from stages.backends.model.padding import pad_right
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import load_weights, weights
-from stages.backends.objective import MAXIMA, learning_rate, objective
+from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
 from stages.backends.torch.score import Predicted, predict
 from stages.losses import PolicyLoss
-from stages.scored import Scored
 
 _WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
