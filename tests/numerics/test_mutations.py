@@ -54,7 +54,7 @@ def test_no_mutant_of_a_loss_survives():
     """Of the formulas of the descriptions; what is out of range is the business of tests/errors."""
     made = list(mutate.mutants(inspect.getsource(importlib.import_module("stages.losses"))))
     formulas = [one for one in made if re.match(r"\w+\.(policy_loss|weights|trained|sampled): ", one[0])]
-    assert len(formulas) > 10
+    assert len(formulas) >= 4
     assert not [name for name, source in formulas if survives("stages.losses", source)]
 
 
