@@ -55,6 +55,18 @@ if TYPE_CHECKING:
 
 _CALLS = AsyncCalls()
 _TAKEN = ("mean", "std")  # names of the stage's own metrics
+# What rewards of other libraries name their parameters, and where nothing writes such a field, what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("completion", "completions", "responses", "solution_str"),
+        "name the parameter response: it is the text of one sample",
+    ),
+    **dict.fromkeys(("prompts", "question", "questions"), "name the parameter prompt: it is the text of one sample"),
+    **dict.fromkeys(
+        ("solution", "ground_truth", "target", "label", "reference"),
+        "name the parameter answer, and the column of the data in Prompts(..., answer=...)",
+    ),
+}
 _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response))"
 
 
@@ -85,7 +97,7 @@ class Reward(Stage):
     writes: Sequence[Field]
 
     per = "group"
-    hints = MADE_BY
+    hints = {**MADE_BY, **_ELSEWHERE}
 
     def __init__(
         self,
