@@ -10,7 +10,17 @@ from stages.advantage import Advantage
 from stages.evaluate import Evaluate
 from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
-from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMask, TruncatedIS
+from stages.losses import (
+    CispoLoss,
+    ClippedLoss,
+    Correction,
+    Decoupled,
+    IcePop,
+    PolicyLoss,
+    Scored,
+    SequenceMask,
+    TruncatedIS,
+)
 from stages.prompts import Prompts
 from stages.refit import Refit, TransportName
 from stages.reward import Reward
@@ -25,6 +35,7 @@ __all__ = [
     "Advantage",
     "CispoLoss",
     "ClippedLoss",
+    "Correction",
     "Dataset",
     "Decoupled",
     "Dynamic",
@@ -34,6 +45,7 @@ __all__ = [
     "IcePop",
     "Mixture",
     "Packed",
+    "PolicyLoss",
     "PrevLogprobs",
     "Prompts",
     "RefLogprobs",
@@ -41,6 +53,7 @@ __all__ = [
     "Reward",
     "RewardModel",
     "Rollout",
+    "Scored",
     "SequenceMask",
     "Supervised",
     "Train",

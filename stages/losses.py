@@ -1,6 +1,15 @@
-"""Descriptions of the loss that Train minimises. They hold names and numbers; the formulas are in `ops`.
+"""Descriptions of the loss that Train minimises: names, numbers and one formula each, whose tensor code is in `ops`.
 
     Train(policy, on=learner, lr=1e-6, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001, correction=TruncatedIS(cap=2.0)))
+
+Your own loss is a class with a formula (docs/your-own-loss.md):
+
+    @dataclass(frozen=True, kw_only=True)
+    class Reinforce(PolicyLoss):
+        def policy_loss(self, scored: Scored, weight_NT):
+            return -weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT
+
+A correction is written the same way, with `weights`. Importing this module loads no torch.
 
 GRPO is ClippedLoss(aggregation="sequence"), DAPO's loss ClippedLoss(clip=(0.2, 0.28)), Dr. GRPO's
 ClippedLoss(aggregation="fixed_length", max_tokens=...), GSPO ClippedLoss(ratio="sequence", clip=(3e-4, 4e-4),
@@ -13,20 +22,81 @@ the sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pipeline import Field, StageError
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, shown
+from stages.vocabulary import REF_LOGPROBS
+
+if TYPE_CHECKING:
+    import torch
+
+    # Of each token; or that, and which tokens the formula clipped, truncated or took out.
+    Formula = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 LEVELS = ("token", "sequence")
 
 
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What a formula reads. Log-probabilities of the response tokens, in nat, padded to [N, T]: N samples, T tokens of
+    the longest response. What lies in padding has no meaning, and what a formula makes of it is never looked at.
+
+    logprobs_NT          of the policy that is trained, with a gradient
+    old_logprobs_NT      of the policy before the step's first update, the denominator of the ratio
+    rollout_logprobs_NT  of the sampler; there where the loss has a correction
+    advantage_N          one per sample
+    mask_NT              bool, True where there is a token
+    ref_logprobs_NT      of the frozen model; there where the loss needs a reference
+    entropy_NT           of the policy's next token; with a gradient where the loss needs it
+    columns              the fields that the loss or its correction `reads`, by name: [N], or padded to [N, T]
+    """
+
+    logprobs_NT: torch.Tensor
+    old_logprobs_NT: torch.Tensor
+    rollout_logprobs_NT: torch.Tensor | None
+    advantage_N: torch.Tensor
+    mask_NT: torch.Tensor
+    ref_logprobs_NT: torch.Tensor | None = None
+    entropy_NT: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def trained(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a clipped loss reads: logprobs now and before the update, the advantage, and the mask."""
+        return self.logprobs_NT, self.old_logprobs_NT, self.advantage_N, self.mask_NT
+
+    def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a correction compares: logprobs before the update, those of the sampler, and the mask."""
+        assert self.rollout_logprobs_NT is not None  # the objective has checked it
+        return self.old_logprobs_NT, self.rollout_logprobs_NT, self.mask_NT
+
+
 @dataclass(frozen=True, kw_only=True)
-class TruncatedIS:
+class Correction:
+    """The base of every correction: it weighs the policy loss of each token, for samples of another policy than prev.
+
+    reads  further fields that `weights` needs, as numbers, in `scored.columns`: reads = (TOKEN_VERSIONS,)
+    """
+
+    reads: ClassVar[tuple[Field, ...]] = ()
+
+    def weights(self, scored: Scored) -> Formula:
+        """The factor of each token's policy loss, [N, T]; or that, and a bool [N, T]: True where it was changed, which
+        is the metric `is_changed`. No gradient flows through it."""
+        raise StageError(_no_formula(self, type(self).__name__))
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """What is out of range. `where` is the line of the stage that has it."""
+        return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedIS(Correction):
     """Each token's policy loss is multiplied with min(w, cap), w = exp(prev - rollout), detached (Yao et al. 2025).
 
     level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
@@ -37,6 +107,12 @@ class TruncatedIS:
     cap: float = 2.0
     level: Literal["token", "sequence"] = "token"
 
+    def weights(self, scored: Scored) -> Formula:
+        """The formula: `ops.correction.truncated_is`."""
+        from ops.correction import truncated_is
+
+        return truncated_is(*scored.sampled(), self.cap, self.level)
+
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         if not (_number(self.cap) and self.cap > 0):
@@ -45,7 +121,7 @@ class TruncatedIS:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IcePop:
+class IcePop(Correction):
     """Each token's policy loss is multiplied with w = exp(prev - rollout) where low <= w <= high, else with 0
     (Ring-1T, arXiv 2510.18855).
 
@@ -58,6 +134,12 @@ class IcePop:
     high: float = 5.0
     level: Literal["token", "sequence"] = "token"
 
+    def weights(self, scored: Scored) -> Formula:
+        """The formula: `ops.correction.icepop`."""
+        from ops.correction import icepop
+
+        return icepop(*scored.sampled(), self.low, self.high, self.level)
+
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         yield from _bounds(where, self, 0.5, 5.0)
@@ -65,7 +147,7 @@ class IcePop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceMask:
+class SequenceMask(Correction):
     """Each token's policy loss is multiplied with its untruncated w = exp(prev - rollout) where the geometric mean of w
     over the response is in [low, high]; the other responses with 0. NeMo-RL's seq-mask-tis.
 
@@ -75,28 +157,37 @@ class SequenceMask:
     low: float
     high: float
 
+    def weights(self, scored: Scored) -> Formula:
+        """The formula: `ops.correction.sequence_mask`."""
+        from ops.correction import sequence_mask
+
+        return sequence_mask(*scored.sampled(), self.low, self.high)
+
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         yield from _bounds(where, self, 0.999, 1.002)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoupled:
+class Decoupled(Correction):
     """Each token's policy loss is multiplied with w = exp(prev - rollout), untruncated: decoupled PPO (AReaL, arXiv
     2505.24298), in which prev is the proximal and rollout the behaviour policy."""
 
-    def problems(self, where: str) -> Iterator[Problem]:
-        """It has no parameter."""
-        return iter(())
+    def weights(self, scored: Scored) -> Formula:
+        """The formula: `ops.correction.decoupled`."""
+        from ops.correction import decoupled
+
+        return decoupled(*scored.sampled())
 
 
 CORRECTIONS = (TruncatedIS, IcePop, SequenceMask, Decoupled)
-Correction = TruncatedIS | IcePop | SequenceMask | Decoupled
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """What all losses share: aggregate(correction x policy loss + kl x KL estimate - entropy x entropy).
+    """The base of every loss: aggregate(correction x policy loss + kl x KL estimate - entropy x entropy).
+
+    A loss writes `policy_loss`; the rest is done for it.
 
     kl             weight of the divergence from the frozen model; 0 needs no RefLogprobs
     kl_estimator   with x = lp - ref: "k1" x, "k2" x^2 / 2, "k3" exp(-x) + x - 1. As a loss, k2 has the gradient of
@@ -109,11 +200,19 @@ class PolicyLoss:
                    "fixed_length": sum over tokens / (samples x max_tokens) (Dr. GRPO, arXiv 2503.20783; verl's before
                    0.7.1 is not divided by the samples). Counts are those of the whole minibatch, however it is cut
     max_tokens     the longest response that is allowed, the rollout's; "fixed_length" needs it, the others ignore it
-    correction     for samples of another policy than prev: TruncatedIS, IcePop, SequenceMask or Decoupled; it weighs
-                   the policy loss only. A schedule with max_staleness above 0 needs one
+    correction     for samples of another policy than prev: TruncatedIS, IcePop, SequenceMask, Decoupled or your own; it
+                   weighs the policy loss only. A schedule with max_staleness above 0 needs one
     entropy        weight of the bonus for the exact entropy of the next token, aggregated as the loss is. Its gradient
                    costs a second tensor of the size of the logits
+
+    A class may also say what its formula needs:
+
+    reads             further fields, as numbers, in `scored.columns`; REF_LOGPROBS is also `scored.ref_logprobs_NT`
+    entropy_gradient  whether `scored.entropy_NT` has a gradient, as it has where `entropy` is above 0
     """
+
+    reads: ClassVar[tuple[Field, ...]] = ()
+    entropy_gradient: ClassVar[bool] = False
 
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -126,12 +225,31 @@ class PolicyLoss:
     @property
     def needs_reference(self) -> bool:
         """Whether it reads the logprobs of the frozen model."""
-        return _number(self.kl) and self.kl > 0
+        return (_number(self.kl) and self.kl > 0) or REF_LOGPROBS in self.columns
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the gradient flows through the entropy."""
+        return self.entropy_gradient or (_number(self.entropy) and self.entropy > 0)
+
+    @property
+    def columns(self) -> tuple[Field, ...]:
+        """The further fields that it and its correction read, each once; `problems` says what is wrong with others."""
+        both = (getattr(owner, "reads", ()) for owner in (self, self.correction))
+        return tuple(dict.fromkeys(read for reads in both if _are_columns(reads) for read in reads))
 
     @property
     def corrects_off_policy(self) -> bool:
         """Whether it corrects for samples of an older policy."""
         return self.correction is not None
+
+    def policy_loss(self, scored: Scored, weight_NT: torch.Tensor) -> Formula:
+        """The loss of each token, [N, T]; or that, and a bool [N, T]: True where the formula clips, which is the metric
+        `clip_fraction`.
+
+        `weight_NT` is the factor of the correction, 1 where there is none: multiply the advantage with it.
+        """
+        raise StageError(_no_formula(self, type(self).__name__))
 
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range. `where` is the line of the stage that has this loss."""
@@ -154,13 +272,15 @@ class PolicyLoss:
             yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
             yield _problem(where, self, "entropy", "the weight of the entropy bonus is a number, 0 (none) or more", 0.0)
-        if isinstance(self.correction, CORRECTIONS):
+        if isinstance(self.correction, Correction):
             yield from self.correction.problems(where)
         elif self.correction is not None:
             yield Problem(
                 where=where,
                 what=f"{type(self).__name__}(correction={shown(self.correction)})",
-                why="a correction is a description: " + ", ".join(kind.__name__ for kind in CORRECTIONS),
+                why="a correction is a description: "
+                + ", ".join(kind.__name__ for kind in CORRECTIONS)
+                + ", or your own class of Correction",
                 fix="correction=TruncatedIS(cap=2.0), or None",
             )
 
@@ -202,6 +322,15 @@ class ClippedLoss(PolicyLoss):
     dual_clip: float | None = None
     ratio: Literal["token", "sequence"] = "token"
 
+    def policy_loss(self, scored: Scored, weight_NT: torch.Tensor) -> Formula:
+        """The formula: `ops.loss.clipped_policy_loss`."""
+        from ops.loss import clipped_policy_loss
+
+        low, high = self.clip
+        return clipped_policy_loss(
+            *scored.trained(), low, high, dual_clip=self.dual_clip, level=self.ratio, weight_NT=weight_NT
+        )
+
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         if not _pair(self.clip):
@@ -228,6 +357,13 @@ class CispoLoss(PolicyLoss):
 
     clip: tuple[float | None, float] = (None, 4.0)
 
+    def policy_loss(self, scored: Scored, weight_NT: torch.Tensor) -> Formula:
+        """The formula: `ops.loss.cispo_loss`."""
+        from ops.loss import cispo_loss
+
+        low, high = self.clip
+        return cispo_loss(*scored.trained(), low, high, weight_NT=weight_NT)
+
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         bounds: Any = self.clip
@@ -242,16 +378,72 @@ class CispoLoss(PolicyLoss):
         yield from super().problems(where)
 
 
+LOSSES = (ClippedLoss, CispoLoss)
+
+
 def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
-    """What is wrong with the loss of a stage, also where it is no description at all."""
-    if isinstance(loss, PolicyLoss) and type(loss) is not PolicyLoss:
-        yield from loss.problems(where)
+    """What is wrong with the loss of a stage, also where it is no description at all.
+
+    A formula that is not one of ours runs once, on four tokens.
+    """
+    if not isinstance(loss, PolicyLoss):
+        yield Problem(
+            where=where,
+            what=f"loss={shown(loss)}",
+            why="a loss is a description: ClippedLoss, CispoLoss, or your own class of PolicyLoss",
+            fix="loss=ClippedLoss()",
+        )
         return
-    yield Problem(
+    found = [*loss.problems(where), *_formula_problems(loss, where)]
+    yield from found
+    ours = type(loss) in LOSSES and type(loss.correction) in (*CORRECTIONS, type(None))
+    if not ours and all(problem.warning for problem in found):
+        from stages.formula_check import trial_problems
+
+        yield from trial_problems(loss, where)
+
+
+def _formula_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
+    """Whether the loss and its correction have a formula, and whether what they read is made of numbers."""
+    if type(loss).policy_loss is PolicyLoss.policy_loss:
+        yield _no_formula(loss, where)
+    if isinstance(loss.correction, Correction) and type(loss.correction).weights is Correction.weights:
+        yield _no_formula(loss.correction, where)
+    for owner in (loss, loss.correction):
+        reads: Any = getattr(owner, "reads", ())
+        if not _are_columns(reads):
+            yield Problem(
+                where=where,
+                what=f"{type(owner).__name__} has reads={shown(reads)}",
+                why="a formula reads numbers: a tuple of fields with one value per sample or per response token",
+                fix='reads = (Field("difficulty", dtype="float32"),)',
+            )
+
+
+def _are_columns(reads: object) -> bool:
+    return isinstance(reads, tuple | list) and all(
+        isinstance(read, Field) and read.dtype not in ("str", "weights") and read.dims in ("N", "N T") for read in reads
+    )
+
+
+def _no_formula(owner: PolicyLoss | Correction, where: str) -> Problem:
+    name = type(owner).__name__
+    if isinstance(owner, PolicyLoss):
+        return Problem(
+            where=where,
+            what=f"{name} has no formula" if type(owner) is not PolicyLoss else "PolicyLoss has no formula of its own",
+            why="a loss is a class of PolicyLoss with a method policy_loss",
+            fix=f"write def policy_loss(self, scored, weight_NT) in {name}, which returns the loss of each token"
+            if type(owner) is not PolicyLoss
+            else "loss=ClippedLoss()",
+        )
+    return Problem(
         where=where,
-        what=f"loss={shown(loss)}",
-        why="a loss is a description: ClippedLoss or CispoLoss",
-        fix="loss=ClippedLoss()",
+        what=f"{name} has no formula" if type(owner) is not Correction else "Correction has no formula of its own",
+        why="a correction is a class of Correction with a method weights",
+        fix=f"write def weights(self, scored) in {name}, which returns the factor of each token"
+        if type(owner) is not Correction
+        else "correction=TruncatedIS(cap=2.0), or None",
     )
 
 

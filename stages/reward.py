@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,19 @@ if TYPE_CHECKING:
 
 _CALLS = AsyncCalls()
 _TAKEN = ("mean", "std")  # names of the stage's own metrics
+# What rewards of other libraries name their parameters, and where nothing writes such a field, what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("completion", "completions", "responses", "solution_str"),
+        "name the parameter response: it is the text of one sample",
+    ),
+    **dict.fromkeys(("prompts", "question", "questions"), "name the parameter prompt: it is the text of one sample"),
+    **dict.fromkeys(
+        ("solution", "ground_truth", "target", "label", "reference"),
+        "name the parameter answer, and the column of the data in Prompts(..., answer=...)",
+    ),
+}
+_DTYPES = {"float": "float32", "int": "int64", "bool": "bool"}  # of a parameter that is a column of the user's data
 _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response))"
 
 
@@ -97,7 +110,7 @@ class Reward(Stage):
         retries: int = _CALLS.retries,
     ) -> None:
         parts = [_part(function) for function in functions] if len(functions) > 1 else []
-        reads = dict.fromkeys(field_named(parameter) for function in functions for parameter in fields_of(function))
+        reads = dict.fromkeys(made for function in functions for made in _reads(function))
         values = {
             "functions": functions,
             "weights": _weights(weights),
@@ -284,6 +297,17 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
                 "it names a field with weights" if made else "no field can have this name",
                 "use the name of a field, such as response or answer",
             )
+
+
+def _reads(function: object) -> list[Field | None]:
+    """The fields of its parameters. A column of the user's data has the type of the annotation, or is a text."""
+    annotations = {parameter.name: parameter.annotation for parameter in parameters_of(function) or ()}
+    made = []
+    for name in fields_of(function):
+        annotation = annotations[name]
+        read = field_named(name, _DTYPES.get(getattr(annotation, "__name__", annotation), "str"))
+        made.append(replace(read, hint=_ELSEWHERE[name]) if read and name in _ELSEWHERE else read)
+    return made
 
 
 def _part(function: object) -> Field | None:

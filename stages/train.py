@@ -111,6 +111,8 @@ class Train(Stage):
         object.__setattr__(self, "corrects_off_policy", described and self.loss.corrects_off_policy)
         if described and self.loss.needs_reference:
             reads = (*reads, REF_LOGPROBS)
+        if described:
+            reads = tuple(dict.fromkeys((*reads, *self.loss.columns)))
         object.__setattr__(self, "reads", reads)
 
     @property
@@ -221,7 +223,8 @@ class TrainRunner:
     def __call__(self, columns: Columns, task: Task) -> Output:
         stage, column = self.stage, dict(columns)
         given: Any = {attribute: column.get(field.name) for attribute, field in _COLUMNS.items()}
-        batch = Batch(**given)
+        read: Any = {field.name: column[field.name] for field in stage.loss.columns}
+        batch = Batch(**given, columns=read)
         shard = task.shard or one_shard(batch.prompt_ids, batch.response_ids, stage.sharding)
         start_s = time.monotonic()
         results = [

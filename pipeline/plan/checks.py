@@ -158,7 +158,7 @@ def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
     add = f"add a stage that writes {field.name!r}"
     if field.dtype == "str":
         add += f", or, where it is a column of the data, Prompts(..., extra=({field.name!r},))"
-    return f"did you mean {near[0]!r}? If not, {add}" if near else add
+    return f"did you mean {near[0]!r}? If not, {add}" if near else f"{add}; there are {', '.join(sorted(others))}"
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:

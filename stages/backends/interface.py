@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,7 +130,8 @@ class Optimization:
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The samples that updates are made of. `old_logprobs` divide the ratio; `rollout_logprobs` are the sampler's, for
-    a correction, and `ref_logprobs` the frozen model's, for a KL term."""
+    a correction, and `ref_logprobs` the frozen model's, for a KL term. `columns` are what the loss reads beside them,
+    one value per sample or per response token."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -138,6 +139,7 @@ class Batch:
     old_logprobs: Ragged
     rollout_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
+    columns: Mapping[str, torch.Tensor | Ragged] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -151,6 +153,10 @@ class Batch:
             part(self.old_logprobs, samples),
             None if self.rollout_logprobs is None else part(self.rollout_logprobs, samples),
             None if self.ref_logprobs is None else part(self.ref_logprobs, samples),
+            {
+                name: part(column, samples) if isinstance(column, Ragged) else column[list(samples)]
+                for name, column in self.columns.items()
+            },
         )
 
 

@@ -12,39 +12,20 @@ Legend: N samples, T tokens of the longest response.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ops.correction import decoupled, icepop, sequence_mask, truncated_is
 from ops.kl import kl_estimate
-from ops.loss import aggregate, aggregation_normalizer, cispo_loss, clipped_policy_loss
+from ops.loss import aggregate, aggregation_normalizer
+from ops.masks import blank
 from stages.backends import Optimization
-from stages.losses import CispoLoss, ClippedLoss, Correction, Decoupled, IcePop, PolicyLoss, SequenceMask, TruncatedIS
+from stages.losses import PolicyLoss, Scored
+
+if TYPE_CHECKING:
+    from stages.losses import Formula
 
 MAXIMA = ("ratio_max",)  # what the caller combines by max; everything else adds up
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """Log-probabilities of the response tokens, in nat, padded to [N, T]; what lies in padding is never looked at.
-
-    logprobs_NT          of the policy that is trained, with a gradient
-    old_logprobs_NT      of the policy before the step's first update, the denominator of the ratio
-    rollout_logprobs_NT  of the sampler; needed where the loss has a correction
-    advantage_N          one a sample
-    mask_NT              bool, True where there is a token
-    ref_logprobs_NT      of the frozen model; needed where the loss has a KL term
-    entropy_NT           of the policy's next token; with a gradient where the loss has an entropy bonus
-    """
-
-    logprobs_NT: torch.Tensor
-    old_logprobs_NT: torch.Tensor
-    rollout_logprobs_NT: torch.Tensor | None
-    advantage_N: torch.Tensor
-    mask_NT: torch.Tensor
-    ref_logprobs_NT: torch.Tensor | None = None
-    entropy_NT: torch.Tensor | None = None
 
 
 def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) -> tuple[torch.Tensor, dict[str, float]]:
@@ -65,11 +46,12 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     masked_NT = ~mask_NT
     normalizer = aggregation_normalizer(loss.aggregation, tokens, samples, loss.max_tokens)
     sums: dict[str, torch.Tensor] = {}
-    weight_NT = None
+    weight_NT = torch.ones_like(scored.old_logprobs_NT)
     if loss.correction is not None:
-        weight_NT, changed_NT = _weights(loss.correction, scored)
+        weight_NT, changed_NT = _both(loss.correction.weights(scored), mask_NT)
+        weight_NT = blank(weight_NT.detach(), mask_NT)
         sums |= {"is_weight": weight_NT.sum(), "is_changed": changed_NT.sum()}
-    loss_NT, clipped_NT = _policy_loss(loss, scored, weight_NT)
+    loss_NT, clipped_NT = _both(loss.policy_loss(scored, weight_NT), mask_NT)
     if scored.ref_logprobs_NT is not None:
         kl_NT = kl_estimate(scored.logprobs_NT, scored.ref_logprobs_NT, mask_NT, loss.kl_estimator, loss.kl_importance)
         if loss.kl > 0:
@@ -98,40 +80,17 @@ def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(number.item()) for name, number in zip(sums, numbers)}
 
 
-def _policy_loss(loss: PolicyLoss, scored: Scored, weight_NT: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    given = (scored.logprobs_NT, scored.old_logprobs_NT, scored.advantage_N, scored.mask_NT)
-    match loss:
-        case ClippedLoss():
-            low, high = loss.clip
-            return clipped_policy_loss(
-                *given, low, high, dual_clip=loss.dual_clip, level=loss.ratio, weight_NT=weight_NT
-            )
-        case CispoLoss():
-            least, most = loss.clip
-            return cispo_loss(*given, least, most, weight_NT=weight_NT)
-    raise TypeError(f"no formula is known for {type(loss).__name__}")
-
-
-def _weights(correction: Correction, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
-    assert scored.rollout_logprobs_NT is not None  # `_check` has seen to it
-    given = (scored.old_logprobs_NT, scored.rollout_logprobs_NT, scored.mask_NT)
-    match correction:
-        case TruncatedIS():
-            return truncated_is(*given, correction.cap, correction.level)
-        case IcePop():
-            return icepop(*given, correction.low, correction.high, correction.level)
-        case SequenceMask():
-            return sequence_mask(*given, correction.low, correction.high)
-        case Decoupled():
-            return decoupled(*given)
-    raise TypeError(f"no formula is known for {type(correction).__name__}")
+def _both(made: Formula, mask_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a formula returned of each token, and which tokens it changed: none where it does not say."""
+    value_NT, changed_NT = made if isinstance(made, tuple) else (made, torch.zeros_like(mask_NT))
+    return value_NT, changed_NT & mask_NT
 
 
 def _check(loss: PolicyLoss, scored: Scored) -> None:
     for needed, column, name in (
         (loss.needs_reference, scored.ref_logprobs_NT, "ref_logprobs_NT"),
         (loss.correction is not None, scored.rollout_logprobs_NT, "rollout_logprobs_NT"),
-        (loss.entropy > 0, scored.entropy_NT, "entropy_NT"),
+        (loss.needs_entropy, scored.entropy_NT, "entropy_NT"),
     ):
         if needed and column is None:
             raise ValueError(f"{loss} needs {name}")

@@ -6,10 +6,10 @@ IMPORT = "from stages import CispoLoss, Dynamic, IcePop, Packed, SequenceMask, T
 REF = "(RefLogprobs(policy.frozen(), on=learner),)"
 
 
-def trained(name: str, parameters: str, code: int = 2, **lines: str) -> Case:
+def trained(name: str, parameters: str, code: int = 2, top: str = IMPORT, **lines: str) -> Case:
     """A case of Train, which the error must point at."""
     made = {"train": f"Train(policy, on=learner, {parameters})"}
-    return Case(name, made | lines, at=("train",), top=IMPORT, code=code)
+    return Case(name, made | lines, at=("train",), top=top, code=code)
 
 
 def loss(name: str, text: str, code: int = 2, **lines: str) -> Case:
@@ -104,4 +104,81 @@ TRAINING = [
         {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"},
     ),
 ]
-CASES = [*LOSSES, *TRAINING]
+OWN = """from stages import Correction, PolicyLoss, Scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(PolicyLoss):{loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Correction):{correction}
+
+
+"""
+POLICY_GRADIENT = """
+    def policy_loss(self, scored, weight_NT):
+        return -weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT
+"""
+EVEN = """
+    def weights(self, scored):
+        return 0.5 * scored.mask_NT
+"""
+USED, CORRECTED = "Mine()", "Mine(correction=Weighted())"
+NOTHING = "\n    pass\n"
+
+
+def own(
+    name: str, loss: str = POLICY_GRADIENT, correction: str = EVEN, given: str = USED, at: tuple[str, ...] = ()
+) -> Case:
+    """A case of a loss or a correction of the user; a line of it that ends in `# here` must be pointed at."""
+    made = {"train": f"Train(policy, on=learner, loss={given}, lr=1e-3)"}
+    return Case(name, made, at=at, top=OWN.format(loss=loss, correction=correction))
+
+
+def own_loss(name: str, *body: str, given: str = USED) -> Case:
+    """A case of the formula of a loss."""
+    lines = "".join(f"        {line}\n" for line in body)
+    here = "" if "# here" in lines else "  # here"
+    return own(name, f"\n    def policy_loss(self, scored, weight_NT):{here}\n{lines}", given=given)
+
+
+def own_correction(name: str, *body: str) -> Case:
+    """A case of the formula of a correction."""
+    lines = "".join(f"        {line}\n" for line in body)
+    here = "" if "# here" in lines else "  # here"
+    return own(name, correction=f"\n    def weights(self, scored):{here}\n{lines}", given=CORRECTED)
+
+
+GAIN = "gain_NT = -weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT"
+FORMULAS = [
+    own("own_loss_without_a_formula", NOTHING, at=("train",)),
+    own("own_correction_without_a_formula", correction=NOTHING, given=CORRECTED, at=("train",)),
+    trained("policy_loss_itself", "loss=PolicyLoss(), lr=1e-3", top="from stages import PolicyLoss\n\n\n"),
+    own("own_loss_reads_a_name", f"\n    reads = ('difficulty',)\n{POLICY_GRADIENT}", at=("train",)),
+    own(
+        "own_loss_reads_what_nothing_writes",
+        f"\n    reads = (Field('difficulty', dtype='float32'),)\n{POLICY_GRADIENT}",
+        at=("train",),
+    ),
+    own_loss("own_loss_raises", "return -scored.advantages * scored.logprobs_NT  # here"),
+    own_loss("own_loss_forgets_an_axis", "return -scored.advantage_N * scored.logprobs_NT  # here"),
+    own_loss("own_loss_returns_nothing", GAIN),
+    own_loss("own_loss_is_averaged", GAIN, "return gain_NT.mean()"),
+    own_loss("own_loss_per_sample", GAIN, "return gain_NT.sum(1)"),
+    own_loss("own_loss_is_detached", GAIN, "return gain_NT.detach()"),
+    own_loss("own_loss_of_the_entropy_only", "return 0 * scored.logprobs_NT - scored.entropy_NT"),
+    own_loss("own_loss_is_not_a_number", "return (-scored.logprobs_NT - 1).log()"),
+    own_loss("own_loss_has_an_infinite_gradient", "return (scored.logprobs_NT - scored.old_logprobs_NT).abs().sqrt()"),
+    own_loss("own_loss_looks_into_padding", GAIN, "return gain_NT - gain_NT.mean(1, keepdim=True)"),
+    own_loss(
+        "own_loss_leaves_out_the_weight", "return -scored.advantage_N[:, None] * scored.logprobs_NT", given=CORRECTED
+    ),
+    own_loss("own_loss_clipped_is_a_number", GAIN, "return gain_NT, gain_NT"),
+    own_correction("own_correction_raises", "return scored.logprobs  # here"),
+    own_correction("own_correction_is_a_mask", "return scored.mask_NT"),
+    own_correction("own_correction_per_sample", "return scored.advantage_N"),
+    own_correction("own_correction_looks_into_padding", "return scored.rollout_logprobs_NT.softmax(1)"),
+    own_correction("own_correction_is_infinite", "return 1 / (scored.old_logprobs_NT - scored.logprobs_NT.detach())"),
+]
+CASES = [*LOSSES, *TRAINING, *FORMULAS]

@@ -102,4 +102,9 @@ MODELS = [
     judged("reward_model_chat_is_a_text", f"{JUDGE_MODEL}, on=scorers, chat='yes'"),
     judged("reward_model_by_name", '"judge", on=scorers'),
 ]
-CASES = [*FUNCTIONS, *SHIPPED, *MODELS]
+COLUMNS = [
+    function("reward_misspells_a_field", "def score(respnse):\n    return 1.0\n", at=("reward",)),
+    function("reward_misspells_a_column", "def score(answers):\n    return 1.0\n", at=("reward",)),
+    function("reward_reads_the_ground_truth", "def score(ground_truth):\n    return 1.0\n", at=("reward",)),
+]
+CASES = [*FUNCTIONS, *SHIPPED, *MODELS, *COLUMNS]

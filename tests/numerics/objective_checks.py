@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import dataclass, fields, replace
+from types import ModuleType, SimpleNamespace
 
 import loops
 import pytest
 import torch
 from cases import DOUBLE, Ragged, near, policies, refuses
 
-from stages.losses import CispoLoss, ClippedLoss, Decoupled, IcePop, PolicyLoss, SequenceMask, TruncatedIS
+from stages.backends import objective
+from stages.losses import (
+    CispoLoss,
+    ClippedLoss,
+    Correction,
+    Decoupled,
+    IcePop,
+    PolicyLoss,
+    SequenceMask,
+    TruncatedIS,
+)
 
 SEEDS = (0, 3)
 MAX_TOKENS = 9
@@ -149,9 +159,30 @@ def sums(loss: PolicyLoss, made: Batch) -> dict[str, float]:
 
 
 def check_objective(ops: ModuleType) -> None:
+    check_losses(ops, LOSSES)
+
+
+def check_formulas(losses: ModuleType) -> None:
+    """The formulas of the descriptions: `losses` is `stages.losses`, or a mutant of it."""
+    ops = SimpleNamespace(objective=objective.objective, Scored=losses.Scored)
+    check_losses(ops, tuple(twin(loss, losses) for loss in LOSSES))
+
+
+def twin(made: PolicyLoss | Correction, losses: ModuleType) -> object:
+    """The same description, as that module has it. It is also one of ours, so that the loops know it."""
+    kind = type(made)
+    formula = "policy_loss" if isinstance(made, PolicyLoss) else "weights"
+    other = type(kind.__name__, (kind,), {formula: getattr(getattr(losses, kind.__name__), formula)})
+    values = {each.name: getattr(made, each.name) for each in fields(made)}
+    if values.get("correction") is not None:
+        values["correction"] = twin(values["correction"], losses)
+    return other(**values)
+
+
+def check_losses(ops: ModuleType | SimpleNamespace, losses: tuple[PolicyLoss, ...]) -> None:
     for seed in SEEDS:
         made = batch(seed)
-        for loss in LOSSES:
+        for loss in losses:
             scored = made.scored(ops, loss)
             value, got = ops.objective(loss, scored, tokens=made.tokens, samples=len(made.new))
             value.backward()
@@ -201,10 +232,6 @@ def check_objective_input(ops: ModuleType) -> None:
         scored = replace(made.scored(ops, loss), **{column: None})
         refuses(f"needs {column}$", lambda s=scored, x=loss: ops.objective(x, s, tokens=1, samples=1))
     plain = made.scored(ops, ClippedLoss())
-    unknown = replace(plain, rollout_logprobs_NT=plain.old_logprobs_NT)
-    for loss in (PolicyLoss(), ClippedLoss(correction=object())):
-        with pytest.raises(TypeError, match="no formula is known for"):
-            ops.objective(loss, unknown, tokens=1, samples=1)
     value, got = ops.objective(ClippedLoss(), replace(plain, entropy_NT=None), tokens=1, samples=1)
     assert "entropy" not in got
     # A reference that is at hand is measured, and has no part in a loss without a KL term.
@@ -215,4 +242,45 @@ def check_objective_input(ops: ModuleType) -> None:
         assert got["kl"] > 0
 
 
-CHECKS = (check_objective, check_microbatches, check_objective_input)
+@dataclass(frozen=True, kw_only=True)
+class Halves(Correction):
+    """Half of each token, by way of the policy's own logprobs, and nothing sensible in padding."""
+
+    says: bool
+
+    def weights(self, scored):
+        weight_NT = torch.where(scored.mask_NT, 0.5 * scored.logprobs_NT / scored.logprobs_NT.detach(), 7.0)
+        return (weight_NT, torch.ones_like(scored.mask_NT)) if self.says else weight_NT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(PolicyLoss):
+    """The policy gradient; every token counts as clipped, also padding, where it says so."""
+
+    says: bool
+
+    def policy_loss(self, scored, weight_NT):
+        loss_NT = -weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT
+        return (loss_NT, torch.ones_like(scored.mask_NT)) if self.says else loss_NT
+
+
+def check_own_formulas(ops: ModuleType) -> None:
+    """Of a user: a weight with a gradient and with numbers in padding is a number, and 0 there."""
+    made = batch(0)
+    for says, correction in ((False, None), (True, None), (False, Halves(says=False)), (True, Halves(says=True))):
+        loss = Plain(says=says, correction=correction)
+        scored = made.scored(ops, loss)
+        value, got = ops.objective(loss, scored, tokens=made.tokens, samples=len(made.new))
+        value.backward()
+        half = 1.0 if correction is None else 0.5
+        share = half / made.tokens
+        near(value.detach(), -share * sum(a * sum(row) for a, row in zip(made.advantage, made.new)))
+        near(scored.logprobs_NT.grad, made.case.list([[-share * a] * len(r) for a, r in zip(made.advantage, made.new)]))
+        assert got["clip_fraction"] == (made.tokens if says else 0)
+        if correction is not None:
+            assert got["is_weight"] == pytest.approx(made.tokens / 2)
+            assert got["is_changed"] == (made.tokens if says else 0)
+
+
+CHECKS = (check_objective, check_microbatches, check_objective_input, check_own_formulas)
+FORMULAS = (check_formulas,)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 import checks
 import mutate
@@ -9,7 +10,10 @@ import objective_checks
 import pytest
 from equivalent import EQUIVALENT
 
-CHECKS = checks.CHECKS | {"stages.backends.objective": objective_checks.CHECKS}
+CHECKS = checks.CHECKS | {
+    "stages.backends.objective": objective_checks.CHECKS,
+    "stages.losses": objective_checks.FORMULAS,
+}
 MECHANICAL = (*(name for name in checks.CHECKS if name != "ops.rewards.length"), "stages.backends.objective")
 # What a wrong formula makes a check raise. A NameError would be a mistake of the mutator.
 CAUGHT = (
@@ -52,6 +56,14 @@ def test_only_equivalent_mutants_survive(name):
 def test_of_every_tenth_mutant_only_equivalent_ones_survive(name):
     made = dict(list(mutate.mutants(inspect.getsource(importlib.import_module(name))))[::10])
     assert {mutant for mutant, source in made.items() if survives(name, source)} == set(EQUIVALENT[name]) & set(made)
+
+
+def test_no_mutant_of_a_loss_survives():
+    """Of the formulas of the descriptions; what is out of range is the business of tests/errors."""
+    made = list(mutate.mutants(inspect.getsource(importlib.import_module("stages.losses"))))
+    formulas = [one for one in made if re.match(r"\w+\.(policy_loss|weights|trained|sampled): ", one[0])]
+    assert len(formulas) >= 4
+    assert not [name for name, source in formulas if survives("stages.losses", source)]
 
 
 def test_the_unchanged_source_passes():
@@ -128,14 +140,14 @@ HANDWRITTEN = [  # (module, what stands there once, what is written instead)
     ("ops.logprobs", "shifted_RV.logsumexp(-1) - expected_R", "wide_RV.logsumexp(-1) - expected_R"),
     ("ops.masks", "mask.bool().sum(dim)", "mask.shape[1]"),
     (
-        "stages.backends.objective",
-        "given = (scored.old_logprobs_NT, scored.rollout_logprobs_NT, scored.mask_NT)",
-        "given = (scored.rollout_logprobs_NT, scored.old_logprobs_NT, scored.mask_NT)",
+        "stages.losses",
+        "return self.old_logprobs_NT, self.rollout_logprobs_NT, self.mask_NT",
+        "return self.rollout_logprobs_NT, self.old_logprobs_NT, self.mask_NT",
     ),
     (
-        "stages.backends.objective",
-        "given = (scored.logprobs_NT, scored.old_logprobs_NT, scored.advantage_N, scored.mask_NT)",
-        "given = (scored.logprobs_NT, scored.rollout_logprobs_NT, scored.advantage_N, scored.mask_NT)",
+        "stages.losses",
+        "return self.logprobs_NT, self.old_logprobs_NT, self.advantage_N, self.mask_NT",
+        "return self.logprobs_NT, self.rollout_logprobs_NT, self.advantage_N, self.mask_NT",
     ),
     (
         "stages.backends.objective",

@@ -364,9 +364,12 @@ def test_bad_arguments_are_named(call, message):
         (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); it is two numbers"),
         (CispoLoss(clip=(1.5, 1.0)), "CispoLoss(clip=(1.5, 1.0)); the ratio may fall by 1 at most"),
         (CispoLoss(kl=-1), "CispoLoss(kl=-1); the weight of the KL term"),
-        ("grpo", "loss='grpo'; a loss is a description: ClippedLoss or CispoLoss. Fix: loss=ClippedLoss()"),
+        (
+            "grpo",
+            "loss='grpo'; a loss is a description: ClippedLoss, CispoLoss, or your own class of PolicyLoss",
+        ),
         (ClippedLoss, "loss=the class ClippedLoss; a loss is a description"),
-        (PolicyLoss(), "a loss is a description"),
+        (PolicyLoss(), "PolicyLoss has no formula"),
     ],
 )
 def test_problems(loss, text):

@@ -8,7 +8,8 @@ import torch
 from ops.correction import decoupled, icepop, sequence_mask, truncated_is
 from ops.kl import kl_estimate
 from ops.loss import aggregate, cispo_loss, clipped_policy_loss
-from stages import CispoLoss, ClippedLoss, Decoupled, IcePop, SequenceMask, TruncatedIS
+from pipeline import StageError
+from stages import CispoLoss, ClippedLoss, Correction, Decoupled, IcePop, PolicyLoss, SequenceMask, TruncatedIS
 from stages.backends.objective import MAXIMA, Scored, objective
 
 torch.set_num_threads(1)
@@ -281,7 +282,7 @@ def test_counts_are_above_0(tokens):
 
 
 def test_a_loss_without_a_formula_is_refused():
-    from stages.losses import PolicyLoss
-
-    with pytest.raises(TypeError, match="no formula is known for PolicyLoss"):
+    with pytest.raises(StageError, match="PolicyLoss has no formula"):
         objective(PolicyLoss(), scored(), tokens=TOKENS, samples=N)
+    with pytest.raises(StageError, match="Correction has no formula"):
+        objective(ClippedLoss(correction=Correction()), scored(), tokens=TOKENS, samples=N)

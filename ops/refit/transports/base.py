@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from ops.refit.memory import SharedMemory
     from ops.refit.share import Share
-    from ops.refit.transports.meeting import Meeting, Record
+    from ops.refit.transports.meeting import Meeting
 
 DEVICES = ("cpu", "cuda")
+Record = dict[str, float]  # numbers about one version, by name
 
 
 class Transport(ABC):

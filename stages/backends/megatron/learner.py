@@ -101,7 +101,7 @@ class MegatronLearner:
             logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
             return objective(
                 loss,
-                self._scored(part, row, logprobs_R, entropy_R if loss.entropy > 0 else entropy_R.detach()),
+                self._scored(part, row, logprobs_R, entropy_R if loss.needs_entropy else entropy_R.detach()),
                 tokens=update.tokens,
                 samples=update.samples,
             )
@@ -121,8 +121,9 @@ class MegatronLearner:
         return told[0]
 
     def _scored(self, part: Batch, row: Row, logprobs_R: torch.Tensor, entropy_R: torch.Tensor) -> Scored:
-        def padded(column: Ragged) -> torch.Tensor:
-            return pad_right(column, 0, row.width).to(self.groups.device)
+        def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
+            wide = pad_right(column, 0, row.width) if isinstance(column, Ragged) else column
+            return wide.to(self.groups.device)
 
         return Scored(
             logprobs_NT=row.rectangle(logprobs_R),
@@ -132,6 +133,7 @@ class MegatronLearner:
             mask_NT=row.mask,
             ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
             entropy_NT=row.rectangle(entropy_R),
+            columns={name: padded(column) for name, column in part.columns.items()},
         )
 
     def _step(self, loss: float) -> dict[str, float]:

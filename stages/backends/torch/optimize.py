@@ -101,7 +101,7 @@ class TorchLearner:
             pad=self.pad,
             packed=packed,
         )
-        with torch.set_grad_enabled(loss.entropy > 0):
+        with torch.set_grad_enabled(loss.needs_entropy):
             entropy_NT = made.rectangle(entropy(made.logits))
         scored = Scored(
             logprobs_NT=made.rectangle(selected_logprobs(made.logits, made.ids)),
@@ -111,6 +111,7 @@ class TorchLearner:
             mask_NT=made.mask_NT,
             ref_logprobs_NT=self._padded(part.ref_logprobs, made) if part.ref_logprobs else None,
             entropy_NT=entropy_NT,
+            columns={name: self._padded(column, made) for name, column in part.columns.items()},
         )
         value, sums = objective(loss, scored, tokens=update.tokens, samples=update.samples)
         value.backward()
@@ -121,8 +122,9 @@ class TorchLearner:
                 parameter.grad = None
         return sums
 
-    def _padded(self, column: Ragged, made: Predicted) -> torch.Tensor:
-        return pad_right(column, 0, made.width).to(self.network.device)
+    def _padded(self, column: torch.Tensor | Ragged, made: Predicted) -> torch.Tensor:
+        wide = pad_right(column, 0, made.width) if isinstance(column, Ragged) else column
+        return wide.to(self.network.device)
 
     def _step(self, loss: float) -> dict[str, float]:
         norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])

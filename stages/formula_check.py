@@ -1,0 +1,189 @@
+"""Whether the formulas of a user's loss and correction work: they run once, on four tokens, before anything is started.
+
+    for problem in trial_problems(MyLoss(), "graph.py:12"):
+        ...
+
+The tokens are two samples of two, of which the last one is padding. A second run has other numbers in the padding, and
+more of it. This module loads torch; the check of a graph loads it only for a formula that is not one of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline import Field
+from pipeline.errors import Problem, shown, told, user_error
+from stages.losses import PolicyLoss, Scored
+
+if TYPE_CHECKING:
+    from stages.losses import Formula
+
+MASK_NT = torch.tensor([[True, True], [True, False]])
+
+
+class _Wrong(Exception):  # noqa: N818 - it is no error: it carries what the check says
+    """What a formula did wrong."""
+
+
+def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
+    """The first thing that is wrong with the correction's formula, or else with the loss's. `where` is the stage."""
+    trials: list[tuple[Callable[..., Formula], Callable[[], None]]] = [(loss.policy_loss, lambda: _try_loss(loss))]
+    if loss.correction is not None:
+        trials.insert(0, (loss.correction.weights, lambda: _try_weights(loss)))
+    problems = (_problem(formula, trial, where) for formula, trial in trials)
+    yield from islice((problem for problem in problems if problem), 1)
+
+
+def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: str) -> Problem | None:
+    owner = f"{type(formula.__self__).__name__}.{formula.__name__}"  # type: ignore[attr-defined]
+    try:
+        trial()
+    except _Wrong as wrong:
+        what, why, fix = wrong.args
+        code = inspect.unwrap(formula.__func__).__code__  # type: ignore[attr-defined]
+        return Problem(where=f"{code.co_filename}:{code.co_firstlineno}", what=f"{owner} {what}", why=why, fix=fix)
+    except Exception as error:  # noqa: BLE001 - user code
+        return Problem(
+            where=user_error(error, stage="", where=where, when="").problems[0].where,
+            what=f"{owner} raised {told(error)}",
+            why="the check ran the formula once, on two samples of two tokens",
+            fix="correct the formula; scored has the fields of stages.Scored",
+        )
+    return None
+
+
+def _try_weights(loss: PolicyLoss) -> None:
+    """The weights are there for each token, are finite, and do not depend on padding."""
+    assert loss.correction is not None
+    found = []
+    for padding, wide in ((0.0, 0), (-3.0, 2)):
+        scored = _scored(loss, padding, wide)
+        weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
+        found.append(weight_NT[scored.mask_NT].detach())
+    _same(found[0], found[1], "weights")
+
+
+def _try_loss(loss: PolicyLoss) -> None:
+    """The loss has a value for each token, a finite gradient, uses the weight, and does not depend on padding."""
+    (value, slope), (padded, padded_slope) = _run(loss, 0.0, 0), _run(loss, -3.0, 2)
+    if not slope.any():
+        raise _Wrong(
+            "has the gradient 0 for every token",
+            "a loss teaches the policy through scored.logprobs_NT",
+            "do not detach scored.logprobs_NT, nor compute under torch.no_grad()",
+        )
+    _same(value, padded, "the loss")
+    _same(slope, padded_slope, "the gradient")
+    if loss.correction is not None and torch.equal(slope, _run(loss, 0.0, 0, weight=0.5)[1]):
+        raise _Wrong(
+            f"does not use weight_NT, and the loss has correction={shown(loss.correction)}",
+            "the correction multiplies the policy loss of each token",
+            "multiply the advantage with weight_NT, or leave out correction=",
+        )
+
+
+def _run(loss: PolicyLoss, padding: float, wide: int, weight: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and its gradient, of the three tokens that are not padding."""
+    scored = _scored(loss, padding, wide)
+    made = loss.policy_loss(scored, torch.full_like(scored.old_logprobs_NT, weight))
+    loss_NT = _tokens(made, scored, "the loss of each token")
+    if not loss_NT.requires_grad:
+        raise _Wrong(
+            "has no gradient",
+            "a loss teaches the policy through scored.logprobs_NT",
+            "compute it from scored.logprobs_NT, without detach(), .item() or torch.no_grad()",
+        )
+    loss_NT[scored.mask_NT].sum().backward()
+    slope_NT = scored.logprobs_NT.grad
+    if slope_NT is None:
+        slope_NT = torch.zeros_like(scored.logprobs_NT)
+    slope = slope_NT[scored.mask_NT]
+    if not slope.isfinite().all():
+        raise _Wrong(
+            f"has the gradient {_numbers(slope)}",
+            "an update with a gradient that is not finite is skipped",
+            "keep logarithms, divisions and roots away from 0, also in padding",
+        )
+    return loss_NT[scored.mask_NT].detach(), slope
+
+
+def _tokens(made: Any, scored: Scored, meaning: str) -> torch.Tensor:
+    """The value for each token of what a formula returned."""
+    value, changed = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    shape = tuple(scored.mask_NT.shape)
+    if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        raise _Wrong(f"returned {_kind(made)}", f"a formula returns {meaning}, a tensor [N, T]", _return(meaning))
+    if tuple(value.shape) != shape:
+        fix = "leave out mean() and sum(): the loss's aggregation adds up" if value.dim() < 2 else _return(meaning)
+        raise _Wrong(f"returned {_kind(value)} for mask_NT {list(shape)}", f"it is {meaning}, [N, T]", fix)
+    if changed is not None and not (
+        isinstance(changed, torch.Tensor) and changed.dtype == torch.bool and tuple(changed.shape) == shape
+    ):
+        raise _Wrong(
+            f"returned {_kind(changed)} as its second value",
+            "that is True for each token that the formula clipped or took out, bool [N, T]",
+            "return only the first value",
+        )
+    if not value[scored.mask_NT].isfinite().all():
+        raise _Wrong(
+            f"returned {_numbers(value[scored.mask_NT])} for three tokens",
+            "every token has a finite value",
+            "keep logarithms, divisions and exponents in range",
+        )
+    return value
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+        raise _Wrong(
+            f"looks into padding: {name} of three tokens, {_numbers(one)}, became {_numbers(other)} with other padding",
+            "what stands after the end of a response has no meaning",
+            "take means and sums with scored.mask_NT, as masked_mean and masked_sum of ops.masks do",
+        )
+
+
+def _scored(loss: PolicyLoss, padding: float, wide: int) -> Scored:
+    """The four tokens, with `padding` where there is no token, and `wide` more columns of it."""
+    mask_NT = torch.nn.functional.pad(MASK_NT, (0, wide))
+
+    def column(*numbers: float) -> torch.Tensor:
+        column_NT = torch.full(mask_NT.shape, padding)
+        column_NT[mask_NT] = torch.tensor(numbers)
+        return column_NT
+
+    def read(field: Field) -> torch.Tensor:
+        made = column(0.5, 1.0, 0.75) if field.dims == "N T" else torch.tensor([0.5, 1.0])
+        if field.dtype == "bool":
+            return made > 0.5
+        return made.to(getattr(torch, field.dtype)) if field.dtype.startswith("float") else (4 * made).long()
+
+    ref_NT = column(-0.8, -1.4, -2.0)
+    return Scored(
+        logprobs_NT=column(-0.9, -1.5, -2.2).requires_grad_(),
+        old_logprobs_NT=column(-0.9, -1.55, -2.15),
+        rollout_logprobs_NT=column(-0.92, -1.5, -2.1),
+        advantage_N=torch.tensor([1.0, -0.5]),
+        mask_NT=mask_NT,
+        ref_logprobs_NT=ref_NT if loss.needs_reference else None,
+        entropy_NT=column(0.7, 1.1, 0.4).requires_grad_(loss.needs_entropy),
+        columns={field.name: read(field) for field in loss.columns},
+    )
+
+
+def _kind(made: object) -> str:
+    if isinstance(made, torch.Tensor):
+        return f"a tensor {list(made.shape)} of {str(made.dtype).removeprefix('torch.')}"
+    return "None" if made is None else f"a {type(made).__name__}"
+
+
+def _numbers(values: torch.Tensor) -> str:
+    return ", ".join(f"{value:.4g}" for value in values.tolist())
+
+
+def _return(meaning: str) -> str:
+    return f"return {meaning}: a tensor with the shape of scored.mask_NT"

@@ -1,0 +1,29 @@
+"""The reward and the stage of the pages in docs/, from a folder outside the repository, run with the quickstart."""
+
+from tests.doors import FEW_STEPS, forgotten, metrics, quickstart, snippet, user_folder
+from tests.errors.harness import command
+
+REWARD = "Reward(digit_match),"
+
+
+def trained(folder, files):
+    user_folder(folder, files)
+    with forgotten(folder):
+        code, _, err = command(folder, "graph.py", *FEW_STEPS, "--executor", "local", "--run-dir", "RUN", "--plain")
+    assert code == 0, err
+    return metrics(folder / "RUN")
+
+
+def test_the_reward_of_the_page(tmp_path):
+    graph = quickstart("from rewards import brevity, judge", (REWARD, "Reward(digit_match, brevity, judge),"))
+    found = trained(tmp_path, {"rewards.py": snippet("your-own-reward.md"), "graph.py": graph})
+    assert all(-1 < line["reward/brevity"] <= 0 and 0 <= line["reward/judge"] <= 1 for line in found)
+
+
+def test_the_stage_of_the_page(tmp_path):
+    graph = quickstart(
+        "from mystages import KeepDigits\n\n\ndef score(digits: str) -> float:\n    return float(len(digits))\n\n",
+        (REWARD, "KeepDigits(), Reward(digit_match, score),"),
+    )
+    found = trained(tmp_path, {"mystages.py": snippet("your-own-stage.md"), "graph.py": graph})
+    assert all(0 <= line["reward/score"] <= 5 for line in found)
