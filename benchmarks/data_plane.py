@@ -170,13 +170,13 @@ def start_ray(*, object_store_bytes: int) -> None:
     import ray
     import torch
 
-    from pipeline.executors.placement import PRIORITY
+    from pipeline.executors.placement import worker_environment
 
     torch.set_num_threads(1)
     ray.init(
         address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
         object_store_memory=object_store_bytes, _node_ip_address="127.0.0.2",
-        runtime_env={"env_vars": environment() | PRIORITY},
+        runtime_env={"env_vars": worker_environment()},
     )  # fmt: skip
 
 

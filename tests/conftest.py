@@ -87,7 +87,7 @@ def ray_session() -> Iterator[Any]:
     os.environ.update(environment())
     import ray
 
-    from pipeline.executors.placement import PRIORITY
+    from pipeline.executors.placement import worker_environment
     from pipeline.executors.ray import RayExecutor
 
     ray.init(
@@ -99,7 +99,7 @@ def ray_session() -> Iterator[Any]:
         logging_level="ERROR",
         object_store_memory=256 * 2**20,
         _node_ip_address="127.0.0.2",
-        runtime_env={"env_vars": {**environment(), **PRIORITY, "PYTHONPATH": REPOSITORY}},
+        runtime_env={"env_vars": {**worker_environment(), "PYTHONPATH": REPOSITORY}},
     )
     plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
     RayExecutor.store = plane.settings

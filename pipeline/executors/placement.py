@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from pipeline.data_plane.transfer_queue import environment
+from pipeline.data_plane.transfer_queue import DEADLINE_S, environment
 from pipeline.declare.group import HOST, WorkerGroup
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.answers import START_DEADLINE_S, get_all
@@ -22,6 +22,11 @@ LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network c
 # and a data plane that any other program slows down is taken for lost.
 PRIORITY = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}  # noqa: SIM112 - Ray's own spelling
 SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
+
+
+def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
+    """Environment variables of a Ray worker: those of the data plane, and its priority."""
+    return environment(deadline_s) | PRIORITY
 
 
 class Placement:
@@ -43,8 +48,7 @@ class Placement:
         group on whose GPUs it lies."""
         count, gpus = group.processes, group.gpus / group.processes
         cpus = group.cpus * group.workers / count
-        variables = environment() | PRIORITY
-        variables |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+        variables = worker_environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         visible: list[dict[str, str]] = [{}] * count
         if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
             node = ray.get_runtime_context().get_node_id()

@@ -22,6 +22,7 @@ from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
+from pipeline.declare.held import Closes, Saves, Sleeps
 from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
@@ -238,7 +239,7 @@ class Worker:
         names = [
             name
             for name, runner in self._runners.items()
-            if hasattr(runner, "save") and (self.rank == 0 or self.stages[name].sharding)
+            if isinstance(runner, Saves) and (self.rank == 0 or self.stages[name].sharding)
         ]
         for name in names:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -248,18 +249,18 @@ class Worker:
     def restore(self, folder: Path) -> None:
         """The inverse of `save`."""
         for name, runner in self._runners.items():
-            if hasattr(runner, "restore"):
+            if isinstance(runner, Saves):
                 runner.restore(folder / name)
 
     @property
     def is_replaceable(self) -> bool:
         """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
-        return not self.ranks.connected and not any(hasattr(runner, "restore") for runner in self._runners.values())
+        return not self.ranks.connected and not any(isinstance(runner, Saves) for runner in self._runners.values())
 
     def turn(self, awake: bool, room: int | None = None) -> trace.Turned:
         """Wake up, or give the GPUs' memory to another group, which wants `room` bytes. No task runs meanwhile."""
         start_s = time.monotonic()
-        holders = [held for held in self._shared.values() if hasattr(held, "wake")]
+        holders = [held for held in self._shared.values() if isinstance(held, Sleeps)]
         used = [held.wake() if awake else held.sleep(room) for held in holders] or [(0, 0)]
         return trace.Turned(
             group=self.group.name,
@@ -274,7 +275,7 @@ class Worker:
     def close(self) -> None:
         """Let go of what the stages share, of the data plane and of the other ranks."""
         for held in self._shared.values():
-            if hasattr(held, "close"):
+            if isinstance(held, Closes):
                 held.close()
         self.ranks.leave()
         if self._plane is not None:

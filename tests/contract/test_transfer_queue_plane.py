@@ -210,10 +210,10 @@ LOST = """
     import ray, torch
     from pipeline import Field
     from pipeline.errors import DataPlaneLost
-    from pipeline.executors.placement import PRIORITY
+    from pipeline.executors.placement import worker_environment
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
              object_store_memory=10**8, _node_ip_address="127.0.0.2",
-             runtime_env={"env_vars": environment(6) | PRIORITY})
+             runtime_env={"env_vars": worker_environment(6)})
     plane = TransferQueuePlane.create(deadline_s=6, cache_bytes=0)
     plane.register("p", [Field("reward", "float32")], ["train"])
     put = lambda group: plane.put([f"{group:08d}_g000"], {"reward": torch.ones(1)}, partition="p", stage="work")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import StageError, WorkerGroup
-from stages.backends.megatron.checks import problems
+from stages.backends.megatron.limits import problems
 from stages.backends.megatron.names import Part, parameters
 from stages.backends.model.decoder import Decoder
 
@@ -166,7 +166,7 @@ def test_the_checks_and_the_tables_load_no_tensor_library() -> None:
     import subprocess
 
     code = (
-        "import sys; import stages.backends.megatron.checks, stages.backends.megatron.names;"
+        "import sys; import stages.backends.megatron.limits, stages.backends.megatron.names;"
         "assert not {'torch', 'megatron', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -14,7 +14,7 @@ from pipeline import Model, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
 from stages.backends.torch.engine import TorchEngine
-from stages.backends.vllm.checks import problems
+from stages.backends.vllm.limits import problems
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 from tests.shares import shares_of

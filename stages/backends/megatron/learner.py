@@ -23,9 +23,9 @@ from pipeline.declare.sharding import Update
 from stages.backends import Batch, Optimization
 from stages.backends.device import Parking
 from stages.backends.megatron import checkpoint
+from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
-from stages.backends.megatron.rows import Row
 from stages.backends.model.padding import pad_right
 from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
 from stages.losses import PolicyLoss

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from ops.vocab_parallel import logprobs_and_entropy
 from stages.backends.megatron.attention import CausalAttention
 from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.names import Part, padded_vocab, parameters
-from stages.backends.megatron.rows import Row
 from stages.backends.model.decoder import Decoder
 
 

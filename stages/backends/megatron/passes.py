@@ -19,8 +19,8 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.microbatches import Row, row_of, tokens_of
 from stages.backends.megatron.network import Network
-from stages.backends.megatron.rows import Row, row_of, tokens_of
 
 
 def run(

@@ -26,7 +26,6 @@ from stages.backends.interface import Served
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
 from stages.backends.vllm.requests import Request
-from stages.backends.vllm.running import Running
 from stages.backends.vllm.weights import Weights
 
 STALL_S = 900.0  # without any output, a start or a load, while there are requests
@@ -54,7 +53,7 @@ class Setup:
 
 
 class Client:
-    """Starts the engine and speaks to it. State is the loop's; `submit`, `load` and the like may be called anywhere."""
+    """Starts the engine and speaks to it. State is the loop's; `start`, `load` and the like may be called anywhere."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -87,10 +86,6 @@ class Client:
         except TimeoutError:
             future.cancel()
             raise StageError(self._silent(deadline_s)) from None
-
-    def submit(self, requests: Sequence[Request], size: int) -> Running:
-        """Hand requests in, in lots of `size` that come out whole."""
-        return Running(self, requests, size)
 
     def longest(self) -> int:
         """Tokens of a prompt and its response together, at most."""

@@ -28,6 +28,7 @@ from stages.backends.model.folder import model_folder
 from stages.backends.model.text import Texts
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment
+from stages.backends.vllm.running import Running
 from stages.backends.vllm.weights import Weights, expected
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class VllmEngine(Texts):
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Responses of the served copy."""
-        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws), len(prompt_ids))
+        running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), len(prompt_ids))
         ended: list[Lot] = []
         try:
             while not ended:
@@ -113,7 +114,7 @@ class VllmEngine(Texts):
         unwanted: Callable[[int], bool] = lambda group: False,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Responses of the served copy, group by group, in the order in which they end."""
-        running = self.client(model).submit(self._requests(model, prompt_ids, sampling, draws), group_size)
+        running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), group_size)
         open_groups = set(range(len(prompt_ids) // group_size))
         given_up: set[int] = set()
         try:
