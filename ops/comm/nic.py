@@ -1,8 +1,8 @@
-"""Which network interface a rank uses: the first one of a list that is there and up.
+"""Chooses a rank's network interface: the first in a list that exists and is up.
 
     StatelessGroup.join(..., interface=choose(["ib0", "eth1"]))
 
-Linux. Knows interfaces by name; it does not know how fast they are or whom they reach.
+Linux only. Knows interfaces by name, not their speed or reach.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 
-_FLAGS, _UP, _RUNNING = 0x8913, 0x1, 0x40  # SIOCGIFFLAGS and two of its flags, of Linux
+_FLAGS, _UP, _RUNNING = 0x8913, 0x1, 0x40  # Linux's SIOCGIFFLAGS and two of its flags
 
 _log = logging.getLogger(__name__)
 
 
 def choose(wanted: Sequence[str]) -> str:
-    """The interface; "", which is the default of whoever is given it, where none of them is there and up. That is
-    said in a warning, once for a list."""
+    """The interface, or "" (the caller's default) if none exists and is up; then it warns, once per list."""
     there = {name for _, name in socket.if_nameindex()}
     for name in wanted:
         if name in there and is_up(name):
@@ -32,7 +31,7 @@ def choose(wanted: Sequence[str]) -> str:
 
 
 def is_up(name: str) -> bool:
-    """Whether an interface is up and has a link. Raises OSError where there is none of that name."""
+    """Whether an interface is up and has a link. Raises OSError if it does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _FLAGS, struct.pack("16sH14x", name.encode(), 0))
     (flags,) = struct.unpack("16xH14x", answer)

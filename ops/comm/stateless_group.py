@@ -1,12 +1,12 @@
-"""A group of processes that send tensors to each other, whatever other groups they are in.
+"""A group of processes that exchange tensors, independent of any other process group.
 
     with StatelessGroup.join("10.0.0.1", 29500, rank=0, ranks=8, device=torch.device("cuda", 0)) as group:
         with group.together():
             group.send(tensor, peer=3)
 
-Rank 0 serves a key-value store where the ranks meet. On GPUs it is a NCCL communicator of its own (nccl4py), on the CPU
-torch's gloo; neither is, nor needs, a default process group, so a trainer and a sampler can share one though each is in
-others. Streams are given: a call is done in the order of the current one.
+Rank 0 serves a key-value store where the ranks meet. On GPUs the group is a separate NCCL communicator (nccl4py), on
+the CPU torch's gloo. Neither needs a default process group, so a trainer and a sampler can share one while each is in
+others. Calls are ordered on the current CUDA stream.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHECKED = "first broadcast"
 
 
 class GroupError(RuntimeError):
-    """A group that did not come together, or does not carry what it is given."""
+    """A group could not be formed, or a transfer in it failed."""
 
 
 class Wire(Protocol):
-    """What carries the bytes of a group."""
+    """What moves the bytes of a group."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> None: ...
 
@@ -49,8 +49,8 @@ class Wire(Protocol):
 
 
 class StatelessGroup:
-    """One rank's view. `send` and `recv` of one `together` wait for each other only at its end, so that no order of
-    them locks up; every rank issues the `together`s that it has a part in in the same order."""
+    """One rank's view. The sends and receives inside one `together` complete at its end, so no order of them deadlocks.
+    Every rank must issue its `together` blocks in the same order."""
 
     def __init__(self, wire: Wire, store: dist.Store, rank: int, ranks: int, device: torch.device) -> None:
         self.wire, self.store, self.rank, self.ranks, self.device = wire, store, rank, ranks, device
@@ -60,10 +60,10 @@ class StatelessGroup:
         cls, host: str, port: int, *, rank: int, ranks: int, device: torch.device, name: str = "",
         interface: str = "", deadline_s: float = DEADLINE_S,
     ) -> StatelessGroup:  # fmt: skip
-        """Meet the others, which all call it. `name` tells groups apart that meet at one store; `interface` is the
-        network interface of this rank, by default the one that gloo or NCCL finds.
+        """Join the group; every rank calls it. `name` distinguishes groups that share a store; `interface` is this
+        rank's network interface, by default the one that gloo or NCCL finds.
 
-        Raises GroupError where they do not come in time, or the group does not carry what it is given.
+        Raises GroupError if a rank does not arrive in time, or a test transfer fails.
         """
         try:
             store = dist.TCPStore(host, port, ranks, rank == 0, timedelta(seconds=deadline_s), wait_for_workers=False)
@@ -79,7 +79,7 @@ class StatelessGroup:
         cls, store: dist.Store, *, rank: int, ranks: int, device: torch.device, name: str = "", interface: str = "",
         deadline_s: float = DEADLINE_S, where: str = "their store",
     ) -> StatelessGroup:  # fmt: skip
-        """The same at a store that somebody serves already; while they meet, its own timeout holds too."""
+        """Join at a store that is already served. While joining, the store's own timeout applies too."""
         try:
             own = dist.PrefixStore(f"group {name}", store)
             if device.type == "cuda":
@@ -101,7 +101,7 @@ class StatelessGroup:
         self.wire.recv(tensor, peer)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """From one rank to all; every rank calls it."""
+        """Broadcast from one rank to all; every rank calls it."""
         self.wire.broadcast(tensor, root)
 
     def together(self) -> Any:
@@ -109,8 +109,8 @@ class StatelessGroup:
         return self.wire.together()
 
     def check(self, deadline_s: float = DEADLINE_S) -> None:
-        """Rank 0 broadcasts a number that it chose, which all must have then. Raises GroupError naming rank and key, or
-        where it takes longer."""
+        """Rank 0 broadcasts a random number and every rank checks it. Raises GroupError naming rank and key, or after
+        the deadline."""
         if self.rank == 0:
             self.store.set(CHECKED, str(secrets.randbelow(2**53)))
         wanted = int(self.store.get(CHECKED))
@@ -124,9 +124,8 @@ class StatelessGroup:
             )
 
     def finish(self, deadline_s: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Wait until what was sent and received on a GPU, on its current stream, is done; on the CPU it is. Raises
-        GroupError where it takes longer, as it does without an end where a peer died, or where `over` says so, which
-        is asked every `LOOK_S`."""
+        """Wait until all transfers on the current CUDA stream are done; on the CPU they already are. Raises GroupError
+        after the deadline (a dead peer would block forever), or once `over`, polled every `LOOK_S`, says so."""
         if self.device.type != "cuda":
             return
         begun_s = time.monotonic()
@@ -146,7 +145,7 @@ class StatelessGroup:
         self.wire.close()
 
     def abandon(self) -> None:
-        """Leave a group that does not work any more, without the others."""
+        """Leave a broken group without waiting for the others."""
         self.wire.abandon()
 
     def __enter__(self) -> StatelessGroup:
@@ -157,7 +156,7 @@ class StatelessGroup:
 
 
 class _Gloo:
-    """torch's gloo, without a default group. Sends and receives of one `together` run beside each other."""
+    """torch's gloo without a default group. Sends and receives inside one `together` run concurrently."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, deadline: timedelta, interface: str) -> None:
         if interface:
@@ -204,7 +203,7 @@ class _Gloo:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What NCCL refuses as GroupError: nccl4py's own errors have no public base, and are no RuntimeErrors."""
+    """Turn NCCL errors into GroupError: nccl4py's errors have no public base class and are not RuntimeErrors."""
     try:
         yield
     except Exception as error:
@@ -214,15 +213,15 @@ def _told() -> Iterator[None]:
 
 
 class _Nccl:
-    """A communicator of nccl4py. NCCL reads which interface it is to use once a process, at its first communicator;
-    an InfiniBand card it takes from NCCL_IB_HCA."""
+    """An nccl4py communicator. NCCL reads the interface once per process, at the first communicator; it takes the
+    InfiniBand card from NCCL_IB_HCA."""
 
     @_told()
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float
     ) -> None:
         if interface:
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # that very one; else it is a prefix
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # an exact match; otherwise it is a prefix
         import nccl.core as nccl
 
         if rank == 0:
@@ -230,7 +229,7 @@ class _Nccl:
         self._nccl = nccl
         unique_id = nccl.UniqueId.from_bytes(bytes(store.get("id")))
         store.set(f"rank {rank}", "")
-        store.wait([f"rank {each}" for each in range(ranks)])  # nobody begins what one that never came would not end
+        store.wait([f"rank {each}" for each in range(ranks)])  # do not start what a missing rank could not finish
         index = torch.cuda.current_device() if device.index is None else device.index
 
         def connected() -> Any:
@@ -264,15 +263,15 @@ class _Nccl:
 
 
 def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any], None]) -> Any:
-    """What `connected` returns, which waits without an end where a peer dies. Raises what it raises, and
-    RuntimeError where it takes longer; `late` gets what comes after all."""
+    """Call `connected`, which blocks forever if a peer dies, with a deadline. Raises what it raises, or RuntimeError
+    after the deadline; `late` receives a result that arrives after all."""
     made: Future[Any] = Future()
 
     def run() -> None:
         made.set_running_or_notify_cancel()
         try:
             made.set_result(connected())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised at the wait
             made.set_exception(error)
 
     threading.Thread(target=run, name="connects", daemon=True).start()

@@ -1,9 +1,9 @@
-"""A key-value store that several threads of a process wait at through one connection.
+"""Lets several threads of a process wait on a key-value store through one connection.
 
     group = StatelessGroup.over(Asking(client, deadline_s=60), rank=0, ranks=2, device=device, name="...")
 
-torch's client is taken as long as somebody waits in it, and another connection is dear: whoever serves the store looks
-the name of every new one's address up, and answers nobody meanwhile, for seconds where name servers are slow.
+torch's client is blocked while a thread waits in it, and new connections are expensive: the server looks up the host
+name of each one and answers nobody meanwhile, for seconds if name servers are slow.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-SHORTEST_S, LONGEST_S = 5e-4, 2e-2  # between two questions
+SHORTEST_S, LONGEST_S = 5e-4, 2e-2  # between two polls
 
 
 class Asking(dist.Store):
-    """Waits by asking again. A key that does not come in `deadline_s` is a DistStoreError; so is, at once, one that has
-    not come when `over` has: whoever serves the store says there why nobody needs to wait any more.
+    """Waits by polling. A key that does not arrive within `deadline_s` raises DistStoreError. So does a missing key as
+    soon as the key `over` is set: the server writes there why waiting is pointless.
 
-    C++ reaches these methods only as long as Python holds this object too.
+    C++ can call these methods only while Python holds a reference to this object.
     """
 
     def __init__(self, client: dist.Store, deadline_s: float, over: str = "") -> None:
@@ -32,12 +32,12 @@ class Asking(dist.Store):
         self._client.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """What a key has, once it is there."""
+        """The value of a key; waits for it."""
         self.wait([key])
         return bytes(self._client.get(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait for all keys."""
         ends_s = time.monotonic() + (timeout or self._deadline).total_seconds()
         pause_s = SHORTEST_S
         while not self._client.check(keys):

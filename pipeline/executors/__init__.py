@@ -1,4 +1,4 @@
-"""Who runs tasks: the interface. `local` runs them in this process, `ray` on actors, `simulated` on a virtual clock."""
+"""The interface of everything that runs tasks: `local` in this process, `ray` on actors."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from pipeline.record.trace import Placed
 
 
 class Executor(Protocol):
-    """Starts workers, hands them tasks, reports what they finished. One instance a run."""
+    """Starts workers, submits tasks to them and reports their results. One instance per run."""
 
     name: str
     plane: DataPlane
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
-        """Bring up data plane and workers, and give them their state back from the checkpoint `restore`.
+        """Start the data plane and the workers, and restore their state from the checkpoint `restore`.
 
         Returns where each worker runs.
-        Raises SluiceError where a worker cannot be set up.
+        Raises SluiceError if a worker cannot be set up.
         """
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
-        """Start a task on its replica, or on all workers of its group, which the scheduler knows to be free for it."""
+        """Start a task on its replica, or on all workers of its group. The scheduler guarantees that they are free."""
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Reports as they come, several of a stream; an empty list when none came within `timeout_s`."""
+        """Reports as they arrive; a stream sends several. An empty list if none arrives within `timeout_s`."""
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
-        """Have a running stream give up these groups. It acknowledges them, given up or finished."""
+        """Ask a running stream to cancel these groups. It acknowledges each one, canceled or finished."""
 
     def save(self, folder: Path) -> None:
-        """Have every worker write its state below `folder`, behind the tasks submitted so far; returns when done."""
+        """Have every worker write its state below `folder` after the tasks submitted so far. Blocks until done."""
 
     def cleared(self, rows: Sequence[str]) -> None:
-        """Rows have left the data plane: workers forget them before their next task."""
+        """Rows were cleared from the data plane: workers drop their copies before their next task."""
 
     def close(self) -> None:
-        """End workers and data plane. Idempotent; also after a failed start."""
+        """Stop the workers and the data plane. Idempotent; also valid after a failed start."""
 
 
 def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) -> list[KVBatchMeta]:
-    """The handle of each data-parallel replica: its samples, and with them how it cuts them into microbatches.
+    """One handle per data-parallel replica: its samples, and how it splits them into microbatches.
 
-    This is the one place where a batch is divided. Raises StageError where it cannot be.
+    Batches are sharded here and nowhere else. Raises StageError if a batch cannot be sharded.
     """
     assert stage.sharding is not None
     try:
@@ -75,9 +75,9 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
 
 
 def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
-    """What several ranks report of one task, as one result: the first error, all handles, the mean of metrics.
+    """Merge the reports of all ranks of a task: the first error, all handles, the mean of the metrics.
 
-    Metrics are weighted by samples. A refit that leaves the ranks with different weights is an error.
+    Metrics are weighted by samples. It is an error if ranks hold different weights after a refit.
     """
     if len(results) == 1:
         return results[0]

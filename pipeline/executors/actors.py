@@ -1,5 +1,5 @@
-"""A `Worker` as an actor of Ray: what the executor calls of it. What the source of a transfer offers goes from actor to
-actor through Ray's object store, past the driver."""
+"""A `Worker` as a Ray actor. A transfer's payload goes from actor to actor through Ray's object store and bypasses the
+driver."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from pipeline.precedence import search_last
 from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir
 
-BEAT = "beat"  # the threads of an actor that answer beats, and do nothing else
+BEAT = "beat"  # actor threads reserved for heartbeats
 
 
 def write_into(log: Path) -> None:
-    """What this process and those that it starts print goes into the run directory, where that can be written."""
+    """Redirect the output of this process and its children into the run directory, if it is writable."""
     with suppress(OSError), log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
 
 class Hosted:
-    """A `Worker` behind Ray's calls."""
+    """Exposes a `Worker` to Ray calls."""
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
         search_last(settings.folders)  # Ray puts the driver's working directory first
@@ -52,11 +52,11 @@ class Hosted:
         self._worker.join(*meeting, deadline_s)
 
     def setup(self, joined: None = None) -> SluiceError | None:
-        """Behind a `join` that it is given: an actor with streams would not keep the order."""
+        """Takes the result of `join` as an argument to run after it: an actor with streams does not keep call order."""
         return self._worker.setup()
 
     def connect(self, settings: Any) -> tuple[Placed, bool]:
-        """Where it runs, and whether another worker can take its place."""
+        """Where it runs, and whether it can be replaced."""
         self._worker.connect(TransferQueuePlane.attach(settings))
         node = ray.util.get_node_ip_address()
         placed = Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
@@ -66,7 +66,7 @@ class Hosted:
         return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
 
     def home(self) -> tuple[str, list[str]]:
-        """The node, and the names of the GPUs that were given to this process."""
+        """The node, and the GPUs assigned to this process."""
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
         return ray.get_runtime_context().get_node_id(), [gpu for gpu in gpus.split(",") if gpu]
 
@@ -79,13 +79,13 @@ class Hosted:
         return end.payloads[0] if end.payloads else None, result
 
     def carry(self, task: Task, near: bool, meeting: Meeting, payloads: list[ray.ObjectRef]) -> TaskResult:
-        """What follows `send` where both sides carry a transfer together."""
+        """Called after `send` in a two-sided transfer."""
         return self._take("carrier", task, near, meeting, ray.get(payloads))
 
     def _take(
         self, side: Literal["carrier", "target"], task: Task, near: bool, meeting: Meeting | None, payloads: list[Any]
     ) -> TaskResult:
-        if any(payload is None for payload in payloads):  # a source failed, and its result says why
+        if any(payload is None for payload in payloads):  # a source failed; its own result has the reason
             return TaskResult(task=task)
         return self._worker.transfer(task, End(side, near, meeting, payloads))
 
@@ -97,26 +97,26 @@ class Hosted:
 
     @ray.method(concurrency_group=BEAT, enable_task_events=False)
     def beat(self) -> None:
-        """Says that this process runs, whatever its task does."""
+        """Answer a heartbeat, whatever the current task does."""
 
 
 @ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
 class Actor(Hosted):
-    """A worker that does one thing after the other."""
+    """A worker that runs one task at a time."""
 
     def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._run(task, meta, cleared)
 
     def receive(self, task: Task, near: bool, meeting: Meeting | None, payloads: list[ray.ObjectRef]) -> TaskResult:
-        taken = ray.get(payloads)  # a call that Ray holds back for them holds up the beats
+        taken = ray.get(payloads)  # a call that Ray queues for them would delay heartbeats
         return self._take("target", task, near, meeting, taken)
 
 
 @ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
 class StreamActor(Hosted):
-    """A worker with streams, which take turns in its event loop; weights are swapped there too, between two tokens.
+    """A worker whose streams share one event loop; weights are swapped in that loop too, between two tokens.
 
-    Other tasks run in a thread beside it, one after the other, so that a slow reward does not hold up the decoding.
+    Other tasks run in a separate thread, one at a time, so a slow reward does not stall decoding.
     """
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
@@ -124,7 +124,7 @@ class StreamActor(Hosted):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasks")
 
     async def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
-        if self._worker.ranks.connected:  # ranks meet in the order in which tasks come, those of streams included
+        if self._worker.ranks.connected:  # ranks meet in task order, stream tasks included
             return self._run(task, meta, cleared)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, task, meta, cleared)
 

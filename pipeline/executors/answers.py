@@ -1,4 +1,4 @@
-"""Answers of actors, and what it means where there is none."""
+"""Replies of actors, and errors for missing replies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from pipeline.errors import Problem, SluiceError, StageError, WorkerLost
 
-START_DEADLINE_S = 300.0  # to place and set up all workers; models are loaded in it
+START_DEADLINE_S = 300.0  # to place and set up all workers, model loading included
 
 
 def get_all(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S) -> list[Any]:
-    """Wait for calls on all actors; the first error that a worker returned or died with is raised."""
+    """Wait for calls on all actors. Raises the first error that a worker returned or died with."""
     try:
         answers = ray.get(list(refs), timeout=deadline_s)
     except GetTimeoutError as error:
@@ -23,7 +23,7 @@ def get_all(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_
                 where="Ray",
                 what=f"the workers did not {what} in {deadline_s:g} s",
                 why="every wait has a deadline",
-                fix="look into the logs of the run and of Ray",
+                fix="check the logs of the run and of Ray",
             )
         ) from error
     except RayError as error:
@@ -41,12 +41,12 @@ def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> S
             where="Ray",
             what=f"a worker {f'{fate} and did not' if died else 'did not'} {what}: {one_line(error)}{more}",
             why="its task has no result",
-            fix="look into the logs of the run and of Ray, then resume",
+            fix="check the logs of the run and of Ray, then resume",
         )
     )
 
 
 def one_line(error: Exception) -> str:
-    """The first line that says something; Ray's texts go on for pages."""
+    """The first informative line; Ray's messages can be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
     return lines[0] if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""Ends workers that hang without dying: stopped, out of reach, or in code that never gives Python's lock back.
+"""Kills workers that hang without dying: stopped, unreachable, or in code that never releases the GIL.
 
-A worker answers a beat in a thread of its own, so its task may take as long as it likes, in C or in Python. How long it
-is silent is counted in looks and not read from a clock: a driver that was stopped itself finds nobody late. Knows
-actors with a method `beat`; not what they do, and not who takes their place.
+A worker answers heartbeats in a separate thread, so a task may take as long as it needs. Silence is counted in missed
+polls, not read from a clock, so a driver that was itself suspended does not find everyone late. Knows actors with a
+method `beat`; not what they do or who replaces them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 import ray
 
-DEADLINE_S = 60.0  # an import or a call that keeps Python's lock takes seconds, also where cores are short
-LOOKS = 12  # in a deadline
+DEADLINE_S = 60.0  # imports and calls that hold the GIL take seconds when cores are scarce
+LOOKS = 12  # per deadline
 
 
 class Heartbeat:
-    """Of the workers that it is told to watch."""
+    """The heartbeats of the watched workers."""
 
     def __init__(self) -> None:
-        self._beats: dict[Any, ray.ObjectRef] = {}  # by worker: the call that is to be answered
+        self._beats: dict[Any, ray.ObjectRef] = {}  # by worker: the outstanding call
         self._missed: dict[Any, int] = {}
         self._looked_s = 0.0
         self._ended: set[Any] = set()
 
     def watch(self, workers: Iterable[Any]) -> None:
-        """From now on. For workers that are set up: models are loaded under a deadline of their own."""
+        """Start watching workers that are set up. Model loading has its own deadline."""
         self._beats.update((worker, worker.beat.remote()) for worker in workers)
 
     def look(self) -> None:
-        """See who has answered, and kill who is overdue; most calls come too soon for that. Never waits for anybody."""
+        """Poll the replies and kill overdue workers. Does nothing before the next poll is due; never blocks."""
         now_s = time.monotonic()
         if not self._beats or now_s - self._looked_s < DEADLINE_S / LOOKS:
             return
@@ -42,23 +42,23 @@ class Heartbeat:
         for worker in overdue(self._missed):
             self._ended.add(worker)
             self.forget(worker)
-            ray.kill(worker)  # ends a stopped process too: Ray asks it first, and sends SIGKILL five seconds later
+            ray.kill(worker)  # kills a stopped process too: Ray asks first and sends SIGKILL five seconds later
         self.watch(self._beats.keys() - late)
 
     def forget(self, worker: Any) -> None:
-        """It is no worker any more."""
+        """Stop watching a worker."""
         self._beats.pop(worker, None)
 
     def fate(self, worker: Any) -> str:
-        """What became of a worker that is no more."""
+        """Why a worker is gone."""
         return f"has not answered for {DEADLINE_S:g} s" if worker in self._ended else "died"
 
 
 def missed(before: Mapping[Any, int], late: Iterable[Any]) -> dict[Any, int]:
-    """How many looks in a row have found each worker late, after one more."""
+    """Count one more poll: how many polls in a row found each worker late."""
     return {worker: before.get(worker, 0) + 1 for worker in late}
 
 
 def overdue(missed: Mapping[Any, int]) -> list[Any]:
-    """Who has been late for a whole deadline."""
+    """Workers that were late for a whole deadline."""
     return [worker for worker, looks in missed.items() if looks >= LOOKS]

@@ -1,7 +1,7 @@
-"""Runs a graph in this process: one worker a worker group, one task after the other, columns in memory.
+"""Runs a graph in this process: one worker per worker group, one task at a time, columns in memory.
 
-A worker group of several workers is one here, which has the whole batch: the same gradients up to rounding. Tasks run
-in the order of submission; streams go on while there is no other task, and take turns where they await.
+A group with several workers becomes one worker with the whole batch, which gives the same gradients up to rounding.
+Tasks run in submission order; streams advance when no other task is queued and interleave at their awaits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.plan.planner import with_samples, worker_groups
 from pipeline.record.trace import Placed
 
 MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
-LINGER_S = 0.2  # a stream reports when it ends or waits: nothing else could run while it computes
+LINGER_S = 0.2  # a stream reports when it ends or awaits; nothing else could run while it computes
 
 
 class LocalExecutor:
@@ -84,7 +84,7 @@ class LocalExecutor:
             self._loop.run_until_complete(self._report(timeout_s))
             reports, self._reports = self._reports, []
             return reports
-        time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can change anything now
+        time.sleep(min(timeout_s, 0.05))  # only a process outside the graph can make progress now
         return []
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class LocalExecutor:
             self._came.set()
 
     async def _report(self, timeout_s: float) -> None:
-        """Let the streams go on until one has something to report."""
+        """Advance the streams until one has something to report."""
         self._came.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._came.wait(), timeout_s)
@@ -114,7 +114,7 @@ class LocalExecutor:
         return self._transfer(task, *stage.groups)
 
     def _transfer(self, task: Task, source: str, target: str) -> TaskResult:
-        """Both sides one after the other; or what they carry together at the same time, one of them in a thread."""
+        """Run both sides in sequence, or a two-sided transfer concurrently with one side in a thread."""
         meeting: Meeting | None = None
         if self._stages[task.stage].meets(True):
             meeting = self._meetings.of(task.stage, [f"{source}.0"], target, [0])
@@ -148,7 +148,7 @@ class LocalExecutor:
             worker.save(folder)
 
     def cleared(self, rows: Sequence[str]) -> None:
-        return None  # the store is in this process: there is no second cache
+        return None  # the store is in this process; no second cache
 
     def close(self) -> None:
         self._queue.clear()

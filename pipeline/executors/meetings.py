@@ -1,10 +1,10 @@
-"""Where the two sides of a transfer meet. What they exchange among themselves they agree on at a store of the driver's.
+"""Where the two sides of a transfer meet: a key-value store that the driver serves.
 
     meetings = Meetings(lambda: "127.0.0.1", deadline_s=600.0)
     meeting = meetings.of("refit", ["learner.0"], "sampler", [0, 1])
-    meetings.lose("sampler.1", "it died")          # nobody waits in a meeting that it was in
+    meetings.lose("sampler.1", "it died")          # everyone who waits in a meeting with it is released
 
-Knows names of workers and how often each was born; no Ray.
+Knows worker names and how often each was restarted; no Ray.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pipeline.declare.task import Meeting
 
 
 class Meetings:
-    """Of one run. The store is opened at the first one, on the address that `host` gives."""
+    """The meetings of one run. The first one opens the store, on the address that `host` returns."""
 
     def __init__(self, host: Callable[[], str], *, deadline_s: float) -> None:
         self._host, self._deadline_s = host, deadline_s
         self._address, self._store = "", None  # type: str, Any
         self._births: Counter[str] = Counter()
-        self._members: dict[str, frozenset[str]] = {}  # by the name of a meeting that is not over
+        self._members: dict[str, frozenset[str]] = {}  # open meetings by name
 
     def of(self, stage: str, sources: Sequence[str], target: str, ranks: Sequence[int]) -> Meeting:
-        """The meeting of all sources, and of these ranks of the target, as they are now."""
+        """The meeting of all current sources and these target ranks."""
         if self._store is None:
             self._address = self._host()
             self._store = open_store(self._address, 1, deadline_s=self._deadline_s)
@@ -40,25 +40,25 @@ class Meetings:
         )
 
     def lose(self, worker: str, reason: str) -> None:
-        """A worker is gone; if another one takes its place, that is another process."""
+        """Record that a worker is gone. Its replacement counts as a different process."""
         self._births[worker] += 1
         for name, members in list(self._members.items()):
             if worker in members:
                 self.end(name, reason)
 
     def end(self, name: str, reason: str) -> None:
-        """Nobody who waits in this meeting is to wait any longer."""
+        """Release everyone who waits in this meeting."""
         if self._members.pop(name, None) is not None:
             self._store.set(name, reason)
 
     def close(self) -> None:
-        """Serve the store no more. Idempotent."""
+        """Close the store. Idempotent."""
         self._store = None
         self._members.clear()
 
 
 class End:
-    """One end of a transfer: what the source offered is among `payloads`."""
+    """One end of a transfer; `payloads` holds what the source offered."""
 
     def __init__(
         self, side: Literal["source", "carrier", "target"], is_near: bool, meeting: Meeting | None,

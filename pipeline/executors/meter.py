@@ -1,6 +1,6 @@
-"""CPU seconds of this process, told apart by task. Knows no tasks, only that they begin and end.
+"""CPU seconds of this process by task. Knows only when tasks begin and end.
 
-A task that runs to its end without awaiting has all of the process meanwhile; streams share what is left evenly.
+A task that never awaits is charged all CPU time while it runs; streams split the rest evenly.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Callable
 
 
 class Meter:
-    """`clock` gives the CPU seconds of the process, over all of its threads."""
+    """`clock` returns the CPU seconds of the process over all threads."""
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
         self._clock = clock
         self._last_s = clock()
-        self._spent_s: dict[int, float] = {}  # of the tasks that are open
-        self._alone: list[int] = []  # those that have the process to themselves, the innermost last
+        self._spent_s: dict[int, float] = {}  # of open tasks
+        self._alone: list[int] = []  # tasks that have the process to themselves, innermost last
 
     def begin(self, task: int, *, alone: bool) -> None:
-        """A task begins. One that is `alone` does not await."""
+        """Start a task. A task that is `alone` never awaits."""
         self._share()
         self._spent_s[task] = 0.0
         if alone:
             self._alone.append(task)
 
     def end(self, task: int) -> float:
-        """A task is over; the CPU seconds that it took."""
+        """End a task. Returns its CPU seconds."""
         self._share()
         if task in self._alone:
             self._alone.remove(task)

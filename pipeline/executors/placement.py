@@ -1,4 +1,4 @@
-"""Where the actors of worker groups run, and with which environment. Knows groups and nodes; no stage."""
+"""Where the actors of worker groups run, and in which environment. Knows groups and nodes, no stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeline.executors.answers import START_DEADLINE_S, get_all
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup
 
-LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the address of the network card; this one it keeps
-# Ray's workers give way to all else on the machine unless told otherwise (niceness 15): but they are who does the work,
-# and a data plane that any other program slows down is taken for lost.
+LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 with the address of the network card, but keeps this one
+# By default Ray's workers yield to everything else on the machine (niceness 15). But they do the actual work, and a
+# data plane that other programs slow down would be declared lost.
 PRIORITY = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}  # noqa: SIM112 - Ray's own spelling
-SPINS = "2000"  # of a thread that waits for others of its process: workers share cores, and spinning takes them away
+SPINS = "2000"  # for threads that wait for others in their process: workers share cores, and spinning wastes them
 
 
 def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
@@ -30,7 +30,7 @@ def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
 
 
 class Placement:
-    """The places that a run holds."""
+    """The placement groups of a run."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
@@ -44,13 +44,13 @@ class Placement:
         settings: WorkerSettings,
         beside: Sequence[Any],
     ) -> Callable[[int], Any]:
-        """Finds room for a group; what is returned starts its actor of a rank there. `beside` are the actors of the
-        group on whose GPUs it lies."""
+        """Place a group. The returned function starts the actor of a rank there. `beside` are the actors of the
+        group whose GPUs it shares."""
         count, gpus = group.processes, group.gpus / group.processes
         cpus = group.cpus * group.workers / count
         variables = worker_environment() | {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
         visible: list[dict[str, str]] = [{}] * count
-        if group.name == HOST:  # it writes samples into the run directory, so it stays with the driver
+        if group.name == HOST:  # it writes samples into the run directory, so it stays on the driver's node
             node = ray.get_runtime_context().get_node_id()
             strategies: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False)] * count
         elif group.colocated:
@@ -64,7 +64,7 @@ class Placement:
                 raise GraphError(
                     Problem(
                         where=str(group.location),
-                        what=f"worker group {group.name!r} found no place in {START_DEADLINE_S:g} s",
+                        what=f"worker group {group.name!r} could not be placed within {START_DEADLINE_S:g} s",
                         why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
                         fix="fewer workers, or a larger cluster",
                     )
@@ -87,19 +87,19 @@ class Placement:
         ).remote(rank, hosted, stages, settings)
 
     def close(self) -> None:
-        """Give them back. Idempotent."""
+        """Release them. Idempotent."""
         for held in self._held:
             remove_placement_group(held)
         self._held.clear()
 
 
 def placed_first(group: PlacedGroup) -> int:
-    """The host group has one node only, and who lies on the GPUs of another group follows it."""
+    """Placement order: the host group needs the driver's node, and a colocated group follows its partner."""
     return 0 if group.name == HOST else 2 if group.colocated else 1
 
 
 def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[dict[str, str]]]:
-    """Where the processes of a group go that lies on the GPUs of another one, and which of them each one sees."""
+    """Where the processes of a colocated group go, and which GPUs each one sees."""
     assert group.colocated is not None
     homes = get_all([actor.home.remote() for actor in owners], "be placed")
     gpus = [(node, gpu) for node, visible in homes for gpu in visible]
@@ -113,9 +113,9 @@ def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[
             raise GraphError(
                 Problem(
                     where=str(group.location),
-                    what=f"a worker of group {group.name!r} would have GPUs of {len({node, *others})} machines",
-                    why=f"it lies on the GPUs of {group.colocated.name!r}, as they were placed",
-                    fix="machines with as many GPUs as a replica has, or groups with GPUs of their own",
+                    what=f"a worker of group {group.name!r} would span the GPUs of {len({node, *others})} machines",
+                    why=f"it shares the GPUs of {group.colocated.name!r}, as they were placed",
+                    fix="machines with at least as many GPUs as a replica needs, or separate GPUs for each group",
                 )
             )
         strategies.append(NodeAffinitySchedulingStrategy(node, soft=False))

@@ -1,4 +1,4 @@
-"""Which policy versions made the tokens of some samples. Knows a column with one version a token, and no stage."""
+"""Which policy versions sampled the tokens of a group. Knows a column with one version per token, no stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pipeline.declare.handle import groups_of
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """Of one group: how many of its samples are here, the oldest and newest version among their tokens, and how many
-    tokens the longest of them has.
+    """A group's sample count, its oldest and newest token version, and the length of its longest sample.
 
-    A group without a single token has the versions 0.
+    A group without any token has version 0.
     """
 
     samples: int
@@ -24,7 +23,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
-    """By group, in the order of `keys`, which has the samples of a group next to each other. `column` is a Ragged."""
+    """Versions by group, in the order of `keys`; samples of a group are adjacent. `column` is a Ragged."""
     import numpy as np
 
     counts = groups_of(tuple(keys))
@@ -33,7 +32,7 @@ def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
     lengths = np.fromiter(column.lengths, dtype=np.int64, count=len(column.lengths))
     ends = np.cumsum(np.fromiter(counts.values(), dtype=np.int64, count=len(counts)))
     longest = np.maximum.reduceat(lengths, np.concatenate([[0], ends[:-1]]))
-    tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]  # tokens up to the end of each group
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]  # cumulative tokens at the end of each group
     starts = np.concatenate([[0], tokens[:-1]])
     filled = tokens > starts
     oldest = np.zeros(len(counts), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Runs a graph on Ray actors: one actor a worker, columns in TransferQueue.
+"""Runs a graph on Ray actors: one actor per worker, columns in TransferQueue.
 
-Without an address it starts a Ray of its own on a loopback address, with token authentication, and ends it. With an
-address it joins a running cluster. Worker groups are placed by placement groups; the graph's own code travels with the
-tasks, so no file of the user needs to exist on another node.
+Without an address it starts its own Ray on a loopback address, with token authentication, and shuts it down. With an
+address it joins a running cluster. Placement groups place the worker groups. The graph's code travels with its tasks;
+other nodes need no user files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Ray reads these once, while it is imported. Who imported Ray before us has chosen already.
+# Ray reads these once, at import. If Ray was imported before, the choice was made there.
 if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -48,18 +48,18 @@ from pipeline.plan.planner import with_samples, worker_groups
 from pipeline.precedence import HOME, PACKAGES, hiding_pipeline
 from pipeline.record.trace import Placed, Turned
 
-RESTARTS = 8  # of workers of one group in a run
+RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
-EXCHANGE_DEADLINE_S = 900.0  # among the ranks of a group; a rank that fails ends the run at once
-MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer; a worker that dies ends the wait at once
-DATA_PLANE_CPUS = 2  # TransferQueue's controller and its storage unit ask for one each
+EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
+MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
+DATA_PLANE_CPUS = 2  # one each for TransferQueue's controller and its storage unit
 
 
 class RayExecutor:
     """The executor of actors.
 
-    `modules` are the user's own modules, shipped by value; `address` joins a cluster; `trusted_network` lets the data
-    plane listen on other addresses than loopback, which a cluster of several machines needs.
+    `modules` are the user's modules, pickled by value; `address` joins a cluster; `trusted_network` lets the data plane
+    listen beyond loopback, which a multi-machine cluster needs.
     """
 
     name = "ray"
@@ -72,12 +72,12 @@ class RayExecutor:
         self.plane: Any = None
         self._owns_ray = False
         self._actors: dict[str, list[Any]] = {}
-        self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts its actor of a rank
+        self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
         self._replaceable: dict[str, bool] = {}
         self._restarts: Counter[str] = Counter()
-        self._retired: dict[Any, tuple[str, int]] = {}  # actors that died and were replaced
+        self._retired: dict[Any, tuple[str, int]] = {}  # dead actors that were replaced
         self._heartbeat = Heartbeat()
-        self._served: dict[tuple[str, str], _Offer] = {}  # what a group received last, by stage
+        self._served: dict[tuple[str, str], _Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
@@ -85,7 +85,7 @@ class RayExecutor:
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, Layout] = {}
         self._pending: dict[ray.ObjectRef, _Running] = {}
-        self._streams: dict[Any, _Stream] = {}  # by its reports
+        self._streams: dict[Any, _Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
@@ -166,7 +166,7 @@ class RayExecutor:
             time.sleep(timeout_s)
             return []
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=True)
-        if ready:  # whatever else is there already comes along
+        if ready:  # everything else that is already there comes along
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         taken = [self._report(ref) if ref in self._streams else self._result(ref) for ref in ready]
         results = [result for result in taken if result]
@@ -197,7 +197,7 @@ class RayExecutor:
         self._pending.clear()
         self._streams.clear()
         if self.plane is not None:
-            with suppress(DataPlaneLost):  # what is lost holds nothing that could be drained
+            with suppress(DataPlaneLost):  # a lost data plane has nothing to drain
                 self.plane.drain()
             self.plane.close()
         self._placement.close()
@@ -225,12 +225,12 @@ class RayExecutor:
         if self._address:
             options = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
         else:
-            options["address"] = "local"  # never somebody else's Ray that happens to run on this machine
+            options["address"] = "local"  # never another Ray that happens to run on this machine
             options["num_cpus"] = max(int(needed + 0.999), os.cpu_count() or 1, 4)
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:
                 options["_node_ip_address"] = LOOPBACK
-        options["runtime_env"] = {"env_vars": PRIORITY}  # of the data plane's actors
+        options["runtime_env"] = {"env_vars": PRIORITY}  # the data plane's actors
         try:
             ray.init(**options)
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
@@ -250,13 +250,13 @@ class RayExecutor:
                     Problem(
                         where=plan.name,
                         what=f"the run asks for {asked:g} {kind}s, the cluster has {have:g}",
-                        why="every worker group holds its own for the whole run, and the data plane 2 CPUs",
+                        why="every worker group holds its resources for the whole run, and the data plane 2 CPUs",
                         fix="smaller worker groups, or more machines",
                     )
                 )
 
     def _open_plane(self) -> TransferQueuePlane:
-        """A data plane with its storage on this node. Ray may still list that of a run that has just ended."""
+        """A data plane with its storage on this node. Ray may still list the one of a run that just ended."""
         if self.store is not None:
             return TransferQueuePlane.attach(self.store)
         here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
@@ -273,7 +273,7 @@ class RayExecutor:
         return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
 
     def _transfer(self, task: Task, stage: PlannedStage) -> _Running:
-        """Have the source offer and the target take, and where they meet, have the source carry."""
+        """Start offer and take, and, in a two-sided transfer, the source's carry."""
         source, target = stage.groups
         near = self._is_near(stage)
         meeting = (
@@ -289,33 +289,33 @@ class RayExecutor:
         return _Running(task, leading=dict(received), others=dict([*sent, *carried]), offer=offer)
 
     def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
-        """Calls to all sources of a transfer to carry what they have offered; none where nobody meets."""
+        """Carry calls to all sources of a two-sided transfer; empty for a one-sided one."""
         if meeting is None:
             return []
         sources = self._actors[self._planned[offer.task.stage].groups[0]]
         return [(actor.carry.remote(offer.task, offer.near, meeting, offer.payloads), actor) for actor in sources]
 
     def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> Meeting:
-        """The meeting of all sources of a transfer and these ranks of its target."""
+        """The meeting of a transfer's sources with these target ranks."""
         source, target = stage.groups
         return self._meetings.of(
             stage.name, [f"{source}.{rank}" for rank in range(len(self._actors[source]))], target, ranks
         )
 
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
-        """Have the workers of a group wake up or sleep."""
+        """Wake the workers of a group or put them to sleep."""
         calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
         return get_all(calls, "wake up" if awake else "give up their memory")
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
-        """Whether the workers of a group exchange anything: they share a batch, or hold a model together."""
+        """Whether the workers of a group communicate: they share a batch or a model."""
         return group.workers > 1 and (
             group.model_parallel > 1 or any(stage.sharding for stage in stages if stage.name in group.stages)
         )
 
     def _call(self, group: str, replica: int, task: Task, meta: KVBatchMeta | None) -> list[tuple[ray.ObjectRef, Any]]:
-        """Have every rank of a replica run the task: calls and actors, those of the leader first."""
+        """Run the task on every rank of a replica. Returns calls and actors, the leader's first."""
         handle = meta.encode() if meta is not None else None
         calls = []
         for rank in self._layouts[group].siblings(replica):
@@ -327,7 +327,7 @@ class RayExecutor:
         self._pending |= dict.fromkeys([*running.leading, *running.others], running)
 
     def _report(self, stream: Any) -> TaskResult | None:
-        """What a stream yields next; None for what the followers of a leader report, and at the end."""
+        """The next report of a stream; None for followers of a leader and at the end."""
         running = self._streams[stream]
         task = running.task
         try:
@@ -344,20 +344,20 @@ class RayExecutor:
         return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
-        """What a task has come to, once all of its ranks have answered or the first one failed; None until then."""
+        """The result of a task once all ranks have returned or one has failed; None before that."""
         running = self._pending.pop(ref)
         task = running.task
         try:
             result: TaskResult = ray.get(ref, timeout=START_DEADLINE_S)
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error, RayActorError):
-                return None  # this one lives; the call of its source, which does not, says so too
+                return None  # this worker is alive; the call of its dead source reports the loss too
             return self._without(task, (running.leading | running.others)[ref], error)
         if isinstance(result.error, Unfit):
             return self._instead(task, (running.leading | running.others)[ref], result.error)
         running.results[ref] = result
         if result.error and not isinstance(result.error, PeerLost):
-            return result  # the other ranks may wait for this one; the run ends before their deadline does
+            return result  # other ranks may wait for this one; the run ends before their deadline
         if len(running.results) < len(running.leading) + len(running.others):
             return self._reached(running, ref)
         whole = running.whole()
@@ -369,7 +369,7 @@ class RayExecutor:
         return whole
 
     def _reached(self, running: _Running, ref: ray.ObjectRef) -> TaskResult | None:
-        """That a replica, one of several, has all of what a transfer brings, while others do not; else None."""
+        """A report that one of several replicas has the whole version while others do not; else None."""
         if not running.offer or ref not in running.leading:
             return None
         name, rank = self._find(running.leading[ref])
@@ -380,7 +380,7 @@ class RayExecutor:
         return TaskResult(task=running.task, served=replica) if has and len(calls) < len(running.leading) else None
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
-        """The report of a task whose worker did not answer: where that died and can be replaced, it is."""
+        """The report of a task whose worker did not respond; a dead worker is replaced if possible."""
         name, rank = self._find(actor)
         fate = self._heartbeat.fate(actor)
         doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
@@ -391,17 +391,17 @@ class RayExecutor:
         return self._another(task, actor, fate)
 
     def _instead(self, task: Task, actor: Any, error: Unfit) -> TaskResult:
-        """The report of a task whose worker cannot go on: where it can be replaced, it is."""
+        """The report of a task whose worker cannot continue; it is replaced if possible."""
         name, rank = self._find(actor)
         if not self._replaceable[name] or (self._actors[name][rank] is actor and self._restarts[name] == RESTARTS):
             return TaskResult(task=task, error=error)
         return self._another(task, actor, f"gave up: {error.problems[0].what}")
 
     def _another(self, task: Task, actor: Any, fate: str) -> TaskResult:
-        """The report of a task whose worker is lost, and has been replaced."""
+        """The report of a task whose worker was lost and replaced."""
         name, rank = self._find(actor)
         result = TaskResult(task=task, lost=f"worker {name}.{rank} {fate}")
-        if self._actors[name][rank] is actor:  # else another task of it has seen to that
+        if self._actors[name][rank] is actor:  # otherwise another of its tasks has handled that
             self._restarts[name] += 1
             self._meetings.lose(f"{name}.{rank}", result.lost or "")
             try:
@@ -412,14 +412,15 @@ class RayExecutor:
         return result
 
     def _find(self, actor: Any) -> tuple[str, int]:
-        """Worker group and rank of an actor, also of one that was replaced."""
+        """Worker group and rank of an actor, current or replaced."""
         for name, actors in self._actors.items():
             if actor in actors:
                 return name, actors.index(actor)
         return self._retired[actor]
 
     def _replace(self, name: str, rank: int) -> Placed:
-        """A new worker, with the weights that the old one served. That one is ended, should it only be out of reach."""
+        """Start a replacement worker with the weights that the old one served, and kill the old one in case it is only
+        unreachable."""
         old = self._actors[name][rank]
         self._heartbeat.forget(old)
         ray.kill(old)
@@ -432,7 +433,7 @@ class RayExecutor:
             if group == name:
                 meeting = self._meeting(self._planned[stage], [rank]) if offer.carried else None
                 calls = [actor.receive.remote(offer.task, offer.near, meeting, offer.payloads)]
-                calls += [call for call, _ in self._carried(offer, meeting)]  # behind what the sources do now
+                calls += [call for call, _ in self._carried(offer, meeting)]  # after the sources' current work
                 for result in get_all(calls, what, EXCHANGE_DEADLINE_S):
                     if result.error:
                         raise result.error
@@ -443,7 +444,7 @@ class RayExecutor:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream on its way: its actor, and whether that one's reports count."""
+    """A running stream: its actor, and whether its reports count."""
 
     task: Task
     actor: Any
@@ -452,7 +453,7 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the source of a transfer offers, one payload a rank; `carried` where both sides move it together."""
+    """The source's offer in a transfer, one payload per rank; `carried` for a two-sided transfer."""
 
     task: Task
     near: bool
@@ -462,9 +463,9 @@ class _Offer:
 
 @dataclass
 class _Running:
-    """A task on its way: the calls whose results count, and those that only must not fail, each with its actor.
+    """A running task: calls whose results count, and calls that only must not fail, each with its actor.
 
-    `offer` is that of a transfer. An error of a worker that lost another one counts when all have answered.
+    `offer` belongs to a transfer. An error caused by a lost peer counts only after all calls have returned.
     """
 
     task: Task
@@ -474,7 +475,7 @@ class _Running:
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
-        """The result of the task; all calls have answered."""
+        """The result of the task. All calls have returned."""
         result = merged(self.task, [self.results[ref] for ref in self.leading])
         others = [self.results[ref] for ref in self.others]
         result.events = [event for other in others for event in other.events] + result.events

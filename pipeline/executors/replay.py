@@ -1,4 +1,4 @@
-"""Keeps the inputs of a failed task and runs the task again on them, in this process, without a data plane.
+"""Saves the inputs of a failed task and runs the task again on them, in this process, without a data plane.
 
 runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
 """
@@ -19,7 +19,7 @@ from pipeline.errors import GraphError, Problem, user_error
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
-    """Write task and columns below `folder`, which is made. Texts go to JSON, tensors to safetensors."""
+    """Write task and columns to `folder`, creating it. Texts go to JSON, tensors to safetensors."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
 
 
 def load_inputs(folder: Path) -> tuple[Task, Columns]:
-    """The inverse. Raises GraphError where the folder is not one that `save_inputs` wrote."""
+    """Read what `save_inputs` wrote. Raises GraphError if the folder is something else."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -50,7 +50,7 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
                 where=f"--replay {folder}",
                 what=f"{missing[0]} is not there",
                 why="a replay needs the inputs of a failed task",
-                fix="name a folder below RUN/failures",
+                fix="name a folder in RUN/failures",
             )
         )
     try:
@@ -62,7 +62,7 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
             Problem(
                 where=f"--replay {folder}",
                 what=f"the saved inputs cannot be read: {error}",
-                why="the run that failed wrote them whole",
+                why="the failed run wrote them completely",
                 fix="replay another failure, or run the graph again",
             )
         ) from error
@@ -74,9 +74,9 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
 
 
 def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Output:
-    """Run the failed task on its saved inputs and return what it gives now. Raises SluiceError where it fails again.
+    """Run the failed task on its saved inputs and return its output. Raises SluiceError if it fails again.
 
-    A stage that runs a model has the weights that the model starts with, not those of the failed step.
+    A stage with a model runs with the initial weights, not those of the failed step.
     """
     stages = {stage.name: stage for stage in graph.all_stages()}
     stage = stages.get(task.stage)
@@ -86,7 +86,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
                 where=f"--replay {folder}",
                 what=f"stage {task.stage!r} cannot be run on its own",
                 why="it is not in this graph" if stage is None else f"its shape is {stage.shape!r}",
-                fix="name the graph file of that run, RUN/graph.py" if stage is None else "run the graph again",
+                fix="use the graph file of that run, RUN/graph.py" if stage is None else "run the graph again",
             )
         )
     group = stage.groups()[0] if stage.groups() else graph.host

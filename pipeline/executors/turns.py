@@ -1,4 +1,4 @@
-"""Which of the worker groups that lie on the same GPUs is awake. The scheduler sees to it that only one has tasks."""
+"""Which of the colocated worker groups is awake. The scheduler guarantees that only one of them has tasks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pipeline.declare.group import LEADS
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record.trace import Turned
 
-SLACK_BYTES = 256 << 20  # what is taken again is cut into other pieces
+SLACK_BYTES = 256 << 20  # memory that is allocated again is fragmented differently
 
 
 class Call(Protocol):
-    """Has every worker of a group wake up (True), or sleep until `room` bytes of each GPU are free; None is all that
-    it can give."""
+    """Wakes every worker of a group (True), or puts it to sleep until `room` bytes of each GPU are free; None frees as
+    much as possible."""
 
     def __call__(self, name: str, awake: bool, room: int | None) -> list[Turned]: ...
 
 
 class Turns:
-    """`call` does it, and returns what the workers report. All begin awake.
+    """`call` wakes or suspends a group and returns the workers' reports. All groups start awake.
 
     What a backend of `LEADS` takes when it wakes is fixed from its start, and seen when it gives it away: from then on,
     its one partner keeps what is left. Every other group is given all.
@@ -34,8 +34,8 @@ class Turns:
         self._events: list[Turned] = []
 
     def before(self, stage: PlannedStage) -> None:
-        """A task of this stage is to start. Where it computes with a model, the others on the GPUs of its group (of a
-        transfer, of the target) give their memory to that group."""
+        """A task of this stage is about to start. If its group (of a transfer: the target) computes on shared GPUs, the
+        other groups there release their memory."""
         if stage.uses or stage.updates:
             self._to(stage.groups[-1])
 
@@ -57,6 +57,6 @@ class Turns:
         self._events += events
 
     def taken(self) -> list[Turned]:
-        """What happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events

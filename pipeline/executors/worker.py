@@ -1,7 +1,8 @@
-"""One process of a worker group: it holds the runners of its stages and turns handles into handles.
+"""One process of a worker group. It holds the runners of its stages and turns handles into handles.
 
-It fetches the columns that a stage reads, calls the runner, puts what the runner returns, and reports spans. It knows
-no Ray: the executors wrap it. Whatever user code raises leaves here as a `StageError`, its inputs saved for `--replay`.
+It fetches the columns that a stage reads, calls the runner, puts the returned columns, and reports spans. It knows no
+Ray; the executors wrap it. Any exception of user code leaves here as a `StageError`, with its inputs saved for
+`--replay`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 
-SHARD = "shard"  # the entry of a handle's extra_info that says how its samples are cut
+SHARD = "shard"  # the key in a handle's extra_info for its microbatches
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class WorkerSettings:
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
-    """What a worker reports of a task: all of it, or, of a stream, what has come since the last report.
+    """A worker's report on a task: all of it, or, for a stream, everything since the last report.
 
-    finished   groups that the task has behind it, by admission number
-    samples    that the metrics are the mean of
-    dropped    why a gate dropped groups
-    cancelled  groups that were given up as was asked, and how many tokens the longest of their samples had
-    oldest     of a stage that stamps: the oldest version among the tokens of each finished group
-    error      is set, and the rest is partial, where the task failed
-    served     the replica, where this says no more than that it has what a transfer brings, which goes on
-    lost       is set where the worker died and has been replaced: what it has not reported is to be handed out again
+    finished   finished groups, by admission number
+    samples    the number of samples that the metrics average over
+    dropped    dropped groups, with the gate's reason
+    cancelled  canceled groups, with the length of their longest sample
+    oldest     from a stage that stamps: the oldest token version of each finished group
+    error      set if the task failed; the rest is then partial
+    served     set if the report only says that this replica has the whole version; the transfer continues
+    lost       set if the worker died and was replaced: unreported work is to be submitted again
     """
 
     task: Task
@@ -81,8 +82,8 @@ class TaskResult(msgspec.Struct, kw_only=True):
 
 
 class Worker:
-    """Rank `rank` of `group`. Call `join` where the group has several, then `setup` and `connect`, and `run`, `stream`
-    and `transfer` as tasks come."""
+    """Rank `rank` of `group`. Call `join` if the group has several ranks, then `setup` and `connect`, then `run`,
+    `stream` and `transfer` for tasks."""
 
     def __init__(
         self,
@@ -96,23 +97,23 @@ class Worker:
         self.ranks = Ranks()
         self.stages = {stage.name: stage for stage in stages}
         self._streaming: set[int] = set()  # groups
-        self._cancelled: set[int] = set()  # of those, the ones that nobody wants any more
+        self._cancelled: set[int] = set()  # the canceled ones among those
         self._all_stages = all_stages
         self._stamps = stamps_of(all_stages)
         self._meter = Meter()
-        self._begun_s: dict[int, float] = {}  # by the number of a transfer that has been offered, and is to be carried
+        self._begun_s: dict[int, float] = {}  # by task number: transfers that are offered and not yet carried
         self._runners: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
         self._plane: DataPlane | None = None
         self._store: Any = None
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
-        """Open the store at which the ranks of this group meet; its port on `host`. For rank 0, before `join`."""
+        """Open the store where the ranks of this group meet. Returns its port on `host`. For rank 0, before `join`."""
         self._store = open_store(host, self.group.processes, deadline_s=deadline_s)
         return self._store.port
 
     def join(self, host: str, port: int, deadline_s: float) -> None:
-        """Meet the other ranks of the group. Exchanges among them end after `deadline_s` with an error."""
+        """Join the other ranks of the group. Exchanges between them fail after `deadline_s`."""
         store = self._store
         if store is None:
             store = reach_store(host, port, self.group.processes, deadline_s=deadline_s)
@@ -121,7 +122,7 @@ class Worker:
         self.ranks = Ranks.join(layout, self.rank, store, device=device, deadline_s=deadline_s, fetch=fetch)
 
     def setup(self) -> SluiceError | None:
-        """Build the runners, which loads models."""
+        """Build the runners. Loads models."""
         context = StageContext(
             group=self.group,
             rank=self.rank,
@@ -143,19 +144,19 @@ class Worker:
         return None
 
     def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
-        """Once a run: it takes seconds where a tokenizer has 150,000 tokens, and whoever is replaced is waited for."""
+        """Once per run: it takes seconds for a tokenizer with 150,000 tokens, and a replacement holds up the run."""
         if isinstance(stage, Shows) and stage.shows and self.rank == 0 and context.run_dir:
             run_dir = RunDir(context.run_dir)
             if not run_dir.vocabulary.exists():
                 keep_vocabulary(run_dir, stage.vocabulary(context))
 
     def connect(self, plane: DataPlane) -> None:
-        """Join the data plane and declare the graph's partition."""
+        """Connect to the data plane and register the graph's partition."""
         self._plane = plane
         register(plane, self.settings.partition, self._all_stages)
 
     def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:
-        """A map task on the samples of `meta`; `cleared` rows are forgotten first."""
+        """Run a map task on the samples of `meta`, after dropping cached rows in `cleared`."""
         stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begin(task, alone=True)
         columns: Columns = {}
         try:
@@ -174,10 +175,10 @@ class Worker:
     async def stream(
         self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = (), *, linger_s: float = 0.0
     ) -> AsyncIterator[TaskResult]:
-        """A stream task: a report whenever something has come, and a last one at its end.
+        """Run a stream task. Reports whenever there is output, and once at the end.
 
-        What comes while a report is being put joins the next one, or within `linger_s` the same one, so that many small
-        outputs become few puts.
+        Output that arrives during a put joins the next report, and output within `linger_s` joins the same one, so many
+        small outputs become few puts.
         """
         stage, start_s = self.stages[task.stage], self._begin(task, alone=False)
         result = TaskResult(task=task)
@@ -207,11 +208,11 @@ class Worker:
         yield result
 
     def cancel(self, groups: Sequence[int]) -> None:
-        """Nobody wants these groups any more; what has ended in the meantime has ended."""
+        """Cancel these groups. Groups that have finished meanwhile stay finished."""
         self._cancelled.update(self._streaming.intersection(groups))
 
     def transfer(self, task: Task, rendezvous: Rendezvous) -> TaskResult:
-        """One side of a transfer task. What a carrier does ends the span that began with its offer."""
+        """Run one side of a transfer. A carrier's work ends the span that its offer began."""
         stage, result, start_s = self.stages[task.stage], TaskResult(task=task), self._begun_s.pop(task.number, None)
         if start_s is None:
             start_s = self._begin(task, alone=True)
@@ -219,7 +220,7 @@ class Worker:
             output = _as_output(self._runners[stage.name](rendezvous, task))
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
-        except (PeerLost, Unfit) as error:  # the run may well go on
+        except (PeerLost, Unfit) as error:  # the run may continue
             self._log(error)
             result.error = user_error(error, stage=stage.name, where=str(stage.location), when="failed")
         except Exception as error:  # noqa: BLE001 - user code enters here
@@ -231,10 +232,10 @@ class Worker:
         return result
 
     def save(self, folder: Path) -> list[str]:
-        """Write the state of every runner that has one below `folder`; the names of those stages.
+        """Write the state of every stateful runner to `folder`. Returns the names of those stages.
 
-        The runner of a stage with sharding is called on every rank, which is what gathering needs, and writes on rank
-        0; any other is called on rank 0 only.
+        A sharded stage's runner is called on every rank, because gathering needs all of them, and rank 0 writes. Other
+        runners are called on rank 0 only.
         """
         names = [
             name
@@ -247,18 +248,18 @@ class Worker:
         return names
 
     def restore(self, folder: Path) -> None:
-        """The inverse of `save`."""
+        """Restore what `save` wrote."""
         for name, runner in self._runners.items():
             if isinstance(runner, Saves):
                 runner.restore(folder / name)
 
     @property
     def is_replaceable(self) -> bool:
-        """Whether a new worker can take its place: no runner has a state of its own, and no rank waits for it."""
+        """Whether it can be replaced: no runner has state, and no rank waits for it."""
         return not self.ranks.connected and not any(isinstance(runner, Saves) for runner in self._runners.values())
 
     def turn(self, awake: bool, room: int | None = None) -> trace.Turned:
-        """Wake up, or give the GPUs' memory to another group, which wants `room` bytes. No task runs meanwhile."""
+        """Wake up, or release GPU memory for a group that wants `room` bytes. No task runs meanwhile."""
         start_s = time.monotonic()
         holders = [held for held in self._shared.values() if isinstance(held, Sleeps)]
         used = [held.wake() if awake else held.sleep(room) for held in holders] or [(0, 0)]
@@ -273,7 +274,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Let go of what the stages share, of the data plane and of the other ranks."""
+        """Release shared resources, the data plane and the other ranks."""
         for held in self._shared.values():
             if isinstance(held, Closes):
                 held.close()
@@ -284,7 +285,7 @@ class Worker:
     def _inputs(
         self, stage: Stage, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str], result: TaskResult
     ) -> tuple[Task, Columns]:
-        """The task with its shard, and the columns that it reads."""
+        """The task with its shard, and its input columns."""
         assert self._plane is not None, "connect() comes before run()"
         if cleared:
             self._plane.evict(cleared)
@@ -300,7 +301,7 @@ class Worker:
     def _chosen(
         self, stage: KeepSamples, task: Task, meta: KVBatchMeta, result: TaskResult
     ) -> tuple[Task, KVBatchMeta]:
-        """The task and its handle, of the groups that the stage chooses."""
+        """The task and its handle, restricted to the groups that the stage chooses."""
         size, names = self.settings.group_size, [field.name for field in stage.chooses]
         seen = self.ranks.share(lambda: self._get(stage, task, meta, names, result))
         places = sorted(stage.choose(seen, size))
@@ -309,7 +310,7 @@ class Worker:
         return msgspec.structs.replace(task, groups=kept), meta.reorder(rows)
 
     def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
-        """The task with its shard. Ranks that meet in it are asked first whether they have the same to do."""
+        """The task with its shard. Ranks first confirm that they have the same work."""
         if self.ranks.connected and stage.sharding and stage.sharding.equal:
             pads = [[(part.prompt, part.response) for part in update.microbatches] for update in shard.updates]
             counts = [f"{len(pad)} microbatches {pad}" for pad in pads]
@@ -339,7 +340,7 @@ class Worker:
     def _keep(
         self, stage: Stage, task: Task, keys: tuple[str, ...], outputs: Sequence[Output], result: TaskResult
     ) -> None:
-        """Put what the runner has returned, in one put, and add the metrics, weighted by samples."""
+        """Put the runner's output in one put, and add its metrics, weighted by samples."""
         size = self.settings.group_size
         made = []
         for output in outputs:
@@ -365,7 +366,7 @@ class Worker:
     def _checked(
         self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
-        """An output and the samples of the task that its columns are for."""
+        """An output, and the samples of the task that its columns belong to."""
         declared = {field.name for field in stage.writes if not field.per_step}
         if output.columns.keys() != declared:
             raise _wrong_columns(stage, declared, set(output.columns))
@@ -383,7 +384,7 @@ class Worker:
         made: Sequence[tuple[Output, Sequence[int]]],
         result: TaskResult,
     ) -> None:
-        """Write the columns, in canonical order, all in one put."""
+        """Write the columns in canonical order, in one put."""
         assert self._plane is not None
         columns, index = in_order([(output.columns, rows) for output, rows in made])
         chosen = keys if len(index) == len(keys) else tuple(keys[i] for i in index)
@@ -418,7 +419,7 @@ class Worker:
         )
 
     def _trained(self, stage: Stage, task: Task, keys: tuple[str, ...], columns: Columns) -> trace.Trained:
-        """What this rank has just trained on, from the columns themselves."""
+        """What this rank just trained on, read from the columns themselves."""
         assert self._stamps is not None
         versions = versions_of(columns[self._stamps.name], keys)
         per_token = [field.name for field in stage.reads if field.ragged == self._stamps.ragged]
@@ -436,14 +437,14 @@ class Worker:
         )
 
     def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
-        """The samples of the groups that an output does not drop."""
+        """The samples of groups that an output keeps."""
         if stage.gate is None or not output.dropped.keys() <= set(range(len(task.groups))):
             raise StageError(
                 Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} drops groups {sorted(output.dropped)} of {len(task.groups)}",
-                    why="a stage with a gate drops groups of its task, by position; no other stage drops any",
-                    fix="set gate, or mend dropped",
+                    why="only a stage with a gate drops groups, by their position in the task",
+                    fix="set gate, or fix dropped",
                 )
             )
         size = self.settings.group_size
@@ -454,7 +455,7 @@ class Worker:
         return time.monotonic()
 
     def _end(self, task: Task, result: TaskResult, start_s: float, metrics: dict[str, float]) -> None:
-        """The task is over, on this worker."""
+        """The task is over on this worker."""
         result.events.append(
             trace.Ran(
                 **trace.of(task),
@@ -484,7 +485,7 @@ class Worker:
 
 
 async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:
-    """What a stream has yielded since the last time. It goes on while the consumer is busy."""
+    """Everything a stream yielded since the last iteration. The stream keeps running while the consumer is busy."""
     waiting: list[Output] = []
     came = asyncio.Event()
 
@@ -517,12 +518,12 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
 
 
 def _weight(output: Output, keys: Sequence[str]) -> int:
-    """The samples that the metrics of an output are the mean of."""
+    """The number of samples that an output's metrics average over."""
     return len(output.index) if output.index is not None else len(keys)
 
 
 def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
-    """Declare the partition of a graph: its sample fields, and its stages as readers."""
+    """Register the graph's partition: its sample fields, and its stages as readers."""
     plane.register(partition, sample_fields(stages), [stage.name for stage in stages])
 
 
@@ -538,8 +539,8 @@ def _unfinished(stage: Stage, left: set[int]) -> StageError:
     return StageError(
         Problem(
             where=str(stage.location),
-            what=f"stage {stage.name!r} ended and yielded nothing for {len(left)} groups, {min(left)} among them",
-            why="a stream yields every group that it is given, or says that it gave it up",
+            what=f"stage {stage.name!r} ended without output for {len(left)} groups, {min(left)} among them",
+            why="a stream yields or cancels every group that it is given",
             fix="yield an Output whose index names the samples of those groups",
         )
     )
@@ -553,6 +554,6 @@ def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageErro
             where=str(stage.location),
             what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
             why="a stage returns exactly the columns that it declares in writes",
-            fix="mend writes, or what the runner returns",
+            fix="fix `writes`, or what the runner returns",
         )
     )

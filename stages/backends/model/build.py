@@ -1,13 +1,13 @@
-"""Loads or builds a model and its tokenizer. It knows Hugging Face; it does not know what the model is used for.
+"""Loads or builds a model and its tokenizer. Knows Hugging Face, not what the model is used for.
 
     model = Model("Qwen/Qwen3-0.6B")
     tokenizer = load_tokenizer(model)
     network = load_network(model, tokenizer, dtype=torch.bfloat16, device=torch.device("cuda"))
 
-A `Model` with a `config` is built at random from its seed, with one token a character of its alphabet, or one token a
-byte of UTF-8 where its alphabet is the word "bytes", which can say every text. Two keys of the config
-are ours: `embedding_std` draws the embedding anew with this standard deviation, and `vocab_size` may be left out. The
-result of `save` is a folder that AutoModelForCausalLM and AutoTokenizer load.
+A `Model` with a `config` is initialized at random from its seed, with one token per character of its alphabet, or one
+token per UTF-8 byte if the alphabet is the word "bytes", which covers every text. Two config keys are ours:
+`embedding_std` redraws the embedding with this standard deviation, and `vocab_size` is optional. AutoModelForCausalLM
+and AutoTokenizer load the folder that `save` writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BYTES = "bytes"  # as an alphabet
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises StageError where the source cannot be loaded."""
+    """The tokenizer of a model. Raises StageError if the source cannot be loaded."""
     if model.config is not None:
         return byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
     try:
@@ -44,7 +44,7 @@ def load_network(
 ) -> PreTrainedModel:
     """The network in eval mode, warm start applied. Deterministic in the model and its seed.
 
-    Raises StageError where the source cannot be loaded.
+    Raises StageError if the source cannot be loaded.
     """
     network: Any
     first = dtype if model.warm_start is None else torch.float32  # small updates vanish in bfloat16
@@ -64,13 +64,13 @@ def load_network(
 
 
 def save(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A Hugging Face folder: config, safetensors, tokenizer."""
+    """Write a Hugging Face folder: config, safetensors, tokenizer."""
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token a character; ids 0 and 1 are padding and end of sequence. A text with another character raises."""
+    """One token per character; ids 0 and 1 are padding and end of sequence. Unknown characters raise."""
     vocabulary = {token: i for i, token in enumerate((PAD, EOS, *alphabet))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -81,7 +81,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte of UTF-8; ids 0 and 1 are padding and end of sequence. What is no UTF-8 decodes to U+FFFD."""
+    """One token per UTF-8 byte; ids 0 and 1 are padding and end of sequence. Invalid UTF-8 decodes to U+FFFD."""
     vocabulary = {token: i for i, token in enumerate((PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,7 +97,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a response: those of the generation config, the config and the tokenizer."""
+    """Ids that end a response, from the generation config, the config and the tokenizer."""
     found: set[int] = set()
     for ids in (
         network.generation_config.eos_token_id if network.generation_config else None,
@@ -109,12 +109,12 @@ def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def not_loaded(model: Model, error: Exception, kind: str = "causal language model") -> Problem:
-    """The problem of a source that is no Hugging Face model of this kind."""
+    """The problem for a source that is not a Hugging Face model of this kind."""
     return Problem(
         where=str(model.location),
         what=f"model {model.source!r} cannot be loaded: {told(error)}",
-        why=f"it must be a folder or a hub name of a Hugging Face {kind}",
-        fix="a folder that save_pretrained wrote, or a name that this machine can download",
+        why=f"it must be a folder or hub name of a Hugging Face {kind}",
+        fix="a folder written by save_pretrained, or a name that this machine can download",
     )
 
 
@@ -132,8 +132,8 @@ def _not_built(model: Model, error: Exception) -> Problem:
 def build(
     model: Model, tokenizer: PreTrainedTokenizerBase, auto: Any = AutoModelForCausalLM, **settings: Any
 ) -> PreTrainedModel:
-    """The network of a model with a config, at random from its seed; `auto` says with which head, `settings` go into
-    its config. Raises StageError where the config has no room for the alphabet."""
+    """The randomly initialized network of a model with a config. `auto` selects the head, `settings` go into the
+    config. Raises StageError if the config has no room for the alphabet."""
     config = dict(model.config or {}) | settings
     embedding_std = config.pop("embedding_std", None)
     config.setdefault("vocab_size", len(tokenizer))
@@ -142,8 +142,8 @@ def build(
             Problem(
                 where=str(model.location),
                 what=f"vocab_size is {config['vocab_size']} and the alphabet needs {len(tokenizer)} tokens",
-                why="every character, the padding and the end of sequence have a row of the embedding",
-                fix="leave vocab_size out, or make it larger",
+                why="each character, padding and end of sequence need a row in the embedding",
+                fix="omit vocab_size, or make it larger",
             )
         )
     config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}

@@ -1,4 +1,4 @@
-"""The numbers of a decoder, from a Hugging Face config. Knows which architectures this backend can build; no tensors.
+"""A decoder's dimensions, from a Hugging Face config. Knows which architectures this backend can build; no tensors.
 
 decoder = Decoder.of(config, where="graph.py:7")
 """
@@ -16,8 +16,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope:
-    """How Llama 3.1 stretches rotary frequencies: those of long waves are divided by `factor`, those of short ones
-    stay, and in between they are mixed (transformers, modeling_rope_utils)."""
+    """Llama 3.1's scaling of rotary frequencies: long wavelengths are divided by `factor`, short ones stay, and those
+    in between are interpolated (transformers, modeling_rope_utils)."""
 
     factor: float
     low: float
@@ -27,15 +27,15 @@ class Llama3Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A decoder-only transformer of the Llama kind.
+    """A Llama-style decoder-only transformer.
 
-    layers, hidden, vocab      blocks, entries of a token's state, tokens
-    heads, groups, head_dim    of queries, of keys and values, entries of each
-    intermediate               of the feed-forward part; of one expert, where there are `experts`
-    tied                       whether the output embedding is the input embedding
-    qkv_bias, qk_norm          whether queries, keys and values have a bias; whether queries and keys are normalised
-    experts, chosen            of a mixture, and how many of them a token goes to; 0 is a dense decoder
-    renormalise                whether the weights of the chosen experts add up to 1
+    layers, hidden, vocab      number of blocks, hidden size, vocabulary size
+    heads, groups, head_dim    query heads, key-value heads, size of each
+    intermediate               of the MLP; of one expert in a mixture
+    tied                       whether input and output embeddings are tied
+    qkv_bias, qk_norm          whether QKV has a bias; whether queries and keys are normalized
+    experts, chosen            experts of a mixture, and experts per token; 0 is a dense decoder
+    renormalise                whether the weights of the chosen experts are normalized to 1
     eps, rope_base, rope       of the norms; of the rotary embedding
     """
 
@@ -58,12 +58,12 @@ class Decoder:
 
     @staticmethod
     def knows(config: Mapping[str, Any]) -> bool:
-        """Whether `of` takes it."""
+        """Whether `of` accepts it."""
         return not any(_problems(config, ""))
 
     @staticmethod
     def of(config: Mapping[str, Any], where: str) -> Decoder:
-        """From the entries of a config. Raises StageError for what this backend would compute differently."""
+        """Read a config. Raises StageError for settings that this backend would compute differently."""
         if problems := list(_problems(config, where)):
             raise StageError(*problems)
         family, heads = config["model_type"], config["num_attention_heads"]
@@ -117,7 +117,7 @@ def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary entries, which older configs spread over two keys."""
+    """The rotary settings, which older configs spread over two keys."""
     if config.get("rope_parameters"):
         return {"rope_theta": 10000.0} | config["rope_parameters"]
     scaling = dict(config.get("rope_scaling") or {})

@@ -1,4 +1,4 @@
-"""The experts of a layer as one tensor, for layouts: its first dimension counts them. Knows names only."""
+"""A layer's experts as one tensor, for layouts; the first dimension is the expert. Knows names only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def single(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of a folder that one of these is: of all experts, each one's."""
+    """The folder's tensors behind a fused one: one per expert."""
     if "experts.*." not in name:
         yield name, tensor
         return
@@ -19,7 +19,7 @@ def single(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_expert(name: str) -> tuple[str, int | None]:
-    """The tensor of all experts that one of theirs belongs to, and which one it is; None where it is not of an expert.
+    """The fused tensor that an expert's tensor belongs to, and the expert's index; None for other tensors.
 
     "model.layers.0.mlp.experts.7.up_proj.weight" is number 7 of "model.layers.0.mlp.experts.*.up_proj.weight".
     """

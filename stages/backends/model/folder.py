@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder, for engines that load nothing else. Knows files; trains nothing itself.
+"""A model as a Hugging Face folder, for engines that load only folders. Knows files; trains nothing itself.
 
-A model with a `config` or a `warm_start` is made by the torch backend first, once a machine: the first worker that
-needs it writes the folder, the others wait. So the sampler and the trainer start from the same bytes.
+The torch backend first builds a model with a `config` or a `warm_start`, once per machine: the first worker that needs
+it writes the folder, the others wait. Sampler and trainer thus start from the same bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.text import identity
 from stages.backends.model.weights import weights
 
-DEADLINE_S = 1800.0  # that a worker waits for another one to make the model
+DEADLINE_S = 1800.0  # that a worker waits for another one to build the model
 LOOK_S = 0.2
 
 
 def model_folder(model: Model, run_dir: Path | None) -> Path:
     """The folder with a model's weights, configuration and tokenizer.
 
-    That of a run lies in its directory; without one, in the temporary directory. Raises StageError where the source
+    A run keeps it in its run directory; without one it is in the temporary directory. Raises StageError if the source
     cannot be loaded.
     """
     model = identity(model)
@@ -56,7 +56,7 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
 
 
 def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The folder of a model, from whichever rank of a process group: transformers' own writes on the first one only."""
+    """Write a model's folder from any rank of a process group: transformers' own function writes on rank 0 only."""
     folder.mkdir()
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(folder)
@@ -67,7 +67,7 @@ def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
 
 
 def _from_hub(model: Model) -> Path:
-    """The local copy of a hub model, fetched where it is not there yet."""
+    """The local copy of a hub model, downloaded if missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -78,15 +78,15 @@ def _from_hub(model: Model) -> Path:
             Problem(
                 where=str(model.location),
                 what=f"the model {model.source!r} cannot be fetched: {str(error).splitlines()[0]}",
-                why="it is neither a folder here nor in the hub's local cache",
-                fix="the path of a folder with the model, or a hub name that this machine reaches",
+                why="it is neither a local folder nor in the hub's local cache",
+                fix="the path of a folder with the model, or a hub name that this machine can reach",
             )
         ) from error
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock file; a lock of a process that died is free."""
+    """Hold a lock file; the lock of a dead process is free."""
     with path.open("w") as file:
         until_s = time.monotonic() + DEADLINE_S
         while True:
@@ -98,9 +98,9 @@ def _alone(path: Path) -> Iterator[None]:
                     raise StageError(
                         Problem(
                             where=str(path),
-                            what=f"another worker has been making the model for {DEADLINE_S:g} s",
-                            why="the workers of a machine start from one folder",
-                            fix="end that process, or make the folder beforehand and name it as the model",
+                            what=f"another worker has been building the model for {DEADLINE_S:g} s",
+                            why="all workers of a machine start from one folder",
+                            fix="end that process, or build the folder beforehand and pass it as the model",
                         )
                     ) from None
                 time.sleep(LOOK_S)

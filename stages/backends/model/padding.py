@@ -1,6 +1,6 @@
-"""Ragged rows to rectangles and back. Prompts are padded on the left, responses on the right.
+"""Pads ragged rows to rectangles and back: prompts on the left, responses on the right.
 
-Legend: N samples, P width of the prompts, T width of the responses; without a width, the longest row.
+Legend: N samples, P prompt width, T response width; by default the longest row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.declare.columns import Ragged
 
 
 def pad_left(column: Ragged, fill: int, width: int | None = None) -> torch.Tensor:
-    """[N, P], the rows at the right edge."""
+    """[N, P], right-aligned rows."""
     lengths = torch.tensor(column.lengths)
     width = max(column.lengths) if width is None else width
     if len(column.values) == width * len(lengths):
@@ -24,7 +24,7 @@ def pad_left(column: Ragged, fill: int, width: int | None = None) -> torch.Tenso
 
 
 def pad_right(column: Ragged, fill: float = 0, width: int | None = None) -> torch.Tensor:
-    """[N, T], the rows at the left edge."""
+    """[N, T], left-aligned rows."""
     lengths = torch.tensor(column.lengths)
     width = max(column.lengths) if width is None else width
     if len(column.values) == width * len(lengths):

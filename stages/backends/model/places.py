@@ -1,9 +1,9 @@
-"""Where a rank holds the tensors of a network of transformers, for a refit. Knows modules and names.
+"""Where a rank holds the tensors of a transformers network, for a refit. Knows modules and names.
 
     tensors, places, held = placed(network, torch.bfloat16)     # `held` are the rank's own tensors, by buffer
 
-Names are those of the network's state, which are a Hugging Face folder's, but for the experts of a layer, which
-transformers keeps in two tensors. A tied tensor is there once, under its first name.
+Names are those of the network's state and equal a Hugging Face folder's, except for a layer's experts, which
+transformers stores in two tensors. A tied tensor appears once, under its first name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 def placed(
     network: nn.Module, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]:
-    """All tensors of the network, the places of this rank's part, and the part. `dtype` is what floating-point tensors
-    are offered in; None is their own."""
+    """All tensors of the network, the places of this rank's part, and that part. `dtype` is the dtype in which
+    floating-point tensors are offered; None keeps theirs."""
     tensors: dict[str, Tensor] = {}
     places: list[Place] = []
     held: dict[str, torch.Tensor] = {}
@@ -40,7 +40,7 @@ def placed(
 
 
 def _own(tensor: torch.Tensor) -> Box:
-    """The box that this rank has."""
+    """The box that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -50,7 +50,7 @@ def _own(tensor: torch.Tensor) -> Box:
 def _parts(
     name: str, shape: tuple[int, ...], own: Box, item_bytes: int
 ) -> Iterator[tuple[str, tuple[int, ...], Place]]:
-    """Of a tensor of the state, the model's tensors in it, their shapes, and where they lie."""
+    """The model tensors inside a state tensor, with their shapes and positions."""
     layer, _, _ = name.partition("experts.")
     if name.endswith(DOWN):
         part = f"{layer}experts.*.down_proj.weight"

@@ -1,7 +1,7 @@
-"""Networks whose weights are divided over data-parallel ranks (FSDP2), and their tensors put together again.
+"""Shards a network's weights over data-parallel ranks (FSDP2), and reassembles them.
 
-Every rank builds the same network and keeps its share; a layer's weights are gathered when it computes. Knows modules
-and ranks; it does not know optimizers.
+Every rank builds the same network and keeps its shard; a layer's weights are gathered when it computes. Knows modules
+and ranks, not optimizers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pipeline.declare.ranks import Ranks
 
 
 def divide(network: PreTrainedModel, ranks: Ranks, compute: torch.dtype) -> None:
-    """Divide the network in place: a unit a decoder layer, and one for the rest. It computes in `compute`.
+    """Shard the network in place: one unit per decoder layer, and one for the rest. It computes in `compute`.
 
-    Gradients are added up over ranks, not averaged, in float32: the loss is normalised over all ranks already.
+    Gradients are summed over ranks in float32, not averaged: the loss is already normalized over all ranks.
     """
     mesh = init_device_mesh(network.device.type, (ranks.layout.data,))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -33,17 +33,17 @@ def divide(network: PreTrainedModel, ranks: Ranks, compute: torch.dtype) -> None
 
 
 def is_divided(network: nn.Module) -> bool:
-    """Whether its weights lie on several ranks."""
+    """Whether its weights are sharded over ranks."""
     return isinstance(network, FSDPModule)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank; all ranks call it, in the same order. A tensor that is whole stays as it is."""
+    """The full tensor on every rank; all ranks call it in the same order. An unsharded tensor is returned as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """`value`, which every rank has whole, divided and placed as `held` is; nothing is sent."""
+    """Shard `value`, which every rank has in full, the way `held` is sharded; no communication."""
     value = value.to(held.device, held.dtype)
     if isinstance(held, DTensor):
         return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, read box by box, without loading the rest. Knows safetensors."""
+"""Reads boxes of a Hugging Face folder's weights without loading the rest. Knows safetensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Shards:
-    """The tensors of a folder, read box by box."""
+    """The tensors of a folder, read by box."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,14 +29,14 @@ class Shards:
                 Problem(
                     where=str(folder),
                     what=f"it has neither {_SINGLE} nor {INDEX}",
-                    why="ranks read their parts of safetensors files",
+                    why="ranks read their parts from safetensors files",
                     fix="save the model with save_pretrained, which writes safetensors",
                 )
             )
         self._open: dict[str, Any] = {}
 
     def box(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor. Raises StageError where the folder has no such tensor, or another shape."""
+        """Part of a tensor. Raises StageError if the folder lacks the tensor or has another shape."""
         found = None
         if name in self.files:
             file = self.files[name]
@@ -49,8 +49,8 @@ class Shards:
                 Problem(
                     where=f"{self.folder}: tensor {name!r}",
                     what=f"the folder has {held}",
-                    why=f"by its config.json the model has one of shape {list(shape)}",
-                    fix="a folder whose weights are those of its config",
+                    why=f"according to its config.json the model has one of shape {list(shape)}",
+                    fix="a folder whose weights match its config",
                 )
             )
         return found[box]

@@ -1,6 +1,6 @@
-"""Texts to tokens and back, with a model's own tokenizer. Knows Hugging Face tokenizers; computes nothing.
+"""Converts texts to tokens and back with a model's tokenizer. Knows Hugging Face tokenizers; computes nothing.
 
-Backends share it, so that the same text is the same tokens whoever samples or trains.
+All backends share it, so a text has the same tokens in sampling and training.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Texts:
         return self._tokenizers[key]
 
     def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
-        """Token ids of each text. Raises StageError for a text that the tokenizer cannot say, or that is empty, and for
-        messages where it has no chat template."""
+        """Token ids of each text. Raises StageError for a text that is empty or that the tokenizer cannot encode, and
+        for messages without a chat template."""
         tokenizer = self.tokenizer(model)
         distinct = list(dict.fromkeys(texts))
         encoded = _templated(tokenizer, model, distinct) if chat else _encoded(tokenizer, model, distinct)
@@ -45,23 +45,23 @@ class Texts:
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
         rows = [tuple(row.tolist()) for row in ids.rows()]
-        distinct = list(dict.fromkeys(rows))  # short answers repeat
+        distinct = list(dict.fromkeys(rows))  # short responses repeat
         texts = self.tokenizer(model).batch_decode([list(row) for row in distinct], skip_special_tokens=True)
         text_of = dict(zip(distinct, texts))
         return [text_of[row] for row in rows]
 
     def pieces(self, model: Model) -> list[bytes]:
-        """What each token of the vocabulary adds to a text, by its id."""
+        """The bytes that each token adds to a text, by id."""
         return pieces(self.tokenizer(model))
 
 
 def identity(model: Model) -> Model:
-    """What a model and its frozen copy have in common."""
+    """The identity that a model shares with its frozen copy."""
     return model if model.trainable else replace(model, trainable=True)
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """What each token adds to a text, as UTF-8, by its id: special ones nothing, others part of a character."""
+    """The UTF-8 bytes that each token adds to a text, by id: none for special tokens, sometimes part of a character."""
     names = [name or "" for name in tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])]
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     made = _of_bytes(tokenizer, names) if "ByteLevel" in str(core.get("decoder")) else _of_texts(tokenizer, names)
@@ -70,7 +70,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def _of_bytes(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
-    """Of a tokenizer whose tokens are bytes, each written as a letter of its own."""
+    """For byte-level tokenizers, which write each byte as a letter."""
     byte_of, added = {letter: byte for byte, letter in bytes_to_unicode().items()}, set(tokenizer.added_tokens_decoder)
     return [
         bytes(byte_of[letter] for letter in name) if n not in added and byte_of.keys() >= set(name) else name.encode()
@@ -79,7 +79,7 @@ def _of_bytes(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[byte
 
 
 def _of_texts(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[bytes]:
-    """Of one whose tokens are texts: what comes behind another token, as the first of a text may lose its space."""
+    """For tokenizers whose tokens are texts: decode after another token, as a leading token may lose its space."""
     alone = tokenizer.batch_decode([[n] for n in range(len(names))])
     first = next((n for n, text in enumerate(alone) if text.isalnum() and n not in tokenizer.all_special_ids), None)
     if first is None:
@@ -90,7 +90,7 @@ def _of_texts(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[byte
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text. Raises StageError for the first that has none, or a character outside the alphabet."""
+    """Token ids of each text. Raises StageError for an empty one, or a character outside the alphabet."""
     alphabet = set(model.alphabet or "") if model.config is not None and model.alphabet != BYTES else None
     for text in texts:
         unknown = sorted(set(text) - alphabet) if alphabet else []
@@ -104,14 +104,14 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[s
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of lists of messages, up to where the assistant's answer begins."""
+    """Token ids of message lists, up to the start of the assistant's answer."""
     if not tokenizer.chat_template:
         raise StageError(
             Problem(
                 where=str(model.location),
                 what=f"the tokenizer of {model.source!r} has no chat template",
-                why="messages become a prompt by the template of the model",
-                fix="a model that was trained to chat, or Rollout(..., chat=False)",
+                why="the model's template turns messages into a prompt",
+                fix="a chat model, or Rollout(..., chat=False)",
             )
         )
     made: Any = [

@@ -1,4 +1,4 @@
-"""Weights by name. Knows modules and bytes; it does not know who needs them."""
+"""Weights by name. Knows modules and bytes, not who needs them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from stages.backends.model.sharded import like, whole
 
 
 def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers on the CPU, by name, copied. Of tied tensors the first name only.
+    """Copies of parameters and persistent buffers on the CPU, by name; tied tensors under their first name only.
 
-    `dtype` is what floating-point weights are rounded to; None keeps theirs. Of a divided network every rank gets them
-    whole, and all ranks must call it.
+    Floating-point weights are rounded to `dtype`; None keeps theirs. For a sharded network every rank gets full
+    tensors, and all ranks must call it.
     """
     return {name: tensor.to("cpu", copy=True) for name, tensor in live_weights(network, dtype)}
 
 
 def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same where they are, one after the other, and not copied where they are whole and of that dtype."""
+    """The same one at a time, in place; copied only if sharded or of another dtype."""
     for name, tensor in state(network).items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         yield name, whole(tensor).to(wanted).contiguous()
@@ -31,9 +31,9 @@ def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 @torch.no_grad()
 def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
-    """Copy `new` into the network in place, so that ties stay. Names, shapes and dtypes must be those of `weights`.
+    """Copy `new` into the network in place, preserving ties. Names, shapes and dtypes must match `weights`.
 
-    Raises StageError, before anything is copied, naming the first tensor that differs.
+    Raises StageError before copying anything, naming the first tensor that differs.
     """
     held = state(network)
     for name in sorted(held.keys() | new.keys()):
@@ -41,8 +41,8 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
             raise StageError(
                 Problem(
                     where=f"weight {name!r}",
-                    what=f"this model has {_shown(held.get(name))} and is given {_shown(new.get(name))}",
-                    why="weights are loaded only into the same architecture and dtype",
+                    what=f"this model has {_shown(held.get(name))} and received {_shown(new.get(name))}",
+                    why="weights load only into the same architecture and dtype",
                     fix="the same Model on both sides, on the same kind of device",
                 )
             )
@@ -51,7 +51,7 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
 
 
 def state(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors of a network's state, a tied one under its first name."""
+    """The live tensors of a network's state; a tied one under its first name."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

@@ -1,7 +1,7 @@
-"""The names of vLLM that this backend uses, from 0.26 to 0.32. No other file imports vLLM.
+"""Everything this backend uses of vLLM 0.26 to 0.32. No other file imports vLLM.
 
-What these versions have in common is enough: logits processors of the first model runner, `collective_rpc`, pausing
-with requests kept, and outputs that count their tokens.
+The common subset of these versions is enough: logits processors of the first model runner, `collective_rpc`, pausing
+without aborting requests, and outputs that count their tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ __all__ = [
     "receive",
 ]
 
-INTERVAL = 16  # tokens of a request between two of its outputs
-FREE_MEMORY = 0.92  # of what others have left of a GPU
+INTERVAL = 16  # tokens per request between two outputs
+FREE_MEMORY = 0.92  # of the free memory of a GPU
 
 
 def computes_on_cpu() -> bool:
@@ -70,10 +70,10 @@ def computes_on_cpu() -> bool:
 
 
 def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -> AsyncLLM:
-    """Start an engine and wait until it is ready. Inside the event loop that it shall live on. On GPUs it takes the
-    share `memory` of each, or nearly all that others have left, where that is less.
+    """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
+    each, or nearly all that is free if that is less.
 
-    Raises ValueError or RuntimeError where it cannot start.
+    Raises ValueError or RuntimeError if it cannot start.
     """
     settings: dict[str, Any] = (
         {"enable_sleep_mode": True, "gpu_memory_utilization": min(memory, _left())} if gpus else {}
@@ -82,10 +82,10 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
         model=str(folder),
         dtype="bfloat16" if gpus else "float32",
         tensor_parallel_size=tensor_parallel,
-        # With ranks in processes of their own, even one, the next step is scheduled while this one is prepared.
+        # With ranks in separate processes, even a single one, the next step is scheduled while this one is prepared.
         distributed_executor_backend="mp" if gpus or tensor_parallel > 1 else "uni",
         enforce_eager=not gpus,
-        max_model_len=-1,  # as long as the model allows and the cache holds
+        max_model_len=-1,  # as long as the model allows and the cache can hold
         enable_prefix_caching=True,
         logits_processors=["stages.backends.vllm.choice:Choice"],
         worker_extension_cls="stages.backends.vllm.loader.Loader",
@@ -93,14 +93,15 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
         stream_interval=INTERVAL,
         disable_log_stats=True,
         **settings,
-    ).create_engine_config(UsageContext.LLM_CLASS)  # which has the largest batches: nobody waits for a first token
+    # it has the largest batches; time to first token does not matter here
+    ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def _left() -> float:
-    """The share of the first GPU that an engine can take, asked without making a context on it."""
+    """The share of the first GPU that is free for an engine, read without creating a CUDA context."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     pynvml.nvmlInit()
     try:
@@ -113,7 +114,7 @@ def _left() -> float:
 
 
 def _check_head(size: int) -> None:
-    """The CPU build starts with a head that its attention does not have, and dies at the first step."""
+    """The CPU build starts with head sizes that its attention does not support, and dies at the first step."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
@@ -121,18 +122,18 @@ def _check_head(size: int) -> None:
 
 
 def longest(llm: AsyncLLM) -> int:
-    """Tokens of a prompt and its response together, at most."""
+    """Maximum number of tokens of a prompt and its response."""
     return int(llm.vllm_config.model_config.max_model_len)
 
 
 def parameters(
     *, max_tokens: int, closing: Sequence[int], stop: Sequence[str], choice: dict[str, Any]
 ) -> SamplingParams:
-    """A request's parameters. `choice` is for the logits processor, which leaves the sampler one token to take."""
+    """A request's parameters. `choice` goes to the logits processor, which leaves the sampler a single token."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
-        ignore_eos=True,  # `closing` has all that end a response
+        ignore_eos=True,  # `closing` holds all ids that end a response
         stop_token_ids=list(closing),
         stop=list(stop),
         detokenize=bool(stop),
@@ -146,20 +147,20 @@ def parameters(
 async def outputs(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
 ) -> AsyncIterator[tuple[list[int], str | None]]:
-    """Of a request, now and then: its tokens so far, and at last why it ended: stop, length, abort."""
+    """Progress of a request: its tokens so far, and finally the finish reason: stop, length, abort."""
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
         made: Any = output.outputs[0]
         yield list(made.token_ids), made.finish_reason
 
 
 async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]) -> list[np.ndarray]:
-    """`Loader.sluice_logprobs`: one array a request, from the first rank, as all have the same."""
+    """`Loader.sluice_logprobs` of the first rank (all ranks hold the same): one array per request."""
     answers = await llm.collective_rpc("sluice_logprobs", args=(dict(lengths), list(others)))
     return [np.frombuffer(row, np.float32) for row in answers[0]]
 
 
 def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Inside a worker: load weights with the names of a Hugging Face folder, as when it started."""
+    """In a worker: load weights with Hugging Face names, as at startup."""
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
         model.load_weights(weights)
@@ -172,8 +173,8 @@ async def bytes_in_use(llm: AsyncLLM) -> int:
 
 
 async def pause(llm: AsyncLLM) -> None:
-    """Hold all requests between two steps. `AsyncLLM.pause_generation` does the same and then sleeps for 20 ms, so that
-    outputs come before it returns, which nobody here waits for."""
+    """Pause all requests between two steps. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms so that
+    outputs arrive first, which is not needed here."""
     core: Any = llm.engine_core
     if hasattr(core, "pause_scheduler_async"):
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -182,8 +183,8 @@ async def pause(llm: AsyncLLM) -> None:
 
 
 async def forget(llm: AsyncLLM) -> None:
-    """Clear the keys and values of a paused engine, those of its requests too. Pausing can do so itself, and then asks
-    all ranks twice about the caches of images, which these models have not."""
+    """Clear the KV cache of a paused engine, running requests included. Pausing can do this too, but then asks all
+    ranks twice about image caches, which these models do not have."""
     if not await llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM has not cleared its cache")
 
@@ -194,16 +195,16 @@ async def differing(llm: AsyncLLM) -> list[str]:
 
 
 async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:
-    """Tell all ranks their place in the refits to come (`transfer.Joined`)."""
+    """Tell all ranks their place in later refits (`transfer.Joined`)."""
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place))
 
 
 async def receive(
     llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
 ) -> tuple[list[Received], list[str], dict[str, int]]:
-    """`Loader.sluice_receive` of all ranks (`transfer.Offered`): what they say of it, and what all have alike, of the
-    first: tensors that went through vLLM's loader, and how many tokens each of these requests has. Raises PeerLost
-    where it did not get through to a rank."""
+    """`Loader.sluice_receive` on all ranks (`transfer.Offered`). Returns every rank's answer, and from the first rank
+    what all share: tensors loaded by vLLM's loader, and the token count of each request. Raises PeerLost if a rank did
+    not receive everything."""
     said = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
     answers = [msgspec.msgpack.decode(each, type=Answer) for each in said]
     for answer in answers:

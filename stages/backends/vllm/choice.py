@@ -1,11 +1,11 @@
-"""Chooses the tokens inside vLLM: the torch backend's rule, with the same numbers. Runs in the engine's processes.
+"""Chooses tokens inside vLLM by the torch backend's rule and random numbers. Runs in the engine's processes.
 
-vLLM's own sampler draws from a generator a request, whose state depends on how often it was asked, and gives logprobs
-before the temperature or after the tail is cut. Here the random number of (sample, token) is a function of both, as
-everywhere in Sluice, and the logprobs are those of softmax(logits / temperature) over the whole vocabulary: `Choice`
-makes the chosen token's entry of a row of logits the greatest, and keeps its logprob on the device (`kept`). So a
-sample does not depend on its neighbours, on preemption or on a restart, and is the torch backend's sample but for
-rounding. Nothing here waits for the device: vLLM prepares the next step while it computes this one.
+vLLM's own sampler uses one generator per request, whose state depends on the number of draws, and returns logprobs
+before the temperature or after truncation. Here the random number is a function of (sample, token), as everywhere in
+Sluice, and the logprobs are those of softmax(logits / temperature) over the whole vocabulary. `Choice` makes the chosen
+token's logit the largest in its row and keeps its logprob on the device (`logprobs`). A sample therefore does not
+depend on its neighbors, on preemption or on a restart, and equals the torch backend's sample up to rounding. Nothing
+here synchronizes with the device: vLLM prepares the next step while it computes this one.
 
 Legend: B rows of a step, V vocabulary.
 """
@@ -28,7 +28,7 @@ from stages.backends.vllm.logprobs import Logprobs
 
 @dataclass(eq=False)
 class Row:
-    """A request in the batch. `tokens` is vLLM's own list of what it has sampled, which grows in place."""
+    """A request in the batch. `tokens` is vLLM's own list of sampled tokens, which grows in place."""
 
     name: str
     sampling: Sampling
@@ -37,12 +37,12 @@ class Row:
 
     @staticmethod
     def of(told: dict[str, Any], tokens: list[int]) -> Row:
-        """From what `request_choice` wrote."""
+        """Parse what `request_choice` wrote."""
         sampling = Sampling(**told["sampling"])
         if told["draw"] is None:
             return Row(told["name"], sampling, None, tokens)
         seed, group, sample = told["draw"]
-        # One more than there are tokens: vLLM may have a step under way when the last one turns out to be it.
+        # One spare: vLLM may already run another step when the last token turns out to be the last.
         return Row(
             told["name"], sampling, Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + 1)[0], tokens
         )
@@ -50,31 +50,31 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """Rows of a batch that are chosen in the same way."""
+    """Rows of a batch that share sampling parameters."""
 
     sampling: Sampling
     rows: list[Row]
     index_B: torch.Tensor
-    kept_B: torch.Tensor  # rows of the table of logprobs
+    kept_B: torch.Tensor  # rows in the logprob table
 
     def places(self) -> np.ndarray:
-        """The place of each row's next token in its response."""
+        """The position of each row's next token in its response."""
         return np.fromiter((len(row.tokens) for row in self.rows), np.int64, len(self.rows))
 
     def uniforms(self, places_B: np.ndarray) -> np.ndarray | None:
-        """The number of each row's next token; greedy needs none."""
+        """The random number for each row's next token; none for greedy."""
         if self.sampling.greedy:
             return None
         numbers = (row.uniforms_T[place] for row, place in zip(self.rows, places_B))  # type: ignore[index]
         return np.fromiter(numbers, np.float64, len(self.rows))
 
 
-_seen: dict[str, Row | int] = {}  # each request of this process: its row, or how many tokens it had when it left
+_seen: dict[str, Row | int] = {}  # by request: its row, or its token count when it left
 _kept = Logprobs()
 
 
 def tokens_of(names: list[str]) -> dict[str, int]:
-    """How many tokens each of these requests has; one that was never in the batch has none. Forgets all others."""
+    """The token count of each of these requests, 0 if it was never in the batch. Forgets all other requests."""
     kept = {name: _seen[name] for name in names if name in _seen}
     _seen.clear()
     _seen.update(kept)
@@ -82,13 +82,14 @@ def tokens_of(names: list[str]) -> dict[str, int]:
 
 
 def logprobs_of(lengths: Mapping[str, int], others: Sequence[str]) -> list[bytes]:
-    """The logprobs of so many tokens of each request, float32. They are forgotten, and those of others unread."""
+    """Return the logprobs of the given number of tokens per request, float32, and forget these and the unread ones of
+        `others`."""
     _kept.forget(others)
     return _kept.take(lengths)
 
 
 def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | None) -> dict[str, Any]:
-    """What a request tells `Choice`, as plain values. `draw` is the seed, the group and the sample; greedy has none."""
+    """A request's settings for `Choice`, as plain values. `draw` is (seed, group, sample); None for greedy."""
     told = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -101,22 +102,23 @@ def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | N
 
 
 class Choice(LogitsProcessor):
-    """The logits processor of all requests."""
+    """The logits processor for all requests."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_owner()
         self._device, self._pinned = device, is_pin_memory
-        self._greatest = torch.full((), torch.inf, device=device)  # a number of Python's would be sent each time
+        # a Python number would be copied to the device each time
+        self._greatest = torch.full((), torch.inf, device=device)
         self._rows: dict[int, Row] = {}
-        self._alike: list[Alike] | None = None  # the rows by what they ask for; None where the batch has changed
-        self._width = 0  # rows of logits that this was for
+        self._alike: list[Alike] | None = None  # rows by sampling parameters; None after the batch changed
+        self._width = 0  # number of logit rows this was built for
 
     def is_argmax_invariant(self) -> bool:
-        """No: the greatest of the logits becomes the chosen token's."""
+        """False: the chosen token gets the largest logit."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the requests through the rows of the batch: those that leave, those that come, those that move."""
+        """Track which request is in which row as requests leave, arrive and move."""
         if batch_update is None:
             return
         self._alike = None
@@ -134,7 +136,7 @@ class Choice(LogitsProcessor):
                 self._rows[first] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose a token a row."""
+        """Choose one token per row."""
         if self._alike is None or self._width != len(logits):
             self._alike, self._width = self._sorted(len(logits)), len(logits)
         for group in self._alike:
@@ -160,7 +162,7 @@ class Choice(LogitsProcessor):
         return made
 
     def _sent(self, values_B: np.ndarray) -> torch.Tensor:
-        """On the device, without waiting for what it computes."""
+        """Copy to the device without synchronizing."""
         values = torch.from_numpy(values_B)
         return (values.pin_memory() if self._pinned else values).to(self._device, non_blocking=True)
 

@@ -1,8 +1,7 @@
-"""One vLLM engine in a thread with an event loop of its own, so that any thread and any loop can use it.
+"""One vLLM engine in a thread with its own event loop, usable from any thread and any loop.
 
-It starts the engine when it is first needed and once more when its processes die, loads weights between two tokens,
-and keeps for each request which weights computed which of its tokens. It knows token ids and files; models, texts and
-stages it does not.
+It starts the engine on first use and again if its processes die, loads weights between two tokens, and records which
+weights computed which tokens of each request. It knows token ids and files, not models, texts or stages.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from stages.backends.vllm import api as versions
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.weights import Weights
 
-STALL_S = 900.0  # without any output, a start or a load, while there are requests
+STALL_S = 900.0  # without output, start or load while requests are outstanding
 START_S = 900.0
-ANSWER_S = 600.0  # of the engine to anything but a request
+ANSWER_S = 600.0  # for a reply to anything but a request
 CLOSE_S = 20.0
-SHUTDOWN_S = 1.0  # that the engine's processes have to end by themselves; they have nothing to save
-LOOK_S = 0.5  # between two looks whether an engine that owes an answer is alive
-ATTEMPTS = 2  # of a request, or of a load, when the engine dies under it
+SHUTDOWN_S = 1.0  # for the engine's processes to exit; they have nothing to save
+LOOK_S = 0.5  # between two checks whether a busy engine is alive
+ATTEMPTS = 2  # for a request or a load whose engine dies
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is started with; it is one of `replicas`. `where` is for messages."""
+    """Start settings of an engine, which is one of `replicas`. `where` is for error messages."""
 
     folder: Path
     gpus: bool
@@ -61,10 +60,10 @@ class Client:
         self._llm: versions.AsyncLLM | None = None
         self._asleep: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
-        self._unread: set[str] = set()  # requests whose logprobs lie in the engine, and nobody wants them
-        self._weights: Weights | None = None  # of the version that is served; None is the folder
+        self._unread: set[str] = set()  # requests whose logprobs in the engine are not needed
+        self._weights: Weights | None = None  # of the served version; None means the folder
         self._version: int | None = None
-        self.loaded: list[str] = []  # tensors of the last version that went through vLLM's own loader
+        self.loaded: list[str] = []  # tensors of the last version that vLLM's own loader handled
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
         self._heard_s = time.monotonic()
@@ -75,11 +74,11 @@ class Client:
         atexit.register(self.close)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Have work done in the loop."""
+        """Run work in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T], deadline_s: float = START_S + ANSWER_S) -> T:
-        """Have work done in the loop, and wait for it."""
+        """Run work in the loop and wait for it."""
         future = self.start(work)
         try:
             return future.result(deadline_s)
@@ -88,7 +87,7 @@ class Client:
             raise StageError(self._silent(deadline_s)) from None
 
     def longest(self) -> int:
-        """Tokens of a prompt and its response together, at most."""
+        """Maximum number of tokens of a prompt and its response."""
 
         async def ask() -> int:
             return versions.longest(await self._alive())
@@ -96,31 +95,31 @@ class Client:
         return self.call(ask())
 
     def load(self, weights: Weights) -> Served:
-        """Load weights between two tokens, and keep them as those that are served.
+        """Load weights between two tokens and serve them from then on.
 
-        Raises PeerLost where they did not get through; nothing is sampled then until others have. Raises Unfit where
-        the engine died and the trainer would have to carry them once more.
+        Raises PeerLost if they did not arrive completely; the engine then samples nothing until a later version has.
+        Raises Unfit if the engine died and the trainer would have to send them again.
         """
         return self.call(self._load(weights))
 
     def sleep(self) -> tuple[int, int]:
-        """Give the GPU's memory away: weights go to the host, the cache is dropped. Nothing may run. Returns the bytes
-        in use on the first GPU, by all processes, before and after; an engine that is down stays so, and returns 0."""
+        """Free GPU memory: weights move to the host, the cache is dropped. Nothing may be running. Returns the bytes in
+        use on the first GPU, by all processes, before and after; 0 if the engine is not running."""
         return self.call(self._turn(awake=False))
 
     def wake(self) -> tuple[int, int]:
-        """Take it again. Returns what `sleep` does."""
+        """Reclaim the memory. Returns what `sleep` returns."""
         return self.call(self._turn(awake=True))
 
     def check(self) -> None:
-        """Raise StageError where requests wait and nothing has been heard for too long."""
+        """Raise StageError if requests are outstanding and the engine has been silent for too long."""
         if self._live and time.monotonic() - self._heard_s > STALL_S:
             raise StageError(self._silent(STALL_S))
 
     def close(self) -> None:
-        """End the engine, its processes and the thread. May be called again.
+        """Stop the engine, its processes and the thread. Idempotent.
 
-        An engine that does not end in time ends with this process.
+        An engine that does not stop in time ends with this process.
         """
         if not self._thread.is_alive():
             return
@@ -130,7 +129,7 @@ class Client:
         self._thread.join(CLOSE_S)
 
     async def sample(self, lot: Sequence[Request]) -> None:
-        """Fill requests in. An engine that dies under them is started again, and they begin anew."""
+        """Complete requests. If the engine dies, it is restarted and they start over."""
         try:
             for _ in range(ATTEMPTS):
                 llm = await self._alive()
@@ -139,7 +138,7 @@ class Client:
                     if all(await asyncio.gather(*tasks)):
                         return await self._read(llm, lot)
                 except versions.EngineDeadError:
-                    pass  # it took the logprobs with it
+                    pass  # the logprobs are gone with it
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -148,11 +147,11 @@ class Client:
         raise StageError(self._died())
 
     async def _sample(self, llm: versions.AsyncLLM, request: Request) -> bool:
-        """Have the tokens of a request sampled; whether the engine has outlived it."""
+        """Sample the tokens of a request. Returns whether the engine survived it."""
         if request.unwanted:
             request.ended = "abort"
             return True
-        self._unread.discard(request.name)  # that was in an engine which died
+        self._unread.discard(request.name)  # its engine died
         request.tokens, request.ended, request.spans = [], None, [(0, self._version)]
         self._live[request.name] = request
         request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
@@ -170,7 +169,7 @@ class Client:
             del self._live[request.name]
 
     async def _read(self, llm: versions.AsyncLLM, lot: Sequence[Request]) -> None:
-        """Get the logprobs of a lot, unless it was given up."""
+        """Fetch the logprobs of a lot, unless it was canceled."""
         if not all(request.whole for request in lot):
             return
         unread, self._unread = sorted(self._unread), set()
@@ -187,18 +186,18 @@ class Client:
                 if request.unwanted and request.ended is None:
                     await llm.abort(request.name)
         finally:
-            if not request.whole:  # by now the engine has been told to abort it, and will hear of this after that
+            if not request.whole:  # the engine was already asked to abort it and handles this afterwards
                 self._unread.add(request.name)
 
     async def end(self, requests: Sequence[Request]) -> None:
-        """Abort requests; those that vLLM has not yet are aborted when it has."""
+        """Abort requests; those that vLLM has not received yet are aborted once it has."""
         for request in requests:
             request.unwanted = True
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort([request.name for request in requests])
 
     async def _alive(self) -> versions.AsyncLLM:
-        """The engine, started where there is none. Of callers that wait for one start, all share its failure."""
+        """The engine, started if necessary. Callers that wait for the same start share its failure."""
         failures = self._failures
         async with self._starting:
             if self._llm is None or self._llm.errored:
@@ -209,8 +208,8 @@ class Client:
             return self._llm
 
     async def _open(self) -> None:
-        """Start the engine, with the weights that were served last. Nothing else happens in the loop meanwhile. Raises
-        Unfit where those would have to be carried here once more."""
+        """Start the engine with the weights served last. Blocks the loop's other work. Raises Unfit if the trainer
+        would have to send those weights again."""
         if self._llm is not None:
             self._lose(self._llm)
         if self._weights is not None and self._weights.route.meeting is not None:
@@ -235,21 +234,21 @@ class Client:
             self._failures, self._failure = self._failures + 1, self._overtaken()
             raise StageError(self._failure) from error
         finally:
-            if not ready:  # it has other weights than those that were served
+            if not ready:  # its weights differ from those that were served
                 self._lose(llm)
         self._watching = asyncio.ensure_future(self._watch(llm))
         self.starts += 1
         self._heard_s = time.monotonic()
 
     async def _watch(self, llm: versions.AsyncLLM) -> None:
-        """Tell requests of a lost engine: vLLM tells those it had when it noticed, and none that came just then."""
+        """Fail the requests of a lost engine: vLLM notifies those it had, but not those that arrived just then."""
         while not llm.errored:
             await asyncio.sleep(LOOK_S)
         await asyncio.sleep(LOOK_S)
         self._lose(llm)
 
     def _lose(self, llm: versions.AsyncLLM) -> None:
-        """Give an engine up: the next use starts another one, where its requests begin anew."""
+        """Abandon an engine: the next use starts another one, and its requests start over."""
         end = llm.shutdown
         if self._llm is llm:
             self._llm = None
@@ -268,19 +267,19 @@ class Client:
         raise Unfit(self._not_again()) if carried else StageError(self._died())
 
     async def _swap(self, llm: versions.AsyncLLM, weights: Weights) -> Served:
-        """Pause between two steps, load, note where each request is, go on.
+        """Pause between two steps, load, record each request's position, resume.
 
-        The cache is cleared: what requests have so far is computed again with the new weights, and no later prompt
-        finds keys and values of the old ones. An engine that does not get through this is given up; one that was not
-        sent all of it stays paused.
+        The cache is cleared: the engine recomputes the running requests with the new weights, and no later prompt hits
+        KV entries of the old ones. An engine that fails here is abandoned; one that did not receive everything stays
+        paused.
         """
         goes_on, times_s = False, [time.perf_counter()]
         try:
-            if self._asleep is llm:  # its weights are nowhere on the GPU
+            if self._asleep is llm:  # its weights are not on the GPU
                 await self._rouse(llm)
             paused = asyncio.ensure_future(self._answer(llm, versions.pause(llm)))
             paused.add_done_callback(lambda _: times_s.append(time.perf_counter()))
-            if self._live:  # they have tokens to come of the step that is under way; else the engine pauses at once
+            if self._live:  # the current step still brings them tokens; otherwise the engine pauses at once
                 await paused
             received = self._received(llm, weights)
             served, counts = (await asyncio.gather(self._forget(llm, paused), received))[1]
@@ -301,14 +300,14 @@ class Client:
         return replace(served, record={**served.record, **{name: 1e3 * (end - begun) for name, (begun, end) in phases}})
 
     async def _forget(self, llm: versions.AsyncLLM, paused: asyncio.Future[None]) -> None:
-        """Clear the cache of an engine, as soon as it is paused."""
+        """Clear the cache of an engine once it is paused."""
         await paused
         await self._answer(llm, versions.forget(llm))
 
     async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
-        """Have all ranks bring a version, and check it; also, how many tokens each live request has."""
+        """Have all ranks receive a version and verify it. Also returns the token count of each live request."""
         receiving = versions.receive(llm, weights.plain(), list(self._live))
-        hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine is at it
+        hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
         return Served(sha256, slowest([each.record for each in received])), counts
@@ -316,7 +315,7 @@ class Client:
     async def _turn(self, *, awake: bool) -> tuple[int, int]:
         llm = self._llm
         if llm is None or llm.errored:
-            return 0, 0  # whoever needs it starts it, awake
+            return 0, 0  # its next user starts it, awake
         before_bytes = await self._answer(llm, versions.bytes_in_use(llm))
         if awake:
             await self._rouse(llm)
@@ -330,7 +329,8 @@ class Client:
         self._asleep = None
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
-        """What an engine answers. Raises EngineDeadError where it dies meanwhile: vLLM leaves such callers waiting."""
+        """Wait for an engine's reply. Raises EngineDeadError if it dies meanwhile: vLLM would leave the caller
+        waiting."""
         task = asyncio.ensure_future(call)
         until_s = time.monotonic() + ANSWER_S
         while not task.done():
@@ -355,32 +355,32 @@ class Client:
     def _silent(self, after_s: float) -> Problem:
         return Problem(
             where=self.setup.where,
-            what=f"the vLLM engine has said nothing for {after_s:g} s",
-            why="it owes an answer",
-            fix="look into logs/ of the run; a resumed run starts another engine",
+            what=f"the vLLM engine has been silent for {after_s:g} s",
+            why="a request is outstanding",
+            fix="see logs/ in the run directory; a resumed run starts a new engine",
         )
 
     def _died(self) -> Problem:
         return Problem(
             where=self.setup.where,
             what=f"the vLLM engine died {ATTEMPTS} times under one task",
-            why="a lost engine is started again once a task",
-            fix="look into logs/ of the run; often the memory is short: a smaller model, or fewer samples at a time",
+            why="a lost engine is restarted once per task",
+            fix="see logs/ in the run directory; often memory is short: a smaller model, or fewer samples at a time",
         )
 
     def _not_again(self) -> Problem:
         return Problem(
             where=self.setup.where,
-            what="the vLLM engine died, and the trainer would have to carry the weights here once more",
-            why="it does so for a worker in the place of this one, not for an engine",
+            what="the vLLM engine died, and the trainer would have to send the weights again",
+            why="it does that for a replacement worker, not for an engine",
             fix="resume from the last checkpoint",
         )
 
     def _overtaken(self) -> Problem:
         return Problem(
             where=self.setup.where,
-            what="the vLLM engine died, and the weights that it served are not in the trainer's memory any more",
-            why="the trainer is already writing the next version there",
+            what="the vLLM engine died, and the weights that it served are no longer in the trainer's memory",
+            why="the trainer is already overwriting them with the next version",
             fix="resume from the last checkpoint",
         )
 
@@ -388,6 +388,6 @@ class Client:
         return Problem(
             where=self.setup.where,
             what=f"vLLM cannot start with the model in {str(self.setup.folder)!r}: {told(error)}",
-            why="a vllm worker group samples with it",
-            fix="look into logs/ of the run; the architecture must be one that vLLM has, and the memory suffice",
+            why="a vllm worker group samples with this model",
+            fix="see logs/ in the run directory; vLLM must support the architecture, and memory must suffice",
         )

@@ -1,8 +1,8 @@
-"""The vLLM engine of one worker: what stages ask of it, as requests. It samples, and does nothing else.
+"""The vLLM engine of one worker. Turns calls of stages into requests. It samples and does nothing else.
 
-One worker is one replica: it starts the ranks of its tensor parallelism itself, as processes of its own. float32 on the
-CPU, bfloat16 on GPUs. Where the weights change within a response, vLLM computes what there is of it again, so that from
-there on the keys and values are the new weights' too.
+One worker is one replica; it starts its tensor-parallel ranks as child processes. float32 on the CPU, bfloat16 on GPUs.
+When weights change mid-response, vLLM recomputes the response so far, so from there on the KV cache matches the new
+weights.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
     from stages.backends.vllm.requests import Lot, Request
 
-LOOK_S = 0.02  # between two looks for ended samples and unwanted groups
+LOOK_S = 0.02  # between two polls for finished samples and canceled groups
 
 
 def open_engine(context: StageContext) -> VllmEngine:
-    """The engine of this worker. Raises StageError where vLLM is not built for the group's device."""
+    """The engine of this worker. Raises StageError if vLLM is not built for the group's device."""
     group = context.group
     environment.prepare(gpus=group.gpus > 0, threads=group.threads, tensor_parallel=group.tensor_parallel)
     from stages.backends.vllm.api import computes_on_cpu  # reads the environment
@@ -51,7 +51,7 @@ def open_engine(context: StageContext) -> VllmEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The model of an engine that has started: the ids that end its responses, and how long they may become."""
+    """The model of a running engine: the ids that end a response, and its maximum length."""
 
     model: Model
     client: Client
@@ -64,15 +64,15 @@ class VllmEngine(Texts):
 
     def __init__(self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
-        self._worker = worker  # which of how many of its group
+        self._worker = worker  # replica index and count
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
         self._started: Started | None = None
-        self._version: int | None = None  # of the weights that `serve` loaded
+        self._version: int | None = None  # of the weights loaded by `serve`
         self._names = itertools.count()
 
     def client(self, model: Model) -> Client:
-        """The model's own engine, started. Raises StageError for a second model."""
+        """The model's engine, started. Raises StageError for a second model."""
         return self._of(model).client
 
     def _of(self, model: Model) -> Started:
@@ -92,7 +92,7 @@ class VllmEngine(Texts):
         return self._started
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
-        """Responses of the served copy."""
+        """Sample responses from the served copy."""
         running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), len(prompt_ids))
         ended: list[Lot] = []
         try:
@@ -113,7 +113,7 @@ class VllmEngine(Texts):
         version: int = 0,
         unwanted: Callable[[int], bool] = lambda group: False,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
-        """Responses of the served copy, group by group, in the order in which they end."""
+        """Sample responses from the served copy; groups arrive in completion order."""
         running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), group_size)
         open_groups = set(range(len(prompt_ids) // group_size))
         given_up: set[int] = set()
@@ -134,7 +134,7 @@ class VllmEngine(Texts):
             running.close()
 
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
-        """Bring weights of a version into the engine between two tokens; the hash of what is there then."""
+        """Load a version into the engine between two tokens. Returns the hash of the loaded weights."""
         client = self.client(model)
         check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
         served = client.load(Weights(shares, version, route))
@@ -142,22 +142,21 @@ class VllmEngine(Texts):
         return served
 
     def served_version(self, model: Model, default: int = 0) -> int:
-        """The version of the last `serve`; a frozen model has none."""
+        """The version of the last `serve`; None for a frozen model."""
         served = self._started is not None and self._started.model == model
         return self._version if served and self._version is not None else default
 
     def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Give the GPU's memory away until `wake`, all of it whatever `room` is wanted: weights wait on the host, the
-        cache is dropped. Returns the bytes in use on the first GPU before and after; an engine that has not started has
-        none."""
+        """Free all GPU memory until `wake`, whatever `room` is: weights move to the host, the cache is dropped. Returns
+        the bytes in use on the first GPU before and after; 0 for an engine that has not started."""
         return self._started.client.sleep() if self._started is not None else (0, 0)
 
     def wake(self) -> tuple[int, int]:
-        """Take it again. Returns what `sleep` does."""
+        """Reclaim the memory. Returns what `sleep` returns."""
         return self._started.client.wake() if self._started is not None else (0, 0)
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """Stop the engine's processes."""
         if self._started is not None:
             self._started.client.close()
             self._started = None
@@ -187,20 +186,20 @@ class VllmEngine(Texts):
             what=f"worker group {self.group.name!r} samples from {first.source!r} and from {model.source!r}"
             + ("" if model.trainable == first.trainable else ", trained and frozen"),
             why="a vllm worker group serves one model",
-            fix="a worker group for each",
+            fix="one worker group per model",
         )
 
     def _too_long(self, prompt: int, max_tokens: int, longest: int) -> Problem:
         return Problem(
             where=str(self.group.location),
-            what=f"a prompt of {prompt} tokens and max_tokens={max_tokens} are more than {longest} tokens",
-            why="that is what the model allows and the cache of the engine holds",
+            what=f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed {longest} tokens",
+            why="this is the limit of the model and of the engine's cache",
             fix="a smaller max_tokens, shorter prompts, or more memory for the cache",
         )
 
 
 def _generation(ended: Sequence[Request], version: int) -> Generation:
-    """The samples in this order. `version` is that of weights that were never served."""
+    """Collect the samples in this order. `version` is for weights that were never served."""
     lengths = tuple(len(request.tokens) for request in ended)
     stamps = [version if stamp is None else stamp for request in ended for stamp in request.versions()]
     return Generation(
@@ -212,7 +211,7 @@ def _generation(ended: Sequence[Request], version: int) -> Generation:
 
 
 def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response: those of the generation config, the config and the tokenizer."""
+    """Ids that end a response, from the generation config, the config and the tokenizer."""
     config = AutoConfig.from_pretrained(folder)
     generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(folder)
     found: set[int] = set()

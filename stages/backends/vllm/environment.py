@@ -1,7 +1,7 @@
-"""Environment variables that vLLM reads, and the thread that ends its processes with their owner. Imports no vLLM.
+"""vLLM's environment variables, and the thread that ends its processes with their owner. Does not import vLLM.
 
-They are set in the worker's process before vLLM is imported; the processes that vLLM starts inherit them. What the user
-has set stays as it is.
+The worker process sets them before importing vLLM; vLLM's child processes inherit them. Variables that the user has set
+are left alone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import select
 import signal
 import threading
 
-OWNER = "SLUICE_VLLM_OWNER"  # the process that the engine's processes live for
+OWNER = "SLUICE_VLLM_OWNER"  # the process that owns the engine's processes
 
 COMMON = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and a fork of those may lock up
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner asks logits processors before the temperature
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and forking them may deadlock
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner calls logits processors before applying the temperature
 }
 ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute
     "VLLM_CPU_CI_ENV": "1",  # no warm-up
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the machine is shared: replicas, trainer and data plane
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas, trainer and data plane share the machine
 }
 ON_GPU = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels compile for minutes
@@ -31,10 +31,10 @@ ON_GPU = {
 
 
 def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
-    """Set what is not set. To be called before vLLM is imported."""
+    """Set the missing variables. Call before importing vLLM."""
     wanted = COMMON | (ON_GPU if gpus else ON_CPU)
     if not gpus and tensor_parallel == 1:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the CPU platform then leaves the model in the engine's process
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the CPU platform then keeps the model in the engine's process
     if threads > 0:
         wanted["OMP_NUM_THREADS"] = str(threads)
     for name, value in wanted.items():
@@ -43,7 +43,7 @@ def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
 
 
 def end_with_owner() -> None:
-    """End this process, and the engine that started it, as soon as their owner is gone, whatever ended it."""
+    """End this process and the engine that started it as soon as their owner is gone, for whatever reason."""
     owner = int(os.environ[OWNER])
     engine = os.getppid() if os.getppid() != owner else os.getpid()
 
@@ -57,7 +57,7 @@ def end_with_owner() -> None:
 
     try:
         handle = os.pidfd_open(owner)
-    except ProcessLookupError:  # it ended while this process was starting
+    except ProcessLookupError:  # the owner ended while this process was starting
         end()
         return
     threading.Thread(target=watch, args=(handle,), name="end-with-owner", daemon=True).start()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Running:
-    """Requests that were handed in together, in lots of `size`; lots come out in the order in which they are whole."""
+    """Requests that were submitted together, in lots of `size`; lots are returned in completion order."""
 
     def __init__(self, client: Client, requests: Sequence[Request], size: int) -> None:
         self._client, self._requests = client, requests
@@ -24,9 +24,9 @@ class Running:
         self._future = client.start(self._all())
 
     def take(self, wait_s: float) -> list[Lot]:
-        """The lots that ended since the last call, after waiting for one at most that long.
+        """The lots finished since the last call; waits up to `wait_s` for one.
 
-        Raises what a request failed with, and StageError where the engine has been silent for too long.
+        Raises a request's error, and StageError if the engine has been silent for too long.
         """
         self._client.check()
         found: list[Lot] = []

@@ -28,7 +28,7 @@ NAME = "sluice"
 
 @dataclass
 class Joined(WeightTransferInitInfo):
-    """Which of how many engines this one is, and the parameters that go through vLLM's loader."""
+    """This engine's index among all engines, and the parameters that vLLM's loader must handle."""
 
     replica: int
     replicas: int
@@ -47,7 +47,7 @@ class Offered(WeightTransferUpdateInfo):
 
 
 class Transfer(WeightTransferEngine[Joined, Offered]):
-    """Of one rank."""
+    """The engine of one rank."""
 
     init_info_cls, update_info_cls = Joined, Offered
     _joined: Joined
@@ -57,19 +57,19 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
     _lost = ""
 
     def init_transfer_engine(self, init_info: Joined) -> None:
-        """Note the place; memory is taken when the first version comes."""
+        """Record the place; memory is allocated with the first version."""
         self._joined, self._target = init_info, None
 
     def start_weight_update(self) -> None:
-        """Nothing is known of the coming version."""
+        """Nothing to do before a version."""
         self._received, self._lost = None, ""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Bring a version; done when it returns, on every device."""
+        """Receive a version; complete on every device when it returns."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Offered) -> None:
-        """Bring a version."""
+        """Receive a version."""
         route = route_from(update_info.transport, update_info.meeting)
         shares = shares_from(update_info.shares)
         if self._target is None:
@@ -77,11 +77,11 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         assert self._target is not None
         try:
             self._received = self._target.receive(shares, update_info.version, route)
-        except GroupError as error:  # vLLM would end for it
+        except GroupError as error:  # vLLM would exit on it
             self._lost = str(error)
 
     def finish_weight_update(self) -> None:
-        """Have vLLM make of it what it computes with."""
+        """Let vLLM post-process the weights."""
         if self._lost:
             return
         assert self._storage is not None and self._received is not None
@@ -98,7 +98,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         return Answer(self._received, self._storage.loaded, tokens=tokens)
 
     def differing(self) -> list[str]:
-        """Parameters that are not where a refit would write them; of a model without a table, none."""
+        """Parameters that are not where a refit would write them; empty for a model without a table."""
         if (decoder := self._decoder()) is None:
             return []
         return differing(
@@ -108,10 +108,10 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
-        """A trainer publishes its part (ops/refit/share.py) and sends nothing; vLLM 0.26 wants the name to be here."""
+        """Unused: a trainer publishes its part (ops/refit/share.py). vLLM 0.26 requires the method."""
 
     def shutdown(self) -> None:
-        """Give the trainer's memory back."""
+        """Release the trainer's memory."""
         if self._target is not None:
             self._target.close()
 
@@ -130,13 +130,13 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._storage = storage
 
     def _dtype(self) -> torch.dtype:
-        """Of the parameters, as vLLM has settled it."""
+        """The device of the parameters."""
         dtype = self.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     def _decoder(self) -> Decoder | None:
-        """The model, where there is a table for it."""
+        """The model's decoder description, if there is a table for it."""
         config = self.model_config.hf_config.to_dict()
         return Decoder.of(config, "") if Decoder.knows(config) else None
 

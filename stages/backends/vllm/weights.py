@@ -28,7 +28,7 @@ from stages.backends.refit.target import Received
 
 @lru_cache(maxsize=1)
 def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of the model in a folder, a tied one under its first name."""
+    """The tensors of a model folder; a tied one appears under its first name."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     network.tie_weights()
@@ -36,10 +36,10 @@ def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class Weights:
-    """The shares of a version, in memory that processes of this machine open, as long as this object lives; or, of
-    those that the trainer carries, where to meet it.
+    """The shares of a version, in memory that other processes on this machine can open while this object lives; or, for
+    a two-sided transport, where to meet the trainer.
 
-    What came as bytes is put into memory for it.
+    Shares that arrived as bytes are copied into such memory.
     """
 
     def __init__(self, shares: Sequence[Share], version: int, route: Route) -> None:
@@ -47,7 +47,7 @@ class Weights:
         self._own = {i: _landed(s.memory) for i, s in enumerate(shares) if isinstance(s.memory, np.ndarray)}
 
     def plain(self) -> dict[str, Any]:
-        """What `transfer.Offered` takes."""
+        """The arguments of `transfer.Offered`."""
         memories = [_plain(self._own.get(i, share.memory)) for i, share in enumerate(self.shares)]
         transport = self.route.transport
         is_ours = TRANSPORTS.get(transport.name) is transport
