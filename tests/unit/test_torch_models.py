@@ -203,7 +203,7 @@ def test_other_weights_are_refused_and_nothing_is_loaded(change: str) -> None:
         case "extra":
             sent["model.norm.bias"] = torch.ones(32)
     before = weight_hash(weights(network))
-    with pytest.raises(StageError, match=r"weight 'model.norm.(weight|bias)': this model has .* and is given .*"):
+    with pytest.raises(StageError, match=r"weight 'model.norm.(weight|bias)': this model has .* and received .*"):
         load_weights(network, sent)
     assert weight_hash(weights(network)) == before
 
@@ -224,9 +224,9 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(StageError, match=r"cannot be loaded: .* it must be a folder or a hub name"):
+    with pytest.raises(StageError, match=r"cannot be loaded: .* it must be a folder or hub name"):
         load_tokenizer(Model(str(tmp_path)))
-    with pytest.raises(StageError, match=r"cannot be loaded: .* it must be a folder or a hub name"):
+    with pytest.raises(StageError, match=r"cannot be loaded: .* it must be a folder or hub name"):
         load_network(Model(str(tmp_path)), load_tokenizer(POLICY), dtype=torch.float32, device=CPU)
 
 

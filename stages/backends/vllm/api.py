@@ -93,7 +93,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
         stream_interval=INTERVAL,
         disable_log_stats=True,
         **settings,
-    # it has the largest batches; time to first token does not matter here
+        # it has the largest batches; time to first token does not matter here
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())

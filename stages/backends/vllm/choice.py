@@ -83,7 +83,7 @@ def tokens_of(names: list[str]) -> dict[str, int]:
 
 def logprobs_of(lengths: Mapping[str, int], others: Sequence[str]) -> list[bytes]:
     """Return the logprobs of the given number of tokens per request, float32, and forget these and the unread ones of
-        `others`."""
+    `others`."""
     _kept.forget(others)
     return _kept.take(lengths)
 
