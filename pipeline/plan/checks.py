@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
@@ -148,7 +148,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
             )
 
 
-def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
+def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Stage, Field]]]) -> str:
     """What to write where no stage writes a field that `stage` reads."""
     if field.hint:
         return field.hint
@@ -156,9 +156,13 @@ def _way_to(field: Field, stage: Stage, written: Iterable[str]) -> str:
     near = difflib.get_close_matches(field.name, others, n=1)
     near = near or [name for name in others if field.name.startswith(f"{name}_")]
     add = f"add a stage that writes {field.name!r}"
-    if field.dtype == "str":
-        add += f", or, where it is a column of the data, Prompts(..., extra=({field.name!r},))"
-    return f"did you mean {near[0]!r}? If not, {add}" if near else f"{add}; there are {', '.join(sorted(others))}"
+    if field.dims == "N":
+        column = repr(field.name) if field.dtype == "str" else f"Field({field.name!r}, dtype={field.dtype!r})"
+        add += f", or, if it is a column of the data, Prompts(..., extra=({column},))"
+    if near:
+        return f"did you mean {near[0]!r}? If not, {add}"
+    samples = sorted(name for name in others if not written[name][0][1].per_step)
+    return f"{add}; there are {', '.join(samples)}" if samples else add
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:

@@ -382,5 +382,5 @@ def test_a_hint_is_given_where_a_name_is_close():
         plan(grown(Toy("extra", reads=(Field("rewrad", dtype="float32"), Field("zzz", dtype="float32")))))
     assert [problem.fix for problem in error.value.problems] == [
         "did you mean 'reward'? If not, add a stage that writes 'rewrad'",
-        "add a stage that writes 'zzz'",
+        "add a stage that writes 'zzz'; there are logprobs, prompt, response, reward",
     ]
