@@ -381,6 +381,8 @@ def test_a_hint_is_given_where_a_name_is_close():
     with pytest.raises(GraphError) as error:
         plan(grown(Toy("extra", reads=(Field("rewrad", dtype="float32"), Field("zzz", dtype="float32")))))
     assert [problem.fix for problem in error.value.problems] == [
-        "did you mean 'reward'? If not, add a stage that writes 'rewrad'",
-        "add a stage that writes 'zzz'; there are logprobs, prompt, response, reward",
+        "did you mean 'reward'? If not, add a stage that writes 'rewrad', or, if it is a column of the data, "
+        "Prompts(..., extra=(Field('rewrad', dtype='float32'),))",
+        "add a stage that writes 'zzz', or, if it is a column of the data, "
+        "Prompts(..., extra=(Field('zzz', dtype='float32'),)); there are logprobs, prompt, response, reward",
     ]
