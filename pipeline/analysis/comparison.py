@@ -1,4 +1,4 @@
-"""Two runs side by side: seconds, metrics by step, and what of graph, settings and flags is different. Pure.
+"""Compares two runs: seconds, metrics by step, and differences in graph, settings and flags. Pure.
 
 found = compare(open_run(Path("runs/a")), open_run(Path("runs/b")))
 found.stages["train"]          # Pair(first=1.2, second=0.8)
@@ -26,20 +26,20 @@ ABSENT = None
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The same number of both runs; None where one has none."""
+    """One number for both runs; None if a run lacks it."""
 
     first: float | None
     second: float | None
 
     @property
     def difference(self) -> float | None:
-        """Second minus first, None where one is."""
+        """Second minus first; None if either is None."""
         return None if self.first is None or self.second is None else self.second - self.first
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage, edge, fence, worker group, setting or flag (`kind`) that only one run has, or (`what`: an attribute of
-    it) that differs. None is the side that lacks it."""
+    """A stage, edge, fence, worker group, setting or flag (`kind`) that only one run has, or whose attribute `what`
+    differs. The run that lacks it has None."""
 
     kind: str
     name: str
@@ -51,12 +51,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two runs.
 
-    step_s     mean seconds a step, `step_median_s` the median, behind the first steps
-    stages     seconds a step in which a stage had a task, by stage
-    path       seconds a step on the critical path, by stage
-    metrics    by name: the steps, from 1 on, that have it in either run, each with the values of both
-    changes    what is different in plan and flags
-    sentences  what each run was bound by
+    step_s     mean seconds per step after warm-up; `step_median_s` is the median
+    stages     seconds per step in which a stage had a task, by stage
+    path       seconds per step on the critical path, by stage
+    metrics    by name: every step, from 1, that has it in either run, with both values
+    changes    differences in plan and flags
+    sentences  what bounds each run
     """
 
     first: str
@@ -71,7 +71,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(first: OpenedRun, second: OpenedRun) -> Comparison:
-    """Put two runs side by side."""
+    """Compare two runs."""
     tasks = [Tasks(run.events) for run in (first, second)]
     reports = [report(run.plan, found) for run, found in zip((first, second), tasks)]
     return Comparison(
@@ -88,7 +88,7 @@ def compare(first: OpenedRun, second: OpenedRun) -> Comparison:
 
 
 def compare_metrics(first: Sequence[Metrics], second: Sequence[Metrics]) -> dict[str, dict[int, Pair]]:
-    """By metric and step. A step that was made again counts as it was last."""
+    """Values by metric and step. Of a repeated step the last one counts."""
     sides = [{int(line["step"]): line for line in lines if "step" in line} for lines in (first, second)]
     names = dict.fromkeys(name for side in sides for line in side.values() for name in line if name != "step")
     steps = sorted({*sides[0], *sides[1]})
@@ -100,7 +100,7 @@ def compare_metrics(first: Sequence[Metrics], second: Sequence[Metrics]) -> dict
 
 
 def changes(first: OpenedRun, second: OpenedRun) -> list[Change]:
-    """What differs in the two plans, and in the flags that the runs were given."""
+    """Differences between the two plans, and between the runs' flags."""
     parts = [(_parts(run.plan), _flags(run)) for run in (first, second)]
     (before, flags), (after, other_flags) = parts
     found: list[Change] = []
@@ -110,7 +110,7 @@ def changes(first: OpenedRun, second: OpenedRun) -> list[Change]:
 
 
 def _parts(plan: Plan) -> dict[str, dict[str, dict[str, Any]]]:
-    """A plan by kind, name and attribute. What is one value has the attribute ""."""
+    """A plan by kind, name and attribute. Single values have the attribute ""."""
     built = msgspec.to_builtins(plan)
     return {
         "setting": {name: {"": built[name]} for name in SETTINGS},
@@ -148,7 +148,7 @@ def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 
 def _whole(values: Mapping[str, Any] | None) -> Any:
-    """A part that only one run has: its value, or its attributes."""
+    """A part that only one run has: its value or attributes."""
     return values.get("", values) if values is not None else ABSENT
 
 

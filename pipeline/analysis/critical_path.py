@@ -1,17 +1,17 @@
-"""What a run waited for, walked backwards from each published version. Pure; from trace events alone.
+"""The critical path of a run, traced back from each published version. Pure; from trace events alone.
 
-A task starts when the last of several things is there. That one is on the path, and the time since it began is its own;
-from its start the walk goes on, until the version before. So the seconds of a step are divided without rest among
+A task starts when the last of its prerequisites is ready. That one is on the path and is charged the time since its own
+start, from where the walk continues back to the previous version. The seconds of a step thus split completely into
 
-    (stage, cause)    a stage that worked, and why it was waited for:
-                      field     it made a column that the next one reads
+    (stage, cause)    a stage that ran, and why the next one waited for it:
+                      field     it wrote a column that the next one reads
                       weights   it made the weights that the next one reads, or the version that it samples with
-                      fence     the next one must not run beside it
-                      worker    the next one's worker had it to do first
-                      drain     it was a stream that had to end before the weights were swapped
+                      fence     the two must not overlap
+                      worker    it occupied the next one's worker
+                      drain     it was a stream that had to finish before the weights were swapped
                       order     the scheduler held the next one back until it was done
-    ("no stage", "driver")    nothing that is needed ran: reports and tasks were on their way, or the driver was busy
-    ("no stage", "room")      groups had not been admitted yet
+    ("no stage", "driver")    nothing on the path ran: reports or tasks were in transit, or the driver was busy
+    ("no stage", "room")      groups were not admitted yet
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NOBODY = "no stage"
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a step on the path, in the mean.
+    """Mean seconds per step on the path.
 
-    `by_stage` has "no stage" for what is of none; `by_cause` says why a stage was waited for; `steps` has
-    `by_stage` of every step; `sentence` says it in words.
+    `by_stage` uses "no stage" for time outside stages; `by_cause` is why the next stage waited; `steps` holds
+    `by_stage` for every step; `sentence` sums it up.
     """
 
     by_stage: dict[str, float]
@@ -44,9 +44,9 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A part of the path. `task`, `group` and `worker` are the task's number and where it ran: of several workers the
-    one that ended last. They are None, "" and None where the time is of no stage. `field` is the column or the weights
-    that it made and that was waited for; empty where the cause is another. Times are monotonic seconds."""
+    """A part of the path. `task`, `group` and `worker` are the task's number and where it ran (of several workers, the
+    one that finished last); None, "" and None for time outside stages. `field` is the column or weights that the next
+    task waited for; empty for other causes. Times are monotonic seconds."""
 
     stage: str
     cause: str
@@ -59,8 +59,8 @@ class PathSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepPath(msgspec.Struct, frozen=True, kw_only=True):
-    """The path of one step, from the version before to its own: spans in order of time, each beginning where the one
-    before it ends. `step` counts from 0."""
+    """The path of one step, from the previous version to its own: contiguous spans in time order. `step` counts from
+    0."""
 
     step: int
     start_s: float
@@ -68,15 +68,15 @@ class StepPath(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[PathSpan, ...]
 
     def seconds(self, what: str) -> dict[str, float]:
-        """Seconds by `stage` or by `cause`, the largest first."""
+        """Seconds by `stage` or `cause`, largest first."""
         return _summed((getattr(span, what), span.end_s - span.start_s) for span in self.spans)
 
 
 def critical_path(
     plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
 ) -> CriticalPath:
-    """The path of every step, summed. `ends` are the times at which steps ended and their numbers, the first of which
-    is not looked at: there the second begins."""
+    """The summed path of every step. `ends` are (end time, step number); the first entry only marks where the second
+    step starts."""
     steps = step_paths(plan, tasks, ends, waits=waits)
     ends_s = [end_s for end_s, _ in ends]
     by_stage = mean_seconds(steps, "stage")
@@ -91,18 +91,18 @@ def critical_path(
 def step_paths(
     plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
 ) -> tuple[StepPath, ...]:
-    """The path of every step but the first of `ends`, as spans that tile it."""
+    """The path of every step after the first entry of `ends`, as contiguous spans."""
     walker = Walker(tasks, waits or Waits(plan, tasks))
     return tuple(walker.walk(start_s, end_s, step) for (start_s, _), (end_s, step) in pairwise(ends))
 
 
 def mean_seconds(steps: Sequence[StepPath], what: str) -> dict[str, float]:
-    """Seconds a step by `stage` or by `cause`, the largest first."""
+    """Seconds per step by `stage` or `cause`, largest first."""
     return _summed((name, spent_s / len(steps)) for step in steps for name, spent_s in step.seconds(what).items())
 
 
 def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The sum of each name, the largest first."""
+    """The sum per name, largest first."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in parts:
         sums[name] += value
@@ -110,7 +110,8 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Sequence[float]) -> str:
-    """What bounds a step, and how long the stage that it bounds waited. `by_stage` are the path's seconds a step."""
+    """Names the stage that bounds a step, and how long the stage that it bounds waited. `by_stage` holds seconds per
+    step."""
     total_s = sum(by_stage.values())
     if not total_s:
         return "no step has ended"
@@ -126,7 +127,7 @@ def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Seque
 
 
 def _idle(tasks: Tasks, stage: PlannedStage, start_s: float, end_s: float) -> float:
-    """Seconds in which no task of a stage was running."""
+    """Seconds without a running task of the stage."""
     idle_s, reached_s = 0.0, start_s
     spans = sorted((s.start_s, s.end_s) for ran in tasks.ran.values() for s in ran if s.stage == stage.name)
     for begun_s, ended_s in spans:
@@ -139,14 +140,14 @@ def _idle(tasks: Tasks, stage: PlannedStage, start_s: float, end_s: float) -> fl
 
 
 class Walker:
-    """Walks from what was there last to what that waited for, and on."""
+    """Walks back from each last prerequisite to its own last prerequisite."""
 
     def __init__(self, tasks: Tasks, waits: Waits) -> None:
         self._tasks, self._waits = tasks, waits
         self._before: dict[int, Reason | None] = {}
 
     def walk(self, start_s: float, end_s: float, step: int) -> StepPath:
-        """The path between two times, the later of which is the end of a step."""
+        """The path between two times; the later one is the end of a step."""
         ended = self._waits.ended(step)
         spans, at_s, last = self.back(Reason(end_s, "field", ended) if ended is not None else None, start_s, end_s)
         spans.append(_nobodys(ROOM if last and last.cause == ROOM else DRIVER, start_s, at_s))
@@ -154,8 +155,8 @@ class Walker:
         return StepPath(step=step, start_s=start_s, end_s=end_s, spans=ordered)
 
     def back(self, reason: Reason | None, start_s: float, end_s: float) -> tuple[list[PathSpan], float, Reason | None]:
-        """What `reason` and all before it took between two times: spans, the last one first, back to which time they
-        reach, and what was there then, where no task made it."""
+        """Spans of `reason` and its predecessors between two times, last first; the time they reach back to; and what
+        was ready then if no task made it."""
         spans: list[PathSpan] = []
         at_s = end_s
         while reason is not None and at_s > start_s:
@@ -173,9 +174,9 @@ class Walker:
         return spans, at_s, None
 
     def _reason(self, number: int, begun_s: float) -> Reason | None:
-        """What a task waited for that began then."""
+        """What a task that started then waited for."""
         task = self._tasks.submitted[number]
-        if begun_s < task.at_s:  # what is walked through does not go back to its start
+        if begun_s < task.at_s:  # spans inside the walk do not reach back to their start
             return self._waits.queued(task, begun_s) or self._waits.last(task, begun_s)
         if number not in self._before:
             self._before[number] = self._waits.queued(task, begun_s) or self._waits.last(task, begun_s)

@@ -1,11 +1,11 @@
-"""All that is found in the record of one run, together: for the command line and the web view. Pure.
+"""All findings from the record of one run, for the command line and the web view. Pure.
 
     found = find(open_run(Path("runs/quickstart-...")))
     found.report.critical_path.sentence
     found.paths[3].spans                      # the critical path of the fourth step, span by span
     found.groups[0].parts                     # why workers of the first group had no task
 
-Seconds are those of `window`: the steps behind the first ones, which are not like the others, or one step.
+Seconds refer to `window`: all steps after warm-up, or one step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipeline.record.runs import OpenedRun
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a record says.
+    """The findings of a record.
 
-    report    seconds a step, utilisation, staleness, drops and the critical path's sums, of all steps behind the first
-    window    from when to when (monotonic seconds) the idle time is counted, and of how many steps that is
-    paths     the critical path of every published step; of one step only that
+    report    seconds per step, utilization, staleness, drops and critical path sums of all steps after warm-up
+    window    start and end (monotonic seconds) of the idle time accounting, and its number of steps
+    paths     the critical path of every published step, or of the one step
     slack     seconds to spare, by task, and by step and stage
-    gaps      when workers had no task, and why, inside the window
-    workers   the sums by worker; `groups` the means by worker group
+    gaps      when and why workers had no task, inside the window
+    workers   sums per worker; `groups` has the means per worker group
     """
 
     report: Report
@@ -44,7 +44,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None) -> Findings:
-    """The findings of a run, or of one step, counted from 0. Raises GraphError where that step has not ended."""
+    """The findings of a run, or of one step, counted from 0. Raises GraphError if that step has not ended."""
     tasks = tasks or Tasks(run.events)
     waits = Waits(run.plan, tasks)
     ends = step_ends(tasks)

@@ -1,11 +1,11 @@
-"""When workers had no task, and what their next one waited for. Pure; from trace events alone.
+"""Finds when workers had no task, and what their next task waited for. Pure; from trace events alone.
 
     for gap in gaps(plan, Tasks(events), start_s, end_s):
         print(gap.group, gap.worker, gap.end_s - gap.start_s, gap.cause, gap.field)     # learner 0 4.1 field reward
 
-A worker is busy from the start of a task to its end; with a task that has not ended, until it was lost, or until now.
-Its next task waits for what is there last of all that it needs, and that for what it needed itself: so each second is
-of the stage that was at work then, and of the column that it made, as on the critical path.
+A worker is busy from the start of a task to its end, or, for an unfinished task, until it was lost or until now. Its
+next task waits for its last prerequisite, which in turn waited for its own; so each idle second is charged to the stage
+that ran then and to the column that it made, as on the critical path.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Span = tuple[float, float, int]  # start, end, task
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Time without a task, for one reason of `CAUSES`. Times are monotonic seconds.
+    """Idle time with one cause of `CAUSES`. Times are monotonic seconds.
 
-    `stage` is what was at work meanwhile, and `field` the column or the weights that were waited for; empty where the
-    cause has none. `task` is the number of the next task, None where there is none.
+    `stage` is what ran meanwhile and `field` the column or weights that the worker waited for; empty if the cause has
+    none. `task` is the number of the next task, or None.
     """
 
     group: str
@@ -59,21 +59,21 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def workers(plan: Plan, tasks: Tasks) -> list[Worker]:
-    """The workers of a run, group by group: those that were placed, or those of the plan."""
+    """The workers of a run, by group: those that were placed, else those of the plan."""
     placed = {(event.group, event.worker) for event in tasks.others if isinstance(event, trace.Placed)}
     every = [(group.name, rank) for group in plan.groups for rank in range(group.workers)]
     return [worker for worker in every if worker in placed] or every
 
 
 def gaps(plan: Plan, tasks: Tasks, start_s: float, end_s: float, *, waits: Waits | None = None) -> Iterator[Gap]:
-    """The gaps of every worker between two times, worker by worker, in order of time: with its tasks they tile it."""
+    """The gaps of every worker between two times, in time order; gaps and tasks together cover it completely."""
     finder = _Finder(plan, tasks, waits or Waits(plan, tasks), start_s, end_s)
     for worker in workers(plan, tasks):
         yield from finder.of(worker)
 
 
 class _Finder:
-    """Finds the gaps of workers and divides them."""
+    """Finds the gaps of workers and splits them by cause."""
 
     def __init__(self, plan: Plan, tasks: Tasks, waits: Waits, from_s: float, until_s: float) -> None:
         self._tasks, self._waits, self._walker = tasks, waits, Walker(tasks, waits)
@@ -100,7 +100,7 @@ class _Finder:
         self._first_s = min([*begun, *(task.at_s for task in tasks.submitted.values())], default=until_s)
 
     def of(self, worker: Worker) -> Iterator[Gap]:
-        """The gaps of one worker, in order of time."""
+        """The gaps of one worker in time order."""
         reached_s = max(self._started_s, self._from_s)
         for start_s, end_s, number in self._spans.get(worker, ()):
             if start_s > reached_s:
@@ -112,7 +112,7 @@ class _Finder:
             yield from self._parted(worker, None, reached_s, self._until_s, "done" if self._finished else "open")
 
     def _divided(self, worker: Worker, start_s: float, end_s: float, number: int) -> Iterator[Gap]:
-        """The gap before a task, by what was being done that it waited for."""
+        """The gap before a task, split by what it waited for."""
         task, to_s = self._tasks.submitted[number], min(end_s, self._until_s)
         if start_s < self._first_s:
             yield from self._parted(worker, number, start_s, min(to_s, self._first_s), "start")
@@ -125,7 +125,7 @@ class _Finder:
             found += spans
             if reason is None or reason.cause != ROOM or not (published := self._waits.published_at(reason.at_s)):
                 break
-            reason = published  # the groups were admitted because there was a new version
+            reason = published  # the groups were admitted because of a new version
         if at_s > start_s:
             cause, stage, field = (reason.cause, reason.stage, reason.field) if reason else ("driver", "", "")
             yield from self._parted(worker, number, start_s, at_s, cause, stage, field)
@@ -134,7 +134,7 @@ class _Finder:
             yield from self._parted(worker, number, span.start_s, span.end_s, span.cause, stage, span.field)
 
     def _first(self, task: trace.Submitted) -> Reason | None:
-        """What was there last of all that a task needs, what other workers did included."""
+        """The last prerequisite of a task, work of other workers included."""
         if task.task not in self._known:
             at_s = task.at_s + 1e-9
             needs = [need for need in (*self._waits.needs(task), *self._shared(task)) if need.at_s <= at_s]
@@ -143,7 +143,7 @@ class _Finder:
         return self._known[task.task]
 
     def _shared(self, task: trace.Submitted) -> Iterator[Reason]:
-        """What other workers did that a task needs, or that had the GPUs of its group."""
+        """Work of other workers that a task needs, or that held the GPUs of its group."""
         for group in self._stages[task.stage].groups:
             if task.replica is None and (free := latest(self._free_of[group], task.at_s)):
                 yield Reason(free[0], "worker", free[1], self._tasks.submitted[free[1]].stage)
@@ -160,7 +160,7 @@ class _Finder:
         cause: str,
         *named: str,
     ) -> Iterator[Gap]:
-        """A time with one cause (`named`: stage and field); what its own turns and checkpoints took of it is theirs."""
+        """An interval with one cause (`named`: stage and field), minus the worker's own turns and checkpoints."""
         if start_s >= end_s:
             return
         cuts = [(*span, "turn") for span in _overlapping(self._turned.get(worker, ()), start_s, end_s)]
@@ -175,7 +175,7 @@ class _Finder:
 
 
 def _overlapping(spans: Sequence[tuple[float, float]], start_s: float, end_s: float) -> Iterator[tuple[float, float]]:
-    """Those of spans that follow each other which have a part in a time."""
+    """The spans, out of consecutive ones, that overlap an interval."""
     for place in range(max(0, bisect_right(spans, (start_s, start_s)) - 1), len(spans)):
         if spans[place][0] >= end_s:
             return
@@ -183,7 +183,7 @@ def _overlapping(spans: Sequence[tuple[float, float]], start_s: float, end_s: fl
 
 
 def _cut(start_s: float, end_s: float, spans: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """A time in parts: inside each span with its name, and outside with none."""
+    """Split an interval: the part inside each span with its name, the rest without one."""
     for low_s, high_s, name in sorted(spans):
         low_s, high_s = max(low_s, start_s), min(high_s, end_s)
         if low_s < high_s:
@@ -196,7 +196,7 @@ def _cut(start_s: float, end_s: float, spans: Sequence[tuple[float, float, str]]
 
 
 def _busy(plan: Plan, tasks: Tasks, until_s: float) -> dict[Worker, list[Span]]:
-    """What each worker had when, in order of time. What has not ended lasts until it was lost, or until now."""
+    """Each worker's tasks in time order. An unfinished one lasts until it was lost, or until now."""
     lost_s = {event.task: event.at_s for event in tasks.others if isinstance(event, trace.Retried)}
     over_s = next((e.at_s for e in tasks.others if isinstance(e, trace.Failed | trace.Ended)), until_s)
     spans: dict[Worker, list[Span]] = defaultdict(list)
@@ -218,7 +218,7 @@ def _busy(plan: Plan, tasks: Tasks, until_s: float) -> dict[Worker, list[Span]]:
 
 
 def _freed(plan: Plan, tasks: Tasks) -> dict[str, list[tuple[float, int]]]:
-    """By worker group, when each of its tasks was over, in order of time."""
+    """By worker group, the end times of its tasks, in time order."""
     freed: dict[str, list[tuple[float, int]]] = defaultdict(list)
     hosts = {stage.name: stage.groups for stage in plan.stages}
     for number, acknowledged in tasks.acknowledged.items():

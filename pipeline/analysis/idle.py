@@ -1,4 +1,4 @@
-"""Idle seconds of workers and worker groups by what they waited for. Pure.
+"""Sums idle seconds of workers and worker groups by cause. Pure.
 
 idle = idle_by_worker(workers(plan, tasks), gaps(plan, tasks, start_s, end_s), end_s - start_s)
 idle[0].parts[0]                     # IdlePart(cause="field", stage="reward", field="reward", seconds=4.1)
@@ -15,7 +15,7 @@ from pipeline.analysis.gaps import Gap, Worker
 
 
 class IdlePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle seconds of one cause, waiting for one stage and one field."""
+    """Idle seconds with one cause, for one stage and one field."""
 
     cause: str
     stage: str
@@ -24,8 +24,8 @@ class IdlePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle seconds of a worker, or in the mean of the workers of a group (`worker` is then None), of `wall_s`. The
-    parts add up to `idle_s`, the largest first."""
+    """Idle seconds of a worker, or the mean over a group's workers (`worker` is None), out of `wall_s`. The parts add
+    up to `idle_s`, largest first."""
 
     group: str
     worker: int | None
@@ -35,7 +35,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def idle_by_worker(workers: Iterable[Worker], found: Iterable[Gap], wall_s: float) -> list[Idle]:
-    """The sums of every worker. `found` are their gaps in a time of `wall_s`."""
+    """The sums of every worker. `found` holds their gaps within `wall_s`."""
     sums: dict[Worker, dict[tuple[str, str, str], float]] = {worker: {} for worker in workers}
     for gap in found:
         key = (gap.cause, gap.stage, gap.field)

@@ -1,10 +1,10 @@
-"""A run in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open.
+"""Exports a run in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 
     for piece in perfetto(Path("runs/quickstart-...")): file.write(piece)
 
-A worker group is a process there and a worker a thread; what overlaps on a worker, as streams do, has threads of its
-own. Times are microseconds since the run was first started. The record is read twice and never held: of its tasks only
-the times are kept, to lay them out.
+A worker group becomes a process and a worker a thread; overlapping tasks of a worker, such as streams, get extra
+threads. Times are microseconds since the run first started. The record is streamed twice; only task times are kept in
+memory, for the layout.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from pipeline.record.history import Tasks, step_ends
 from pipeline.record.runs import open_run
 from pipeline.rundir import RunDir
 
-RUN = 1  # the process of what belongs to no worker
+RUN = 1  # the process for everything outside workers
 PATH, DRIVER = 1, 2  # its threads
 FIRST_GROUP = 2  # the process of the first worker group
-THREADS = 64  # of a worker: its own, and those of what overlaps
-PIECE = 1 << 16  # characters that are yielded together, about
+THREADS = 64  # threads per worker: its own, and those for overlapping tasks
+PIECE = 1 << 16  # approximate characters per piece
 
 
 class Starts:
-    """The times of a record as seconds since the run was first started, over all of its resumptions: these count on by
-    the wall clock, as the monotonic one begins anew with the machine."""
+    """The times of a record as seconds since the run first started, across resumptions. The wall clock bridges them, as
+    the monotonic clock restarts with the machine."""
 
     def __init__(self) -> None:
-        self.number = -1  # of the start that is being read
+        self.number = -1  # of the current start
         self._first_wall_s: float | None = None
         self._offset_s = 0.0
 
     @staticmethod
     def of(run: Path) -> Starts:
-        """Those of a run, at its last start."""
+        """The clock of a run, at its last start."""
         starts = Starts()
         for _, event in trace.read(RunDir(run).events):
             if isinstance(event, trace.Started):
@@ -56,18 +56,18 @@ class Starts:
         self._offset_s = event.wall_s - self._first_wall_s - event.monotonic_s
 
     def seconds(self, at_s: float) -> float:
-        """A monotonic time of the start that is being read."""
+        """Convert a monotonic time of the current start."""
         return at_s + self._offset_s
 
 
 def perfetto(run: Path) -> Iterator[str]:
-    """A JSON object with the list `traceEvents`, piece by piece. Raises GraphError where `run` is no run directory."""
+    """Yield a JSON object with the list `traceEvents` in pieces. Raises GraphError if `run` is not a run directory."""
     opened = open_run(run)
     tasks = Tasks(opened.events)
     paths = step_paths(opened.plan, tasks, step_ends(tasks))
     groups = {group.name: FIRST_GROUP + place for place, group in enumerate(opened.plan.groups)}
     name = opened.name
-    del opened, tasks  # the record is read again as it is written
+    del opened, tasks  # the record is read again while writing
     lanes = _lanes(run)
     events = _Events(run, groups, lanes)
     return _joined(events.named(name), events.of_record(), events.of_path(paths))
@@ -89,7 +89,7 @@ def _joined(*parts: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _lanes(run: Path) -> dict[tuple[int, int, str, int], int]:
-    """By start, task, group and worker: which of the worker's threads a task is on, where it is not the first."""
+    """By start, task, group and worker: the thread of a task, if it is not the worker's first."""
     spans: dict[tuple[str, int], list[tuple[float, float, int, int]]] = defaultdict(list)
     starts = Starts()
     for _, event in trace.read(RunDir(run).events):
@@ -100,8 +100,8 @@ def _lanes(run: Path) -> dict[tuple[int, int, str, int], int]:
             spans[event.group, event.worker].append((*times, starts.number, event.task))
     lanes = {}
     for (group, worker), found in spans.items():
-        free: list[int] = []  # threads that nothing is on, the lowest first
-        used: list[tuple[float, int]] = []  # when a thread is free again
+        free: list[int] = []  # free threads, lowest first
+        used: list[tuple[float, int]] = []  # when a thread becomes free
         for start_s, end_s, number, task in sorted(found):
             while used and used[0][0] <= start_s:
                 heapq.heappush(free, heapq.heappop(used)[1])
@@ -121,7 +121,7 @@ class _Events:
         self._present: set[int] = set()
 
     def named(self, run: str) -> Iterator[dict[str, Any]]:
-        """The names of processes and of the run's own threads."""
+        """Names of the processes and of the run's own threads."""
         yield _name("process_name", RUN, 0, run)
         yield _name("thread_name", RUN, PATH, "critical path")
         yield _name("thread_name", RUN, DRIVER, "driver")
@@ -129,7 +129,7 @@ class _Events:
             yield _name("process_name", process, 0, group)
 
     def of_record(self) -> Iterator[dict[str, Any]]:
-        """What happened, in the order of the record."""
+        """The events in record order."""
         threads: set[tuple[int, int]] = set()
         for _, event in trace.read(RunDir(self._run).events):
             match event:
@@ -172,7 +172,7 @@ class _Events:
                     yield self._counter("groups present", event.end_s, len(self._present))
 
     def of_path(self, paths: Iterable[StepPath]) -> Iterator[dict[str, Any]]:
-        """The critical path of the last start, one slice behind the other."""
+        """The critical path of the last start, as consecutive slices."""
         for path in paths:
             for span in path.spans:
                 told = {"step": path.step + 1, "cause": span.cause, "field": span.field, "task": span.task}

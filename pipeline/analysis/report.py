@@ -1,9 +1,9 @@
-"""What a record says of a run: step time, utilisation, staleness, drops, critical path. Pure; from trace events alone.
+"""Reports on a run: step time, utilization, staleness, drops, critical path. Pure; from trace events alone.
 
     report = analyse([event for _, event in trace.read(run_dir.events)], plan)
-    print(report.critical_path.sentence)        # rollout-bound: 61 % of the step; train waited 4.1 s a step
+    print(report.critical_path.sentence)        # rollout-bound: 61 % of the step; train waited 4.1 s per step
 
-A recorded run and a simulated one are read alike. Of a run that was resumed, the part since the last start is read.
+Recorded and simulated runs are treated alike. Of a resumed run, only the part since the last start counts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ LENGTH_BUCKETS = 4
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds from one published version to the next, in the order of the steps.
+    """Seconds from one published version to the next, in step order.
 
-    The first ones (`warm_up`) pay for what is loaded and compiled late, and fill what is in flight; the others are in
-    `seconds`.
+    The first steps (`warm_up`) pay for late loading and compilation and fill the pipeline; the rest are in `seconds`.
     """
 
     warm_up: tuple[float, ...]
@@ -37,17 +36,17 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Seconds a step behind the warm-up; 0 where there is none."""
+        """Mean seconds per step after warm-up; 0 without steps."""
         return fmean(self.seconds) if self.seconds else 0.0
 
     @property
     def median(self) -> float:
-        """Of the seconds behind the warm-up; 0 where there is none."""
+        """Median seconds after warm-up; 0 without steps."""
         return median(self.seconds) if self.seconds else 0.0
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups by the tokens of their longest response: from `low` up to `high`, both included."""
+    """Groups by the tokens of their longest response, from `low` to `high` inclusive."""
 
     low: int
     high: int
@@ -56,7 +55,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drops(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that left without being trained. `share` is of all that left; `by_length` is empty where no length is
+    """Groups that were dropped. `share` is relative to all groups that left; `by_length` is empty if no length is
     known."""
 
     groups: int
@@ -66,23 +65,23 @@ class Drops(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
-    """Train version minus the oldest version of a group's tokens, in versions. Tokens where the record counts them."""
+    """Train version minus the oldest token version of a group, in versions; in tokens if the record counts them."""
 
     samples: dict[int, int]
     tokens: dict[int, int]
 
     @property
     def mean(self) -> float:
-        """Over samples; 0 where none was trained."""
+        """Mean over samples; 0 if none was trained."""
         total = sum(self.samples.values())
         return sum(age * count for age, count in self.samples.items()) / total if total else 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a record says of a run.
+    """The report of a run.
 
-    utilisation   share of the wall time behind the warm-up in which a worker of the group has a task, by worker group
-    cores         cores that all tasks kept busy in the mean
+    utilisation   by worker group: share of wall time after warm-up in which a worker has a task
+    cores         mean number of cores that tasks kept busy
     """
 
     steps: StepSeconds
@@ -94,12 +93,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def analyse(events: Iterable[trace.TraceEvent], plan: Plan, *, warm_up: int | None = None) -> Report:
-    """The report of a run. `warm_up` is how many first steps are left out; None is max_staleness + 1, half at most."""
+    """The report of a run. `warm_up` is the number of leading steps to skip; None is max_staleness + 1, at most
+    half."""
     return report(plan, Tasks(events), warm_up=warm_up)
 
 
 def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits | None = None) -> Report:
-    """The report of a run whose tasks were read."""
+    """The report of a run from its tasks."""
     steps = step_ends(tasks)
     ends = [at_s for at_s, _ in steps]
     count = len(ends) - 1
@@ -117,13 +117,12 @@ def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits
 
 
 def warm_up_steps(plan: Plan, steps: int, wanted: int | None = None) -> int:
-    """How many of so many steps are the first ones, which are not like the others: `wanted`, or one more than rollout
-    is ahead; half at most."""
+    """How many leading steps count as warm-up: `wanted`, or one more than rollout may run ahead; at most half."""
     return min(plan.ahead + 1 if wanted is None else wanted, max(0, steps // 2))
 
 
 def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[str, float]:
-    """Share of the time from `start_s` to `end_s` in which a worker has at least one task: the mean over each group."""
+    """Share of the time from `start_s` to `end_s` in which a worker has a task, averaged over each group."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for ran in tasks.ran.values():
         for span in ran:
@@ -141,8 +140,7 @@ def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[
 
 
 def stage_seconds(tasks: Tasks, start_s: float, end_s: float, steps: int) -> dict[str, float]:
-    """Seconds a step in which a stage had a task, by stage, on that of its workers which had the most; of `steps`
-    between two times."""
+    """Seconds per step in which a stage had a task, on its busiest worker, by stage; over `steps` between two times."""
     spans: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for ran in tasks.ran.values():
         for span in ran:
@@ -156,7 +154,7 @@ def stage_seconds(tasks: Tasks, start_s: float, end_s: float, steps: int) -> dic
 
 
 def _cores(tasks: Tasks, start_s: float, end_s: float) -> float:
-    """CPU seconds of tasks a second; those of a task that is only partly inside count in proportion."""
+    """CPU seconds of tasks per second; tasks that are partly inside count proportionally."""
     if end_s <= start_s:
         return 0.0
     used_s = 0.0
@@ -169,7 +167,7 @@ def _cores(tasks: Tasks, start_s: float, end_s: float) -> float:
 
 
 def staleness(plan: Plan, tasks: Tasks) -> Staleness:
-    """How old what was trained was."""
+    """The age of trained samples."""
     samples: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     for event in tasks.others:
@@ -182,7 +180,7 @@ def staleness(plan: Plan, tasks: Tasks) -> Staleness:
 
 
 def _lengths(event: trace.Trained, tokens: Mapping[int, int]) -> list[float]:
-    """Tokens of each group: what was trained on, divided by the lengths of the groups where they are known."""
+    """Tokens of each group: the trained tokens, split by group lengths where known."""
     total = max(event.entries.values(), default=0)
     weights = [tokens.get(group, 0) * count for group, count in zip(event.groups, event.samples)]
     if not all(weights):
@@ -191,7 +189,7 @@ def _lengths(event: trace.Trained, tokens: Mapping[int, int]) -> list[float]:
 
 
 def drops(tasks: Tasks) -> Drops:
-    """What left without being trained, why, and how long it was beside the others."""
+    """Dropped groups by reason, and their lengths relative to the rest."""
     reasons: Counter[str] = Counter()
     lengths = dict(tasks.tokens)
     gone: set[int] = set()
@@ -213,7 +211,7 @@ def drops(tasks: Tasks) -> Drops:
 
 
 def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[Bucket]:
-    """As many groups in each as ties allow."""
+    """Buckets of equal size, as far as ties allow."""
     ordered = sorted(lengths, key=lambda group: lengths[group])
     start = 0
     for number in range(1, LENGTH_BUCKETS + 1):

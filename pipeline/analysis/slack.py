@@ -1,10 +1,10 @@
-"""How much longer each task could have taken without delaying a version. Pure; from trace events alone.
+"""Computes how much longer each task could have taken without delaying a version. Pure; from trace events alone.
 
     found = slack(plan, Tasks(events))
     found.steps[3]["reward"]           # 0.8: seconds that the reward of the fourth step had to spare
 
-A task that another one waits for passes on that one's slack, and the time for which its own result lay there unread.
-What publishes a version has none. So the slack of a task is the least that lies idle on any way from it to a version.
+A task inherits the slack of the tasks that wait for it, plus the time its result lay unread. A task that publishes a
+version has none. The slack of a task is thus the least idle time on any path from it to a version.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pipeline.record.history import Tasks
 
 
 class Slack(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds to spare; None where no version waits for it.
+    """Seconds to spare; None if no version depends on it.
 
     tasks    by task number
-    steps    by step, counted from 0, and stage: the least of its tasks, or None where no version waits for any
+    steps    by step, counted from 0, and stage: the minimum over its tasks, or None if no version depends on any
     """
 
     tasks: dict[int, float | None]
     steps: dict[int, dict[str, float | None]]
 
     def stages(self) -> dict[str, float | None]:
-        """The least of every stage over all steps, the most urgent first."""
+        """The minimum of each stage over all steps, most urgent first."""
         least: dict[str, float | None] = {}
         for found in self.steps.values():
             for stage, seconds in found.items():
@@ -40,14 +40,14 @@ class Slack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slack(plan: Plan, tasks: Tasks, *, waits: Waits | None = None) -> Slack:
-    """The slack of every task that ran to its end."""
+    """The slack of every finished task."""
     waits = waits or Waits(plan, tasks)
     place = {number: min((span.start_s, number) for span in ran) for number, ran in tasks.ran.items()}
     ran = sorted((number for number in tasks.ran if number in tasks.submitted), key=place.__getitem__, reverse=True)
     spare: dict[int, float] = {
         number: 0.0 for step in {task.step for task in tasks.submitted.values()} if (number := waits.ended(step))
     }
-    for number in ran:  # what waits for a task began after it, so its own slack is known
+    for number in ran:  # tasks that wait for this one started later, so their slack is known
         if number in spare:
             for before, idle_s in _idle_before(tasks.submitted[number], place[number][0], waits):
                 if before in place and place[before] < place[number]:
@@ -61,8 +61,8 @@ def slack(plan: Plan, tasks: Tasks, *, waits: Waits | None = None) -> Slack:
 
 
 def _idle_before(task: trace.Submitted, begun_s: float, waits: Waits) -> Iterator[tuple[int, float]]:
-    """The tasks that this one waited for, and how long each was done before it was handed out, or before it began where
-    that one was in its process."""
+    """The tasks that this one waited for, and how long before its submission (or its start, in the same process) each
+    was done."""
     needs = waits.needs(task)
     held = waits.held(task, latest_of(needs), task.at_s + 1e-9)
     for reason in (*needs, *waits.parts(task), *([held] if held else ())):
@@ -74,7 +74,7 @@ def _idle_before(task: trace.Submitted, begun_s: float, waits: Waits) -> Iterato
 
 
 def lesser(one: float | None, other: float | None) -> float | None:
-    """The smaller of two slacks; None is more than any."""
+    """The smaller of two slacks; None is infinite."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)

@@ -1,4 +1,4 @@
-"""A run as tables: spans, metrics, critical path and gaps, as lines of CSV."""
+"""Exports a run as CSV: spans, metrics, critical path and gaps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GAPS = ("group", "worker", "cause", "stage", "field", "task", "start_s", "end_s"
 
 
 def tables(run: Path) -> dict[str, Iterator[str]]:
-    """The tables of a run by file name, as lines of CSV. Steps are counted from 1, and times are seconds since the run
-    was first started. Raises GraphError where `run` is no run directory."""
+    """The tables of a run by file name, as CSV lines. Steps count from 1; times are seconds since the run first
+    started. Raises GraphError if `run` is not a run directory."""
     opened = open_run(run)
     found, since = find(opened), Starts.of(run)
     return {
@@ -33,13 +33,13 @@ def tables(run: Path) -> dict[str, Iterator[str]]:
 
 
 def spans_csv(run: Path) -> Iterator[str]:
-    """Every task on every worker, a line each; `start` counts how often the run was started before, `cpu_s` are CPU
-    seconds and `groups` a number of groups."""
+    """One line per task and worker; `start` counts earlier starts of the run, `cpu_s` is CPU seconds, `groups` a
+    count."""
     return _lines(SPANS, _span_rows(run))
 
 
 def metrics_csv(run: Path) -> Iterator[str]:
-    """The lines of metrics.jsonl, with a column for every name that is in any of them."""
+    """The lines of metrics.jsonl, with one column per metric name."""
     file = RunDir(run).metrics
     names = list(dict.fromkeys(name for line in read_metrics(file) for name in line))
     return _lines(names, ([line.get(name, "") for name in names] for line in read_metrics(file)))
@@ -75,7 +75,7 @@ def _gap_rows(found: Findings, clock: Starts) -> Iterator[Sequence[Any]]:
 
 
 def _lines(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """Lines of CSV, the names first; what is None is empty."""
+    """CSV lines, header first; None becomes empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(names)

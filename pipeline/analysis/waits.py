@@ -1,17 +1,18 @@
-"""What each task of a record waited for: every thing without which it could not have been handed out, and when that was
-there. Pure; for critical path, slack and idle time.
+"""Finds what each task waited for: all prerequisites of its submission, and when each was ready. Pure; for critical
+path, slack and idle time.
 
     waits = Waits(plan, Tasks(events))
-    waits.last(task, task.at_s)        # what was there last: Reason(cause="field", field="reward", stage="reward", ...)
+    # the last prerequisite: Reason(cause="field", field="reward", stage="reward", ...)
+    waits.last(task, task.at_s)
 
-The causes are
+Causes:
 
     field     a column that it reads
     weights   weights that it reads, or the version that it samples with
-    fence     a stage that it must not run beside
-    worker    what its worker, or the process that the worker shares with others, did before
-    drain     a stream that had to end before the weights were swapped
-    room      its groups had not been admitted
+    fence     a stage that it must not overlap with
+    worker    earlier work of its worker, or of the process that the worker shares
+    drain     a stream that had to finish before the weights were swapped
+    room      its groups were not admitted yet
     order     the scheduler held it back until another task was done
 """
 
@@ -26,16 +27,16 @@ from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.record.history import Tasks
 
-AT_ONCE_S = 0.005  # a task that is handed out so soon after something was there waited for that, and for nothing else
+AT_ONCE_S = 0.005  # a task submitted this soon after a prerequisite waited for that one only
 ROOM = "room"
-Done = tuple[float, int]  # when something was there, and the task that made it
+Done = tuple[float, int]  # when it was ready, and the task that made it
 
 
 class Reason(NamedTuple):
-    """Something without which a task could not have been handed out.
+    """A prerequisite of a task.
 
-    `at_s` is when it was there, `task` what made it, `stage` that task's, or the one outside the graph; `field` is
-    named where it is a column or weights.
+    `at_s` is when it was ready, `task` the task that made it, `stage` that task's stage or the external one; `field`
+    is set for columns and weights.
     """
 
     at_s: float
@@ -46,7 +47,7 @@ class Reason(NamedTuple):
 
 
 class Waits:
-    """Answers what the tasks of one record waited for."""
+    """Answers what the tasks of a record waited for."""
 
     def __init__(self, plan: Plan, tasks: Tasks) -> None:
         self._plan, self._tasks = plan, tasks
@@ -58,19 +59,19 @@ class Waits:
             self._fences[fence.after].append((fence.before, fence.lag))
         self._done: dict[str, dict[int, Done]] = {stage.name: {} for stage in plan.stages}  # by stage and group
         self._made_by = {stage.name: self._writers(stage) for stage in plan.stages}
-        self._step_done: dict[tuple[str, int], Done] = {}  # (stage, step): the same of all of it
+        self._step_done: dict[tuple[str, int], Done] = {}  # (stage, step): the same for the whole step
         self._freed: dict[tuple[str, int | None], list[Done]] = defaultdict(list)
         self._drained: dict[str, list[Done]] = defaultdict(list)
         self._acknowledged: list[Done] = []
-        self._ended_in: dict[int, list[Done]] = defaultdict(list)  # what ended when in a process
+        self._ended_in: dict[int, list[Done]] = defaultdict(list)  # task ends by process
         self._published: list[Done] = []
-        self._reached: dict[tuple[str, int | None], list[Done]] = defaultdict(list)  # before that, by group and replica
+        self._reached: dict[tuple[str, int | None], list[Done]] = defaultdict(list)  # earlier, by group and replica
         self._admitted: dict[int, float] = {}
-        self._outside: dict[str, dict[int, float]] = defaultdict(dict)  # by stage and group: when it came
+        self._outside: dict[str, dict[int, float]] = defaultdict(dict)  # by stage and group: arrival time
         self._index()
 
     def _index(self) -> None:
-        """What was there when, by what a task may wait for."""
+        """When each possible prerequisite was ready."""
         for number, ran in self._tasks.ran.items():
             for span in ran if number in self._tasks.submitted else ():
                 self._ended_in[self._tasks.process.get((span.group, span.worker), 0)].append((span.end_s, number))
@@ -112,7 +113,7 @@ class Waits:
             self._published.append((last_s, number))
 
     def _writers(self, stage: PlannedStage) -> list[tuple[str, str]]:
-        """The stages that write what a stage waits for, each with the first of those columns; all weights."""
+        """The stages that write what a stage waits for, each with the first such column; all weights."""
         found: dict[str, str] = {}
         weights = [(self._writer[field], field) for field in stage.reads if field in self._weights]
         for field in (*stage.reads, *stage.awaits):
@@ -121,7 +122,7 @@ class Waits:
         return [*found.items(), *weights]
 
     def ended(self, step: int) -> int | None:
-        """The task whose end is the end of a step: the refit, or without one the last to be acknowledged."""
+        """The task that ends a step: the refit, or without one the last to be acknowledged."""
         there = [
             done
             for stage in self._plan.stages
@@ -130,14 +131,14 @@ class Waits:
         return next((number for _, number in sorted(there, reverse=True) if number in self._tasks.ran), None)
 
     def last(self, task: trace.Submitted, before_s: float) -> Reason | None:
-        """What was there last of all that a task needs, where it was not handed out later than `before_s`."""
+        """The last prerequisite of a task that was submitted by `before_s`."""
         at_s = min(task.at_s, before_s) + 1e-9
         reasons = [reason for reason in self.needs(task) if reason.at_s <= at_s]
         last = latest_of(reasons)
         return self.held(task, last, at_s) or last
 
     def held(self, task: trace.Submitted, last: Reason | None, at_s: float) -> Reason | None:
-        """The task whose end let this one go, where all that it needs was there (`last`) and it was held back."""
+        """The task whose end released this one, if all prerequisites were ready (`last`) and it was held back."""
         if last is None or task.at_s - last.at_s > AT_ONCE_S:
             held = self._made(latest(self._acknowledged, at_s), "order")
             if held and (last is None or held[0].at_s > last.at_s + AT_ONCE_S):
@@ -145,14 +146,14 @@ class Waits:
         return None
 
     def queued(self, task: trace.Submitted, begun_s: float) -> Reason | None:
-        """What its process did between the hand-out of a task and its start, where that took long."""
+        """What its process did between submission and start of a task, if that took long."""
         if begun_s - task.at_s <= AT_ONCE_S:
             return None
         found = self.before_in_process(task, begun_s)
         return found if found and found.at_s > task.at_s else None
 
     def before_in_process(self, task: trace.Submitted, begun_s: float) -> Reason | None:
-        """What ended last in the process of a task before it began."""
+        """The last task to end in a task's process before it started."""
         span = self._tasks.ran[task.task][0]
         found = latest(self._ended_in[self._tasks.process.get((span.group, span.worker), 0)], begun_s)
         if found is None or found[1] == task.task:
@@ -160,7 +161,7 @@ class Waits:
         return Reason(found[0], "worker", found[1], self._tasks.submitted[found[1]].stage)
 
     def needs(self, task: trace.Submitted) -> list[Reason]:
-        """All that must be there for a task, whenever it came; of a column, the group that came last."""
+        """All prerequisites of a task; of a column, the last group to arrive."""
         stage = self._stages[task.stage]
         reasons: list[Reason] = []
         for writer, field in self._made_by[stage.name]:
@@ -188,7 +189,7 @@ class Waits:
         return reasons + ([Reason(max(admitted), ROOM, None)] if admitted else [])
 
     def parts(self, task: trace.Submitted) -> Iterator[Reason]:
-        """The tasks that made what a task reads, each once, and when the last of what it reads of them was there."""
+        """The tasks that wrote a task's inputs, each once, with the time of its last input."""
         for writer, field in self._made_by[task.stage]:
             if field not in self._weights:
                 done = self._done[writer]
@@ -201,14 +202,14 @@ class Waits:
                     yield Reason(at_s, "field", number, writer, field)
 
     def published_at(self, at_s: float) -> Reason | None:
-        """The publication that had just been made then."""
+        """The latest publication at that time."""
         found = self._made(latest(self._published, at_s), "weights")
         if not found or at_s - found[0].at_s > AT_ONCE_S:
             return None
         return found[0]._replace(field=self._stages[found[0].stage].writes[0])
 
     def worked_until(self, number: int, at_s: float) -> float:
-        """When a task had done what was acknowledged at `at_s`: a stream puts some groups before others."""
+        """When a task had finished what was acknowledged at `at_s`: a stream puts some groups before others."""
         if self._stages[self._tasks.submitted[number].stage].shape == "stream":
             put_s = [put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s]
             return max(put_s, default=at_s)
@@ -221,11 +222,11 @@ class Waits:
 
 
 def latest_of(reasons: Sequence[Reason]) -> Reason | None:
-    """What was there last; where two came together, the one that is not only a worker."""
+    """The latest reason; in a tie, one other than `worker`."""
     return max(reasons, key=lambda reason: (reason.at_s, reason.cause != "worker"), default=None)
 
 
 def latest(events: Sequence[Done], at_s: float) -> Done | None:
-    """The last of events in order of time that is not after `at_s`."""
+    """The last event at or before `at_s`, of events in time order."""
     place = bisect_right(events, (at_s + 1e-9, 1 << 62))
     return events[place - 1] if place else None

@@ -3,14 +3,14 @@
 The guarantees, tested by one contract suite against both:
 - `put` checks schema, shape, dtype, row count, key uniqueness and value ranges, and names stage, key and field.
 - A repeated put of the same bytes by the same attempt is a no-op; other bytes raise.
-- The attempt is part of the row's name: what an old attempt leaves behind is never visible through a newer handle.
+- The attempt is part of the row's name: leftovers of an old attempt are never visible through a newer handle.
 - Reading what is not present, or was cleared, raises; there is no "all fields". An undeclared reader raises.
 - A fetched column never aliases the store. Dense columns come back dense. Clearing is idempotent.
 - Every call has a deadline; a lost controller or storage unit is `DataPlaneLost`, never a hang.
-- Calls that come from several threads at the same time may share their round trips; each keeps all of the above, and
-  what goes wrong with one of them is told to its own caller and to no other.
+- Concurrent calls from several threads may share round trips; each keeps these guarantees, and an error reaches only
+  the caller of the failed call.
 
-How rows look in the store, for a process that is no part of the graph: `row_name(key, attempt)` names the row of a
+Row format, for processes outside the graph: `row_name(key, attempt)` names the row of a
 group; a field of dims "N" is one tensor [samples of the group]; of dims "N T" one tensor [tokens of all samples, in key
 order]; a str field is a list of texts.
 """
@@ -26,12 +26,12 @@ from pipeline.declare.handle import KVBatchMeta
 
 
 class DataPlane(Protocol):
-    """One process's access to the columns. All methods may be called from any thread."""
+    """One process's access to the columns. All methods are thread-safe."""
 
     def register(self, partition: str, fields: Sequence[Field], readers: Sequence[str]) -> None:
-        """Declare a partition. Every process that puts or gets declares it, alike; again with the same is a no-op.
+        """Declare a partition. Every process that puts or gets must declare it identically; repeating it is a no-op.
 
-        Raises DataPlaneError where it was declared otherwise.
+        Raises DataPlaneError if it was declared differently.
         """
 
     def put(
@@ -53,9 +53,9 @@ class DataPlane(Protocol):
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store itself says is there, field -> one bool a key; also what a process outside the graph wrote.
+        """What the store itself has: field -> one bool per key, including fields written by external processes.
 
-        Slow; off the hot path. A key is looked up in the row of its group.
+        Slow; keep it off the hot path. A key is looked up in the row of its group.
         """
 
     def adopt(
@@ -67,24 +67,24 @@ class DataPlane(Protocol):
         *,
         attempt: int = 0,
     ) -> KVBatchMeta:
-        """The handle on fields that `presence` found: written from outside, laid out as described above."""
+        """A handle for externally written fields that `presence` found, in the row format above."""
 
     def clear(self, meta: KVBatchMeta) -> None:
-        """Remove every row that the handle's placements name, with all fields in it. Idempotent."""
+        """Remove all rows in the handle's placements, with all their fields. Idempotent."""
 
     def evict(self, rows: Sequence[str]) -> None:
-        """Forget rows in this process's cache, because another process has cleared them."""
+        """Drop rows from this process's cache after another process cleared them."""
 
     def row_count(self, partition: str) -> int:
-        """Rows that the store holds in the partition. Slow; for tests and for the check at the end of a run."""
+        """Number of rows in the partition. Slow; for tests and the check at the end of a run."""
 
     def drain(self) -> None:
         """Remove every row of every partition that this process registered."""
 
     def close(self) -> None:
-        """Let go of the store; the process that created it also ends it. Idempotent."""
+        """Disconnect from the store; its creator also shuts it down. Idempotent."""
 
 
 def row_name(key: str, attempt: int) -> str:
-    """The name of the row that holds the group of `key`."""
+    """The name of the row with the group of `key`."""
     return f"{key.partition('_')[0]}.{attempt}"

@@ -1,4 +1,4 @@
-"""What both stores share: `put`, `get` and `adopt` on top of "write these rows" and "read these rows".
+"""The common part of both stores: `put`, `get` and `adopt` on top of "write these rows" and "read these rows".
 
 A store is a subclass with `_write`, `_read`, `_remove`, `presence`, `row_count`, `drain`, `evict` and `close`; checks,
 row layout and handles are the same for all of them, and live here and in `checks` and `rows`.
@@ -18,24 +18,24 @@ from pipeline.errors import DataPlaneError
 
 
 class RowPlane:
-    """Base of the stores. Safe from any thread as far as the subclass's primitives are."""
+    """Base of the stores. As thread-safe as the subclass's primitives."""
 
     def __init__(self) -> None:
         self._partitions: dict[str, Partition] = {}
         self._registering = threading.Lock()
 
     def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
-        """Store the blocks, all or (where a row has other bytes for a field) none. Keeps no reference to them."""
+        """Store all blocks, or none if a row already has other bytes for a field. Keeps no reference to them."""
         raise TypeError(f"{type(self).__name__} does not define _write")
 
     def _read(
         self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
     ) -> list[dict[str, Block]]:
-        """For each tuple of rows its fields, in new memory. Raises DataPlaneError where one is not there."""
+        """The fields of each tuple of rows, in new memory. Raises DataPlaneError if one is missing."""
         raise TypeError(f"{type(self).__name__} does not define _read")
 
     def _remove(self, partition: str, rows: Sequence[str]) -> None:
-        """Remove rows; those that are not there are no error."""
+        """Remove rows; missing rows are ignored."""
         raise TypeError(f"{type(self).__name__} does not define _remove")
 
     def register(self, partition: str, fields: Sequence[Field], readers: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class RowPlane:
         self, keys: Sequence[str], columns: Mapping[str, Column], *, partition: str, stage: str, attempt: int = 0,
         unit: str = "sample", tags: Sequence[dict] | None = None,
     ) -> KVBatchMeta:  # fmt: skip
-        """Write columns and return the handle on them; see `DataPlane.put`."""
+        """Write columns and return their handle; see `DataPlane.put`."""
         where = f"stage {stage!r}, put into {partition!r}"
         declared = self._declared(partition, where)
         lengths = check_put(declared, keys, columns, stage=stage, tags=tags)
@@ -95,7 +95,7 @@ class RowPlane:
         self, partition: str, keys: Sequence[str], fields: Sequence[str], lengths: Mapping[str, Sequence[int]],
         *, attempt: int = 0,
     ) -> KVBatchMeta:  # fmt: skip
-        """The handle on rows that a process outside the graph wrote; see `DataPlane.adopt`."""
+        """A handle for rows that an external process wrote; see `DataPlane.adopt`."""
         where = f"adopt from {partition!r}"
         declared = self._declared(partition, where)
         for name in fields:
@@ -122,7 +122,7 @@ class RowPlane:
         )  # fmt: skip
 
     def clear(self, meta: KVBatchMeta) -> None:
-        """Remove every row that the handle names; see `DataPlane.clear`."""
+        """Remove all rows of the handle; see `DataPlane.clear`."""
         self._declared(meta.partition_id, f"clear in {meta.partition_id!r}")
         rows = tuple(dict.fromkeys(row for placement in meta.placements for row in placement.rows))
         if rows:
@@ -139,7 +139,7 @@ class RowPlane:
 
 
 def absent(where: str, field: str, row: str) -> DataPlaneError:
-    """The error of a read of what was never written, or was cleared."""
+    """The error for reading something that was never written, or was cleared."""
     return broken(
         where, f"field {field!r} of row {row} is not there", "it was not produced yet, or it was cleared",
         "read after the stage that writes it, and before its last reader has acknowledged",
@@ -147,7 +147,7 @@ def absent(where: str, field: str, row: str) -> DataPlaneError:
 
 
 def conflict(where: str, field: str, row: str) -> DataPlaneError:
-    """The error of a second put of other bytes by the same attempt."""
+    """The error for a second put of other bytes by the same attempt."""
     return broken(
         where, f"field {field!r} of row {row} is there already with other bytes", "one attempt writes a field once",
         "put the repeat as the next attempt",
@@ -155,7 +155,7 @@ def conflict(where: str, field: str, row: str) -> DataPlaneError:
 
 
 def _empty(field: Field) -> Column:
-    """The column of no samples."""
+    """An empty column."""
     if field.dtype == "str":
         return []
     import torch

@@ -1,7 +1,7 @@
-"""What one process wrote or fetched, kept up to a number of bytes. Knows rows and fields; knows no store.
+"""Caches what one process wrote or fetched, up to a byte limit. Knows rows and fields, no store.
 
-Rows of one put share memory, which is given back when the last of them is forgotten: that is what is counted, so
-the bound holds whatever is forgotten first. The row that was used longest ago goes first.
+Rows of one put share memory, which is freed when the last of them is dropped. The limit counts that memory, so it holds
+whatever is dropped first. The least recently used row is evicted first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from pipeline.data_plane.rows import Block
 
-OVERHEAD_BYTES = 256  # counted for each value of a row beside its payload, so that many small values are bounded too
+OVERHEAD_BYTES = 256  # overhead per value, so that many small values are bounded too
 
 
 class _Shared:
-    """The memory of one field of one put, and how many rows still use it."""
+    """The memory of one field of one put, and the number of rows that still use it."""
 
     __slots__ = ("rows", "size_bytes")
 
@@ -27,7 +27,7 @@ class _Shared:
 
 
 class RowCache:
-    """Least recently used rows of all partitions. Values are never handed out: `get` copies."""
+    """An LRU cache of rows in all partitions. `get` copies; cached values are never exposed."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -37,7 +37,7 @@ class RowCache:
         self._partitions: dict[str, set[str]] = {}
 
     def keep(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block]) -> None:
-        """Take a copy of the blocks of `rows`. A block larger than the whole cache is left out."""
+        """Copy the blocks of `rows`. A block larger than the whole cache is skipped."""
         copies = {}
         for field, block in blocks.items():
             size = block.size_bytes() + OVERHEAD_BYTES * len(rows)
@@ -60,7 +60,7 @@ class RowCache:
                 self._drop(next(iter(self._rows)))
 
     def get(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> dict[str, Block]:
-        """Those of the fields that are here for all of the rows, in new memory."""
+        """The fields that are cached for all of the rows, in new memory."""
         with self._lock:
             held = [self._rows.get((partition, row), {}) for row in rows]
             found = {f: [h[f][0] for h in held] for f in fields if all(f in h for h in held)}
@@ -70,7 +70,7 @@ class RowCache:
         return {field: Block.of(parts) for field, parts in found.items()}
 
     def forget(self, rows: Sequence[str]) -> None:
-        """Drop rows, in whatever partitions they are."""
+        """Drop rows from all partitions."""
         with self._lock:
             for row in rows:
                 for partition in tuple(self._partitions.get(row, ())):

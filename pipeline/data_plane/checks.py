@@ -1,7 +1,7 @@
-"""What every put and get is checked for, whichever store is behind it. Knows fields and columns; knows no store.
+"""The checks of every put and get, for any store. Knows fields and columns, no store.
 
-A failed check raises `DataPlaneError` with one `Problem` that names the stage, the key and the field. Everything is
-checked before anything is written, so a put that raises here leaves the store as it was.
+A failed check raises `DataPlaneError` with one `Problem` that names the stage, the key and the field. All checks run
+before anything is written, so a put that raises leaves the store unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = re.compile(r"\d{8,}_g\d{3,}\Z")
 
 @dataclass(frozen=True)
 class Partition:
-    """What `register` declared: the fields by name, and who reads."""
+    """A declared partition: its fields by name, and its readers."""
 
     name: str
     fields: Mapping[str, Field]
@@ -35,7 +35,7 @@ class Partition:
 
     @staticmethod
     def of(name: str, fields: Sequence[Field], readers: Sequence[str]) -> Partition:
-        """Raises DataPlaneError where two fields share a name."""
+        """Raises DataPlaneError if two fields share a name."""
         by_name = {field.name: field for field in fields}
         if len(by_name) != len(fields):
             twice = sorted({f.name for f in fields if sum(g.name == f.name for g in fields) > 1})
@@ -49,20 +49,21 @@ class Partition:
 
     @cached_property
     def schema_hash(self) -> str:
-        """Of what a reader relies on (name, dtype, dims, unit); bounds may be tighter in the process that writes."""
+        """The part a reader relies on (name, dtype, dims, unit); the writer's bounds may be tighter."""
         columns = sorted((f.name, f.dtype, f.dims, f.unit) for f in self.fields.values())
         return hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
 
 
 def broken(where: str, what: str, why: str, fix: str) -> DataPlaneError:
-    """One problem, as an error to raise."""
+    """An error with one problem."""
     return DataPlaneError(Problem(where=where, what=what, why=why, fix=fix))
 
 
 def check_put(
     partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str, tags: Sequence[dict] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Raises DataPlaneError where the put breaks the contract. Returns the lengths, ragged dimension -> one a key."""
+    """Check a put. Raises DataPlaneError if it breaks the contract. Returns lengths: ragged dimension -> one per
+    key."""
     where = f"stage {stage!r}, put into {partition.name!r}"
     _check_keys(where, keys)
     if tags is not None and len(tags) != len(keys):
@@ -98,7 +99,7 @@ def check_put(
 
 
 def check_get(partition: Partition, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> None:
-    """Raises DataPlaneError where the reader, a field or the handle is not what was declared."""
+    """Check a get. Raises DataPlaneError if the reader, a field or the handle does not match the declaration."""
     where = f"reader {reader!r}, get from {partition.name!r}"
     if reader not in partition.readers:
         raise broken(
@@ -156,7 +157,7 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
 
 
 def _check_column(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
-    """Type, dtype, shape, row count and range of one column."""
+    """Check type, dtype, shape, row count and range of one column."""
     if field.dtype not in TENSOR_DTYPES:
         if field.dtype != "str":
             raise broken(
@@ -206,7 +207,7 @@ def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> N
 
 
 def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
-    """One pass over the values: a minimum or maximum that is NaN or infinite shows a value that is."""
+    """One pass over the values: a NaN or infinite minimum or maximum reveals a bad value."""
     import torch
 
     values: torch.Tensor = (column.values if isinstance(column, Ragged) else column).detach()  # type: ignore[union-attr]

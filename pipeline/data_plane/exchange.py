@@ -1,9 +1,8 @@
-"""Batches of writes, reads and removals over a store of rows: what goes together, and who is told what went wrong.
+"""Batches writes, reads and removals over a store of rows, and routes errors to the right caller.
 
-Calls that a `Lane` has put together are asked for in common: one look-up of all their rows, one request for those that
-write or read the same fields. Nothing is shared that a caller could notice: a repeat is a no-op, other bytes are told
-to the one who put them, what is missing to the one who asked for it, and a request that the store refuses is made again
-call by call. Knows blocks and rows; the store is a `Wire`.
+The calls of one `Lane` batch share requests: one look-up for all their rows, one request for calls on the same fields.
+Callers cannot notice: a repeat is a no-op, conflicting bytes and missing rows raise for their own caller only, and a
+request that the store rejects is repeated call by call. Knows blocks and rows; the store is a `Wire`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from pipeline.data_plane.rows import Block, Value, same_bytes
 if TYPE_CHECKING:
     import torch
 
-JOINED_BYTES = (
-    4096  # rows of equal size travel as one tensor, and those of several writes are copied together up to this
-)
+JOINED_BYTES = 4096  # rows of equal size travel as one tensor; several writes are copied together up to this size
 
 
 class Write(Call):
-    """Blocks for rows. Answered with None when they are there."""
+    """Blocks for rows. Resolves to None once they are stored."""
 
     def __init__(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block], where: str) -> None:
         super().__init__()
@@ -33,7 +30,7 @@ class Write(Call):
 
 
 class Read(Call):
-    """Fields of rows. Answered with one list of values a field, in the order of the rows."""
+    """Fields of rows. Resolves to one list of values per field, in row order."""
 
     def __init__(self, partition: str, rows: Sequence[str], fields: Sequence[str], where: str) -> None:
         super().__init__()
@@ -41,7 +38,7 @@ class Read(Call):
 
 
 class Remove(Call):
-    """Rows, or with None all of the partition. Answered with None when they are gone."""
+    """Rows to remove; None means the whole partition. Resolves to None once they are gone."""
 
     def __init__(self, partition: str, rows: Sequence[str] | None) -> None:
         super().__init__()
@@ -49,29 +46,29 @@ class Remove(Call):
 
 
 class GoneError(LookupError):
-    """A row was cleared between its look-up and its read."""
+    """A row was cleared between look-up and read."""
 
 
 class Wire(Protocol):
-    """The requests that a store takes. Each is one round trip to it, `store` and `erase` a few."""
+    """The requests of a store. Each is one round trip; `store` and `erase` take a few."""
 
     async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], Mapping[str, Any]]:
-        """Indexes of the rows that are there (all of them with `create`), in order, and the fields that all have."""
+        """Indexes of existing rows (all rows with `create`), in order, and the fields that all of them have."""
 
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
-        """Indexes of the rows in which any of the fields is there."""
+        """Indexes of the rows that have any of the fields."""
 
     async def store(self, partition: str, indexes: list[int], values: Mapping[str, torch.Tensor | list[Value]]) -> None:
-        """Write one value a row and make it present. A tensor is one row after the other, all of one shape.
+        """Write one value per row and make it present. A tensor holds consecutive rows of one shape.
 
-        Raises RuntimeError where the store refuses.
+        Raises RuntimeError if the store rejects it.
         """
 
     async def load(self, indexes: list[int], fields: Sequence[str]) -> Mapping[str, list[Any]]:
-        """One value a row. Raises GoneError."""
+        """One value per row. Raises GoneError."""
 
     async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
-        """Remove rows, or the whole partition; what is not there is no error."""
+        """Remove rows or the whole partition; missing rows are ignored."""
 
 
 class Exchange:
@@ -83,7 +80,7 @@ class Exchange:
     # writes
 
     async def write(self, calls: Sequence[Write]) -> None:
-        """Store the blocks of every call, as if each came alone and in order."""
+        """Store the blocks of every call as if the calls came one by one."""
         for wave in waves(calls):
             partitions: dict[str, list[Write]] = {}
             for call in wave:
@@ -98,7 +95,7 @@ class Exchange:
         for call in calls:
             kinds.setdefault(tuple(call.blocks), []).append(call)
         look_up = self._wire.find(partition, rows, create=True)
-        if len(rows) == 1:  # the fields that all rows have are then those that it has
+        if len(rows) == 1:  # then the fields of all rows are the fields of this one
             indexes, held = await look_up
             produced = [set(indexes) if any(name in held for name in fields) else set() for fields in kinds]
         else:
@@ -115,7 +112,7 @@ class Exchange:
     async def _write_alike(
         self, partition: str, calls: list[Write], index_of: Mapping[str, int], there: set[int]
     ) -> None:
-        """Calls with the same fields; in rows with an index in `there` some of the fields are there."""
+        """Calls on the same fields; rows with an index in `there` already have some of the fields."""
         new = []
         for call in calls:
             if there.isdisjoint(index_of[row] for row in call.rows):
@@ -125,7 +122,7 @@ class Exchange:
         if len(new) > 1:
             try:
                 await self._store(partition, new, index_of)
-            except RuntimeError:  # one of them is to blame: each is asked for alone, and the same bytes may go twice
+            except RuntimeError:  # one of them is at fault: repeat each alone; the same bytes may be sent twice
                 pass
             else:
                 return
@@ -133,7 +130,7 @@ class Exchange:
             await contained([call], self._store, partition, [call], index_of)
 
     async def _repeat(self, call: Write, index_of: Mapping[str, int]) -> None:
-        """A write of rows that have some of its fields. Raises DataPlaneError where they have other bytes."""
+        """A write to rows that have some of its fields. Raises DataPlaneError if their bytes differ."""
         held = await asyncio.gather(*(self._fields(call.partition, row) for row in call.rows))
         for name, block in call.blocks.items():
             there = [(row, part) for row, part, fields in zip(call.rows, block.parts(), held) if name in fields]
@@ -190,7 +187,7 @@ class Exchange:
         raise absent(where, *at)
 
     async def _look(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> Mapping[str, list[Any]] | None:
-        """The values, or None where one is not there."""
+        """The values, or None if one is missing."""
         indexes, held = await self._wire.find(partition, rows, create=False)
         if len(indexes) != len(rows) or any(name not in held for name in fields):
             return None
@@ -220,7 +217,8 @@ class Exchange:
 
 
 def waves(calls: Sequence[Write]) -> list[list[Write]]:
-    """The calls in order, cut so that no two of a wave write the same field of a row: the second sees the first."""
+    """Split calls in order into waves without conflicting writes to a field of a row, so the second write sees the
+    first."""
     cut: list[list[Write]] = []
     last: dict[
         tuple[str, str], dict[str, int]
@@ -237,7 +235,7 @@ def waves(calls: Sequence[Write]) -> list[list[Write]]:
 
 
 def together(blocks: Sequence[Block]) -> torch.Tensor | list[Value]:
-    """The rows of several blocks of one field, as `Wire.store` takes them. Copies only what is small."""
+    """The rows of several blocks of one field, for `Wire.store`. Copies only small ones."""
     import torch
 
     first = blocks[0].values

@@ -1,4 +1,4 @@
-"""The data plane in one process: the reference semantics.
+"""The in-process data plane: the reference semantics.
 
     plane = MemoryPlane()
     plane.register("batch", [REWARD], readers=["train"])
@@ -19,7 +19,7 @@ from pipeline.data_plane.rows import Block, Value, block_of, same_bytes
 
 
 class MemoryPlane(RowPlane):
-    """Every row is a dict field -> value; values are copied in and copied out."""
+    """Each row is a dict field -> value; values are copied in and out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class MemoryPlane(RowPlane):
                 held.pop(row, None)
 
     def write_outside(self, partition: str, row: str, values: Mapping[str, Value]) -> None:
-        """Write a row without any check, as a process outside the graph does to TransferQueue."""
+        """Write a row without checks, as an external process does in TransferQueue."""
         with self._lock:
             self._rows.setdefault(partition, {}).setdefault(row, {}).update(values)
 
@@ -79,10 +79,10 @@ class MemoryPlane(RowPlane):
             }
 
     def evict(self, rows: Sequence[str]) -> None:
-        """Nothing to forget: there is no cache in front of this store."""
+        """No-op: this store has no cache."""
 
     def row_count(self, partition: str) -> int:
-        """Rows in the partition."""
+        """Number of rows in the partition."""
         with self._lock:
             return len(self._rows.get(partition, {}))
 
@@ -93,7 +93,7 @@ class MemoryPlane(RowPlane):
                 self._rows.pop(partition, None)
 
     def close(self) -> None:
-        """Let go of all rows."""
+        """Drop all rows."""
         with self._lock:
             self._rows.clear()
 

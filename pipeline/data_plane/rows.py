@@ -1,10 +1,10 @@
-"""Samples to rows of the store and back: pure arithmetic over keys, lengths and tensors. Knows no store.
+"""Maps samples to rows of the store and back: pure arithmetic over keys, lengths and tensors. Knows no store.
 
-Consecutive keys of one group that are written together are one row. The row of a whole group is `row_name(key,
-attempt)`; a part that starts later than sample 0 has the number of its first sample added, so parts never collide:
+Consecutive keys of one group written together form one row. The row of a whole group is `row_name(key, attempt)`; a
+part that starts after sample 0 appends the index of its first sample, so parts never collide:
 
-    00000012.0        samples from 0 on of group 12, attempt 0
-    00000012.0.g004   a part of it from sample 4 on, put by another worker
+    00000012.0        samples from 0 of group 12, attempt 0
+    00000012.0.g004   a part from sample 4, put by another worker
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Value: TypeAlias = "torch.Tensor | list[str]"  # of a field in one row: [entries
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A field in some rows: `values` of the rows one after the other, `sizes` entries in each row."""
+    """A field in some rows: concatenated `values`, with `sizes` entries per row."""
 
     values: Value
     sizes: Sequence[int]
 
     def parts(self) -> list[Value]:
-        """One view (texts: one list) a row."""
+        """One view per row (texts: one list)."""
         if len(self.sizes) == 1:
             return [self.values]
         if isinstance(self.values, list):
             edges = [0, *accumulate(self.sizes)]
             return [self.values[a:b] for a, b in pairwise(edges)]
-        return list(self.values.split_with_sizes(list(self.sizes)))  # split() goes through much more Python
+        return list(self.values.split_with_sizes(list(self.sizes)))  # split() runs much more Python
 
     @staticmethod
     def of(parts: Sequence[Value]) -> Block:
@@ -63,14 +63,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the keys of one put are cut into rows: `edges` are the rows' first keys, and the number of keys."""
+    """How the keys of one put split into rows: `edges` are the rows' first keys, then the number of keys."""
 
     names: tuple[str, ...]
     edges: tuple[int, ...]
     placement: Placement
 
     def block(self, field: Field, column: Column, lengths: Mapping[str, Sequence[int]]) -> Block:
-        """The column as a store keeps it: on the CPU, contiguous, no gradient; not copied where it is so already."""
+        """The column as stored: on the CPU, contiguous, without gradient; copied only if necessary."""
         if isinstance(column, (list, tuple)):
             return Block(list(column), [b - a for a, b in pairwise(self.edges)])
         values = column.values if isinstance(column, Ragged) else column
@@ -92,7 +92,7 @@ def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[in
 def _rows_of(
     keys: tuple[str, ...], attempt: int
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Row names, their edges, and row and position of each key. Several stages put the same keys: it is remembered."""
+    """Row names, their edges, and each key's row and position. Cached: several stages put the same keys."""
     names: list[str] = []
     edges: list[int] = []
     row: list[int] = []
@@ -112,7 +112,7 @@ def _rows_of(
 
 
 def _starts(row: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Entries before each key inside its row."""
+    """Offset of each key inside its row."""
     starts: list[int] = []
     at, current = 0, -1
     for r, count in zip(row, counts):
@@ -127,10 +127,10 @@ def assemble(
     where: str, field: Field, block: Block, placement: Placement, lengths: Mapping[str, Sequence[int]],
     keys: Sequence[str],
 ) -> Column:  # fmt: skip
-    """The column of the placement's keys, in their order, from the rows that the placement names.
+    """The column of the placement's keys, in order, from the placement's rows.
 
-    `block` is new memory that the caller of get may own; it is returned as it is where the keys are all of it in order.
-    Raises DataPlaneError where the rows do not hold what the field's type and the placement say.
+    `block` is new memory that the caller of get may own; it is returned as is if the keys cover it in order. Raises
+    DataPlaneError if the rows do not match the field's type and the placement.
     """
     base = [0, *accumulate(block.sizes)]
     within = placement.offsets[field.ragged] if field.ragged else placement.position
@@ -142,7 +142,7 @@ def assemble(
 
 
 def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]) -> Block:
-    """What the store holds for field `name` in `rows`, in new memory. Raises DataPlaneError where the types differ."""
+    """The stored values of field `name` in `rows`, in new memory. Raises DataPlaneError if types differ."""
     import torch
 
     first = values[0]
@@ -164,7 +164,7 @@ def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]
 
 
 def _gather(values: Value, starts: Sequence[int], counts: Sequence[int]) -> Value:
-    """Entries [start, start + count) of each key, one after the other; one slice where they are consecutive."""
+    """Entries [start, start + count) of each key, concatenated; a single slice if they are contiguous."""
     total = sum(counts)
     first = starts[0] if starts else 0
     consecutive = all(map(eq, map(add, starts, counts), starts[1:]))
@@ -182,7 +182,7 @@ def _check_block(
     where: str, field: Field, block: Block, placement: Placement, base: Sequence[int], starts: Sequence[int],
     counts: Sequence[int], keys: Sequence[str],
 ) -> None:  # fmt: skip
-    """What a process outside the graph wrote was checked by nobody: type and extent are checked here."""
+    """Check type and extent of externally written data, which no put has checked."""
     fix = "write the row as pipeline/data_plane/__init__.py describes"
     if isinstance(block.values, list):
         found, fits = "texts", field.dtype == "str"
@@ -206,7 +206,7 @@ def _check_block(
 
 
 def same_bytes(a: Value, b: Value) -> bool:
-    """Whether two values of a row are the same, bit for bit."""
+    """Whether two values of a row are bit-identical."""
     if isinstance(a, list) or isinstance(b, list):
         return a == b
     import torch

@@ -1,15 +1,14 @@
-"""The data plane over TransferQueue, which it starts and ends; knows nothing of Ray and nothing of stages.
+"""The data plane over TransferQueue, which it starts and stops. Knows neither Ray nor stages.
 
     os.environ.update(environment())                      # before anything imports transfer_queue, in every process
     plane = TransferQueuePlane.create()                   # the driver, once Ray is connected
     plane = TransferQueuePlane.attach(settings)           # a worker; `settings` is `plane.settings` of the driver
 
-Nothing of transfer_queue is handed out. One row of TransferQueue is one run of a group's samples (`rows`); a put costs
-three round trips (names to indexes, data, production status), a get two, a clear four. Puts that come from several
-threads while one is under way share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call
-runs on a loop of its own with a deadline, because a client of a dead controller waits without bound, and is asked again
-where no answer comes (`patience`). What a process wrote or fetched stays in a bounded cache, so stages that share a
-process fetch nothing.
+It exposes nothing of transfer_queue. One TransferQueue row is a run of a group's samples (`rows`); a put costs three
+round trips (names to indexes, data, production status), a get two, a clear four. Puts that arrive from several threads
+during a put share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call runs on a separate
+loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
+(`patience`). A bounded cache keeps what a process wrote or fetched, so stages that share a process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so they must bind a loopback address unless the network is trusted.
 """
@@ -39,14 +38,14 @@ from pipeline.data_plane.wire import TransferQueueWire
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
 
 CACHE_BYTES = 256 * 2**20
-DEADLINE_S = 90.0  # where the processes are there; one that is gone ends the wait
-START_DEADLINE_S = 120.0  # Ray starts processes that import torch; on a busy machine that takes far longer than a call
+DEADLINE_S = 90.0  # if the processes are alive; a dead one ends the wait
+START_DEADLINE_S = 120.0  # Ray starts processes that import torch; on a busy machine this takes far longer than a call
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker needs to attach: plain values only. An endpoint is (identity, address, ports by name)."""
+    """What a worker needs to attach, as plain values. An endpoint is (identity, address, ports by name)."""
 
     controller: tuple[str, str, dict[str, int]]
     storage: tuple[tuple[str, str, dict[str, int]], ...]
@@ -55,7 +54,7 @@ class Settings:
 
 
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
-    """Environment variables for every process of the run; TransferQueue reads them when it is imported.
+    """Environment variables for every process of the run; TransferQueue reads them at import.
 
     A storage unit is asked `ASKED` times within the deadline.
     """
@@ -69,7 +68,7 @@ def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
 
 
 class TransferQueuePlane(RowPlane):
-    """One process's client. Made by `create` (one a cluster, ends TransferQueue when closed) or by `attach`."""
+    """One process's client. Made by `create` (one per cluster; closing it stops TransferQueue) or `attach`."""
 
     _creator = threading.Lock()  # held while this process has created a TransferQueue
 
@@ -99,10 +98,10 @@ class TransferQueuePlane(RowPlane):
     ) -> TransferQueuePlane:  # fmt: skip
         """Start TransferQueue in the Ray cluster that this process is connected to (with CPUs for 1 + storage_units).
 
-        Storage units go round the nodes that have the Ray resource `storage_resource`, or round all nodes.
+        Storage units are spread over the nodes with the Ray resource `storage_resource`, or over all nodes.
 
-        Raises DataPlaneError where the cluster has one already, or where it would bind an address that is not loopback
-        and the network is not trusted; DataPlaneLost where it does not come up.
+        Raises DataPlaneError if the cluster already has one, or if it would bind a non-loopback address on an untrusted
+        network; DataPlaneLost if it does not come up.
         """
         if not TransferQueuePlane._creator.acquire(blocking=False):
             raise _second()
@@ -122,7 +121,7 @@ class TransferQueuePlane(RowPlane):
 
     @staticmethod
     def forget() -> None:
-        """Let go of what `create` found and could not use, so that it can be called again."""
+        """Release what `create` found and could not use, so that it can be called again."""
         within(START_DEADLINE_S, "stop TransferQueue", _stop)
 
     @staticmethod
@@ -131,7 +130,7 @@ class TransferQueuePlane(RowPlane):
         return TransferQueuePlane(settings, owns=False)
 
     def _ask(self, what: str, lane: Lane, call: Call) -> Any:
-        """Send a call with the next batch of the lane and wait for its answer."""
+        """Send a call with the lane's next batch and wait for the reply."""
         self._check_open(what)
         lane.submit(call)
         return self._wait(what, call.done)
@@ -144,7 +143,7 @@ class TransferQueuePlane(RowPlane):
         return self._wait(what, asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _wait(self, what: str, future: Future[T]) -> T:
-        """The answer. Raises DataPlaneLost at the deadline, or where a process of the store is gone."""
+        """The reply. Raises DataPlaneLost at the deadline, or if a process of the store is gone."""
         from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
 
         try:
@@ -202,9 +201,9 @@ class TransferQueuePlane(RowPlane):
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store says is there; see `DataPlane.presence`. A few round trips a field.
+        """What the store has; see `DataPlane.presence`. A few round trips per field.
 
-        Only a dense field shows how many samples a row holds: a ragged or str field counts for all keys of its group.
+        Only a dense field reveals how many samples a row holds: a ragged or str field counts for all keys of its group.
         """
         declared = self._declared(partition, f"presence in {partition!r}")
         rows = list(dict.fromkeys(row_name(key, attempt) for key in keys))
@@ -219,7 +218,7 @@ class TransferQueuePlane(RowPlane):
         return present
 
     async def _counts(self, partition: str, rows: list[str], fields: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Field -> row that has it -> length of its first dimension (0 for texts)."""
+        """Field -> row with it -> length of its first dimension (0 for texts)."""
         indexes, _ = await self._wire.find(partition, rows, create=False)
         if not indexes:
             return {field: {} for field in fields}
@@ -237,11 +236,11 @@ class TransferQueuePlane(RowPlane):
         return counts
 
     def evict(self, rows: Sequence[str]) -> None:
-        """Forget rows in this process's cache."""
+        """Drop rows from this process's cache."""
         self._cache.forget(rows)
 
     def row_count(self, partition: str) -> int:
-        """Rows that TransferQueue holds in the partition."""
+        """Number of rows that TransferQueue holds in the partition."""
         listed = self._call(f"count the rows of {partition!r}", self._client.async_kv_list(partition))
         return len(listed.get(partition, {}))
 
@@ -271,7 +270,7 @@ class TransferQueuePlane(RowPlane):
                 TransferQueuePlane._creator.release()
 
     async def _end(self) -> None:
-        """Give up what is under way and stop the loop."""
+        """Cancel pending calls and stop the loop."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -280,14 +279,14 @@ class TransferQueuePlane(RowPlane):
 
 
 def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
-    """Run blocking code on a thread of its own, left behind with DataPlaneLost where it takes longer."""
+    """Run blocking code in a thread; after the deadline abandon it and raise DataPlaneLost."""
     done: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             done.append(work())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, whatever it is
+        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread
             failed.append(error)
 
     thread = threading.Thread(target=run, daemon=True, name=f"data-plane: {what}")
@@ -329,7 +328,7 @@ def _start(
         }
     )
     config = transfer_queue.init(asked)
-    if config is asked or config.controller.zmq_info is None:  # it attached to one that is there
+    if config is asked or config.controller.zmq_info is None:  # it attached to an existing one
         transfer_queue.get_client().close()
         raise _second()
     controller = config.controller.zmq_info
@@ -373,7 +372,7 @@ def _connect(settings: Settings) -> Any:
 
 
 def _addresses(settings: Settings) -> dict[str, tuple[str, int]]:
-    """Where TransferQueue's processes listen, by the name that an error gives them."""
+    """Addresses of TransferQueue's processes, by their name in errors."""
     _, controller, ports = settings.controller
     units = {f"TransferQueue's storage unit {name}": (at, own["put_get_socket"]) for name, at, own in settings.storage}
     return {"TransferQueue's controller": (controller, ports["request_handle_socket"])} | units

@@ -1,8 +1,8 @@
-"""tensordict without torch's compiler, which is 2 of the 4 or 5 CPU seconds that importing TransferQueue takes.
+"""Imports tensordict without torch's compiler, which is 2 of the 4 or 5 CPU seconds of importing TransferQueue.
 
-tensordict, which TransferQueue imports, marks a few of its functions for `torch.compile` as it is imported, and the
-marking loads the whole compiler. Nothing here compiles tensordict's functions. Who does, in a stage of their own,
-imports torch._dynamo at the top of that file; then the marks are made.
+At import tensordict, a dependency of TransferQueue, marks a few functions for `torch.compile`, and marking loads the
+whole compiler. Nothing here compiles tensordict's functions. A stage that does can import torch._dynamo at the top of
+its file; then the marks are applied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MARKS = ("allow_in_graph", "assume_constant_result")
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """While it is open, tensordict's marks do nothing, unless the compiler is there already."""
+    """Inside this context tensordict's marks do nothing, unless the compiler is already loaded."""
     import torch.compiler
 
     marks = {} if "torch._dynamo" in sys.modules else {name: getattr(torch.compiler, name) for name in MARKS}
@@ -31,7 +31,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def _but_for_tensordict(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The mark, for all other callers: whoever imports it meanwhile keeps it."""
+    """The mark itself, for all other callers: modules that import it meanwhile keep it."""
 
     def marked(function: Any) -> Any:
         asking = sys._getframe(1).f_globals["__name__"]

@@ -1,7 +1,7 @@
-"""The requests that `exchange` makes of a store, as TransferQueue takes them. Pinned to its version 0.1.11.
+"""The requests of `exchange` in TransferQueue's protocol. Pinned to version 0.1.11.
 
-Rows go to and from the storage units as plain lists: the client's own calls pack them into nested tensors and take them
-apart again, which costs more than the transport. What may be asked twice is asked again where no answer comes.
+Rows travel as plain lists: the client's own calls pack them into nested tensors and unpack them again, which costs more
+than the transport. Idempotent requests are retried if no reply comes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TransferQueueWire:
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
         status_of = self._client.async_get_production_status
         index, status = await self._patience.ask(partial(status_of, list(fields), partition))
-        if index is None:  # one of the fields is not in the partition yet, which hides the others
+        if index is None:  # a field that is missing in the partition hides the others
             if len(fields) == 1:
                 return set()
             return set().union(*await asyncio.gather(*(self.produced(partition, [field]) for field in fields)))
@@ -50,8 +50,8 @@ class TransferQueueWire:
         await self._patience.ask(partial(self._announce, partition, indexes, schema))
 
     async def _announce(self, partition: str, indexes: list[int], schema: dict[str, dict[str, Any]]) -> None:
-        """Make the rows' fields present. As the client does it, but on this loop and not on a thread of its own, and
-        a refusal is an error."""
+        """Mark the rows' fields as present. Like the client's own call, but on this loop instead of a thread, and a
+        rejection is an error."""
         from transfer_queue.utils.zmq_utils import ZMQRequestType
 
         body = {
@@ -92,14 +92,15 @@ class TransferQueueWire:
             return
         found = await self._meta(partition, rows, create=False)
         if found.size:
-            await self._client.async_clear_samples(found)  # once: its indexes may be other rows' a moment later
+            # only once: its indexes may belong to other rows a moment later
+            await self._client.async_clear_samples(found)
 
     def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
         return self._storage._request_with_retry(operation, unit, f"rows={len(indexes)}", request)
 
 
 def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:
-    """What the controller keeps of a field, as TransferQueue's own writers tell it."""
+    """The controller's metadata of a field, as TransferQueue's own writers send it."""
     import torch
 
     tensor = isinstance(rows[0], torch.Tensor)

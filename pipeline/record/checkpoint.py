@@ -1,8 +1,8 @@
-"""Checkpoints: a folder written beside, synced, renamed, and described by a manifest that is written last.
+"""Checkpoints: written to a temporary folder, synced, described by a manifest written last, and renamed.
 
     checkpoints/step_000100/   manifest.json  train/...   (what the stages saved: safetensors and JSON, never pickle)
 
-`read` accepts a folder only when every file has the size and the sha256 of the manifest.
+`read` accepts a folder only if every file matches the manifest's size and sha256.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are behind it, `version` is the policy version it holds; `next_group` is the next admission number.
+    """`steps` is the number of finished steps, `version` the policy version, `next_group` the next admission number.
 
-    `pending` are groups that were admitted and not trained, of a run whose batches are not fixed: they come again
-    first.
+    `pending` are groups that were admitted but not trained, in a run whose batches are not fixed; they are admitted
+    first after a resume.
     """
 
     format: int
@@ -60,9 +60,9 @@ def write(
     seed: int,
     save: Callable[[Path], None],
 ) -> tuple[Path, Manifest]:
-    """Have `save(folder)` fill a temporary folder, sync it, describe it and move it into place.
+    """Let `save(folder)` fill a temporary folder, then sync it, write its manifest and rename it.
 
-    Until the final rename the folder has another name, so a checkpoint that exists is whole.
+    The folder has another name until the final rename, so a checkpoint that exists is complete.
     """
     final = run.checkpoint(steps)
     partial = final.with_name(f".{final.name}.partial")
@@ -88,7 +88,7 @@ def write(
     (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(partial / MANIFEST)
     _sync(partial)
-    if final.exists():  # a run that was resumed earlier than this step writes the step again
+    if final.exists():  # a run that resumed before this step writes the step again
         shutil.rmtree(final)
     partial.rename(final)
     _sync(run.checkpoints)
@@ -96,9 +96,9 @@ def write(
 
 
 def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Problem]]:
-    """The newest whole checkpoint, or the one after `steps`; and what is wrong with newer ones that were passed over.
+    """The newest complete checkpoint, or the one after `steps`; and the problems of newer ones that were skipped.
 
-    Raises CheckpointError where none is whole, or the one that is asked for is not.
+    Raises CheckpointError if none is complete, or the requested one is not.
     """
     damaged: list[Problem] = []
     for number in [steps] if steps is not None else reversed(run.checkpoint_steps()):
@@ -114,8 +114,8 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
                 Problem(
                     where=str(run.checkpoints),
                     what="there is no checkpoint",
-                    why="a resume starts from one",
-                    fix="start the run anew, with Schedule(checkpoint_every=10)",
+                    why="a run resumes from a checkpoint",
+                    fix="start the run again, with Schedule(checkpoint_every=10)",
                 )
             ]
         )

@@ -1,4 +1,4 @@
-"""What became of every task of a run, from its events: for analysis, critical path and simulator. Pure."""
+"""Collects every task of a run from its events, for analysis, critical path and simulator. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.record import trace
 
 
 class Tasks:
-    """The tasks of a record by number: what was submitted, where it ran, what it put and when that was acknowledged."""
+    """The tasks of a record by number: submission, spans, puts and acknowledgments."""
 
     def __init__(self, events: Iterable[trace.TraceEvent]) -> None:
         self.submitted: dict[int, trace.Submitted] = {}
@@ -17,9 +17,9 @@ class Tasks:
         self.acknowledged: dict[int, list[trace.Acknowledged]] = defaultdict(list)
         self.puts: dict[int, list[trace.Put]] = defaultdict(list)
         self.tokens: dict[int, int] = {}
-        self.process: dict[tuple[str, int], int] = {}  # which process a worker is, by group and rank
+        self.process: dict[tuple[str, int], int] = {}  # the process of a worker, by group and rank
         self.others: list[trace.TraceEvent] = []
-        number: dict[tuple[str, int, int], int] = {}  # of the task that a put belongs to
+        number: dict[tuple[str, int, int], int] = {}  # by task number of the put
         for event in last_run(events):
             match event:
                 case trace.Submitted():
@@ -43,17 +43,17 @@ class Tasks:
                     self.others.append(event)
 
     def of(self, stage: str) -> list[trace.Submitted]:
-        """The tasks of a stage that ran to their end, without those of the first step where there are later ones."""
+        """Finished tasks of a stage, without those of the first step if there are later ones."""
         tasks = [task for number, task in self.submitted.items() if task.stage == stage and number in self.ran]
         first = min((task.step for task in tasks if task.step >= 0), default=0)
         return [task for task in tasks if task.step > first] or tasks
 
 
 def step_ends(tasks: Tasks) -> list[tuple[float, int]]:
-    """When steps ended, and their numbers, in order of time: when their version was published. The first entry is where
-    the second step's time begins.
+    """End times of steps (the publication of their version) and step numbers, in time order. The first entry marks the
+    start of the second step.
 
-    Where nothing is published: when the run began (step -1), and when each step was over.
+    Without publications: the start of the run (step -1), and the end of each step.
     """
     published = [(event.at_s, event.step) for event in tasks.others if isinstance(event, trace.Published)]
     if published:
@@ -74,7 +74,7 @@ def last_run(events: Iterable[trace.TraceEvent]) -> list[trace.TraceEvent]:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of these spans, (start_s, end_s) each, is open."""
+    """Seconds covered by at least one of these (start_s, end_s) spans."""
     open_s, reached_s = 0.0, float("-inf")
     for start_s, end_s in sorted(spans):
         open_s += max(0.0, end_s - max(start_s, reached_s))

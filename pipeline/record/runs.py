@@ -1,10 +1,10 @@
-"""Runs as they lie on disk, read whatever became of them: live, finished, failed, killed or resumed.
+"""Reads runs from disk in any state: live, finished, failed, killed or resumed.
 
     run = open_run(Path("runs/quickstart-..."))
     report = analyse(run.events, run.plan)
     for summary in list_runs(Path("runs")): print(summary.name, summary.state, summary.step)
 
-A last line that is still being written is left out. Nothing here writes.
+An incomplete last line is skipped. Nothing here writes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Metrics = dict[
     str, Any
 ]  # a line of metrics.jsonl: "step", counted from 1 (0 is before the first), "version", and values
 UNFINISHED = "unfinished"
-LAST_BYTES = 1 << 20  # in which the last line of a file is looked for
+LAST_BYTES = 1 << 20  # read from the end of a file to find its last line
 
 
 class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run directory, read. `events` are those since the run was last started or resumed; `described` is run.json,
-    empty where it is not there; `state` is that of `state_of`."""
+    """A loaded run directory. `events` are those since the run was last started or resumed; `described` is run.json,
+    empty if missing; `state` comes from `state_of`."""
 
     path: Path
     plan: Plan
@@ -46,7 +46,7 @@ class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list of runs. `step` is the last whose numbers are there, of `steps`; None where that is not known."""
+    """A run in a list. `step` is the last step with metrics, out of `steps`; None if unknown."""
 
     name: str
     path: Path
@@ -58,9 +58,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
-    """Read a run directory; of a longer record only the last `recent_bytes`, and where its workers are.
+    """Load a run directory; of a longer record only the last `recent_bytes` and its worker placements.
 
-    Raises GraphError where it is none, or where a file in it is no record of this version.
+    Raises GraphError if it is not a run directory, or a file in it was written by another version.
     """
     run_dir = RunDir(path)
     for file in (run_dir.plan, run_dir.events):
@@ -69,8 +69,8 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
                 Problem(
                     where=str(path),
                     what=f"{file.name} is not there",
-                    why="what a run was is read from its directory",
-                    fix="name a folder that a run made",
+                    why="a run is read from its directory",
+                    fix="name a run directory",
                 )
             )
     file = run_dir.plan
@@ -86,7 +86,7 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
                 where=str(file),
                 what=f"it cannot be read: {error}",
                 why="a run of this version wrote it",
-                fix="look at it with the version that run.json names",
+                fix="read it with the version that run.json names",
             )
         ) from error
     described = run_json(path)
@@ -97,7 +97,7 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
 
 
 def _events(path: Path, recent_bytes: int | None) -> list[trace.TraceEvent]:
-    """The events since the run was last started, or the last ones of them behind the placement of its workers."""
+    """The events since the last start, or the most recent ones plus the worker placements."""
     size = path.stat().st_size
     if recent_bytes is None or size <= recent_bytes:
         return last_run(event for _, event in trace.read(path))
@@ -110,8 +110,8 @@ def _events(path: Path, recent_bytes: int | None) -> list[trace.TraceEvent]:
 
 
 def state_of(last: trace.TraceEvent | None) -> str:
-    """What became of a run, by its last event: "finished", "failed", "interrupted" (by a signal), or "unfinished": it
-    runs still, or was killed."""
+    """The state of a run by its last event: "finished", "failed", "interrupted" (by a signal), or "unfinished" (still
+    running, or killed)."""
     if isinstance(last, trace.Ended):
         return "finished"
     if isinstance(last, trace.Failed):
@@ -120,18 +120,18 @@ def state_of(last: trace.TraceEvent | None) -> str:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder, the one that was started last first; of each only the ends of its files are read."""
+    """The runs in a folder, newest first; reads only the ends of their files."""
     found = [_summary(path.parent) for path in folder.glob("*/run.json")] if folder.is_dir() else []
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
 def read_metrics(path: Path, offset: int = 0) -> Iterator[Metrics]:
-    """Whole lines of metrics.jsonl from byte `offset` on; none where there is no file. Raises msgspec.DecodeError."""
+    """Complete lines of metrics.jsonl from byte `offset`; none without a file. Raises msgspec.DecodeError."""
     return (line for _, line in tail_metrics(path, offset))
 
 
 def tail_metrics(path: Path, offset: int = 0) -> Iterator[tuple[int, Metrics]]:
-    """The same, each with the offset behind it: where to go on reading."""
+    """The same, each with the offset at which to continue reading."""
     if path.is_file():
         with path.open("rb") as file:
             file.seek(offset)
@@ -142,7 +142,7 @@ def tail_metrics(path: Path, offset: int = 0) -> Iterator[tuple[int, Metrics]]:
 
 
 def run_json(path: Path) -> dict[str, Any]:
-    """What run.json says; nothing where it is not there, or cannot be read."""
+    """The contents of run.json; empty if missing or unreadable."""
     file = RunDir(path).run_json
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
@@ -151,7 +151,7 @@ def run_json(path: Path) -> dict[str, Any]:
 
 
 def state_on_disk(events: Path) -> str:
-    """`state_of` a record, of which only the end is read."""
+    """`state_of` a record; reads only its end."""
     line = _last_line(events)
     try:
         return state_of(msgspec.convert(line, type=trace.Ended | trace.Failed) if line else None)
@@ -181,7 +181,7 @@ def _summary(path: Path) -> RunSummary:
 
 
 def _last_line(path: Path) -> Any:
-    """The last whole line of a file, decoded; None where there is none, or it is no JSON."""
+    """The last complete line of a file, decoded; None if there is none or it is not JSON."""
     if not path.is_file():
         return None
     end = trace.whole_lines(path)
@@ -195,6 +195,6 @@ def _last_line(path: Path) -> Any:
 
 
 class _Steps(msgspec.Struct):
-    """What a list of runs reads of plan.json."""
+    """The part of plan.json that a list of runs needs."""
 
     steps: int

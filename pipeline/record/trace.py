@@ -1,7 +1,7 @@
-"""The record of a run: its event schema, the writer of events.jsonl and a reader that can tail it.
+"""The record of a run: event schema, writer of events.jsonl, and a reader that can tail it.
 
 Console, analysis, view and simulator read nothing else. Times `*_s` are seconds on the machine's monotonic clock;
-`Started.monotonic_s` and `Started.wall_s` are the same instant on both clocks. One JSON object a line, `type` first.
+`Started.monotonic_s` and `Started.wall_s` are the same instant on both clocks. One JSON object per line, `type` first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.declare.task import Task
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
-    """A run, or its resumption after `start` steps."""
+    """A run started, or resumed after `start` steps."""
 
     graph: str
     start: int
@@ -37,10 +37,10 @@ class Placed(msgspec.Struct, tag="placed", frozen=True, kw_only=True, gc=False):
 
 
 class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True, gc=False):
-    """A worker that shares its GPUs with another group woke up, or gave its memory to that one.
+    """A colocated worker woke up, or released its memory to the other group.
 
-    `memory_bytes` are those in use on its first GPU afterwards, by all processes, `before_bytes` those before; 0 on a
-    CPU.
+    `memory_bytes` is memory in use on its first GPU afterwards, by all processes; `before_bytes` the same before; 0 on
+    a CPU.
     """
 
     group: str
@@ -53,7 +53,7 @@ class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True, gc=False):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """Groups entered. `step` is the batch that they are for, or, with on_stale="drop", that is being filled."""
+    """Groups were admitted. `step` is their batch, or, with on_stale="drop", the batch being filled."""
 
     step: int
     groups: tuple[int, ...]
@@ -62,7 +62,7 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True, gc=Fal
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True, gc=False):
-    """These groups are the batch of the step. Each is claimed once, and trained."""
+    """These groups form the batch of the step. Each is claimed once and trained."""
 
     step: int
     groups: tuple[int, ...]
@@ -70,10 +70,10 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True, kw_only=True, gc=False
 
 
 class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True, gc=False):
-    """Groups left without being trained; as many others are admitted in their place.
+    """Groups were dropped; the same number is admitted to replace them.
 
-    `stage` is the gate, or empty where they are too old: `reason` is then "stale", or "cancelled" for those that were
-    still being sampled. `tokens` are those of the longest response of each, where known.
+    `stage` is the gate, or empty for groups that are too old; `reason` is then "stale", or "cancelled" if they were
+    still sampling. `tokens` is the longest response of each group, if known.
     """
 
     stage: str
@@ -85,7 +85,7 @@ class Dropped(msgspec.Struct, tag="dropped", frozen=True, kw_only=True, gc=False
 
 
 class _OfTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is said of a task, or of some of its groups."""
+    """An event about a task, or some of its groups."""
 
     task: int
     stage: str
@@ -95,12 +95,12 @@ class _OfTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def of(task: Task) -> dict[str, Any]:
-    """The fields that name a task in what is said of it."""
+    """The fields that identify a task in events."""
     return {"task": task.number, "stage": task.stage, "step": task.step, "attempt": task.attempt}
 
 
 class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True, gc=False):
-    """A task was handed to a worker group: to one of its data-parallel replicas, or (`replica` None) to all."""
+    """A task was submitted to one data-parallel replica of a worker group, or to all (`replica` None)."""
 
     group: str
     replica: int | None
@@ -122,10 +122,10 @@ class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True, gc=False):
 
 
 class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True, gc=False):
-    """A task wrote columns, or a process outside the graph did (`stage` is then the external stage).
+    """A task wrote columns, or an external process did (`stage` is then the external stage).
 
-    `versions` are the oldest and the newest version among the tokens of each group, where the columns say so, and
-    `tokens` are those of the longest response of each.
+    `versions` are the oldest and newest token version of each group, if the columns have versions; `tokens` is the
+    longest response of each.
     """
 
     stage: str
@@ -142,10 +142,9 @@ class Put(msgspec.Struct, tag="put", frozen=True, kw_only=True, gc=False):
 
 
 class Ran(_OfTask, tag="ran", frozen=True, kw_only=True, gc=False):
-    """A task finished on a worker. The span holds its gets, its work and its puts.
+    """A task finished on a worker. The span covers its gets, its work and its puts.
 
-    `cpu_s` are CPU seconds of the worker's process in the span, over all threads, without those of other tasks that ran
-    inside it.
+    `cpu_s` is CPU seconds of the worker process in the span, over all threads, minus other tasks inside it.
     """
 
     group: str
@@ -157,16 +156,16 @@ class Ran(_OfTask, tag="ran", frozen=True, kw_only=True, gc=False):
 
 
 class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True, gc=False):
-    """The driver has taken a report: the task reads these groups no more, and what it writes of them is present."""
+    """The driver took a report: the task has finished reading these groups, and its output for them is present."""
 
     at_s: float
 
 
 class Trained(_OfTask, tag="trained", frozen=True, kw_only=True, gc=False):
-    """What one rank trained on, seen in the columns themselves.
+    """What one rank trained on, read from the columns themselves.
 
-    `version` is that of the weights before the update. One entry a group in `samples`, `oldest` and `newest` (versions
-    of its tokens); `entries` counts the values of every column that has one a token.
+    `version` is the version of the weights before the update. `samples`, `oldest` and `newest` (token versions) have
+    one entry per group; `entries` counts the values of every per-token column.
     """
 
     worker: int
@@ -179,20 +178,20 @@ class Trained(_OfTask, tag="trained", frozen=True, kw_only=True, gc=False):
 
 
 class Retried(_OfTask, tag="retried", frozen=True, kw_only=True, gc=False):
-    """An attempt at a task is lost; its groups are handed out again, and what it may still report is ignored."""
+    """An attempt was lost. Its groups are submitted again, and its late reports are ignored."""
 
     reason: str
     at_s: float
 
 
 class Fenced(_OfTask, tag="fenced", frozen=True, kw_only=True, gc=False):
-    """A report of an attempt that is no longer current was ignored."""
+    """A report of an outdated attempt was ignored."""
 
     at_s: float
 
 
 class Served(msgspec.Struct, tag="served", frozen=True, kw_only=True, gc=False):
-    """A replica has a policy version before the transfer to all of them is over: it may sample with it."""
+    """A replica has a policy version before the transfer to all replicas is done: it may sample with it."""
 
     task: int
     stage: str
@@ -204,7 +203,7 @@ class Served(msgspec.Struct, tag="served", frozen=True, kw_only=True, gc=False):
 
 
 class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True, gc=False):
-    """A policy version is served; the target acknowledged the hash of the weights."""
+    """A policy version was published; the target acknowledged the hash of the weights."""
 
     stage: str
     step: int
@@ -214,7 +213,7 @@ class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True, gc=F
 
 
 class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True, gc=False):
-    """Rows were removed: their last reader had acknowledged."""
+    """Rows were cleared after their last reader acknowledged."""
 
     step: int
     groups: tuple[int, ...]
@@ -235,8 +234,8 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True
 class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=False):
     """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl.
 
-    `driver_cpu_s` are CPU seconds of the driver so far, `processes_cpu_s` those of it and of every process that it
-    started; 0 where they were not read at this step.
+    `driver_cpu_s` is the driver's CPU seconds so far, `processes_cpu_s` includes every process that it started; 0 if
+    they were not measured at this step.
     """
 
     step: int
@@ -247,13 +246,13 @@ class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=
 
 
 class Stopping(msgspec.Struct, tag="stopping", frozen=True, kw_only=True, gc=False):
-    """The run was asked to stop: from here on nothing is admitted, and no training begins."""
+    """The run was asked to stop: it admits nothing and starts no training from here on."""
 
     at_s: float
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True, gc=False):
-    """What ended the run early."""
+    """The run ended early."""
 
     stage: str | None
     step: int | None
@@ -263,7 +262,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True, gc=False):
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True, kw_only=True, gc=False):
-    """The run is over; `rows_left` counts what the data plane still held before its final sweep."""
+    """The run is over. `rows_left` counts rows in the data plane before the final sweep."""
 
     steps: int
     rows_left: int
@@ -294,14 +293,14 @@ TraceEvent = (
     | Failed
     | Ended
 )
-BLOCK = 1 << 16  # bytes that are looked at together
+BLOCK = 1 << 16  # bytes per read
 _DECODER = msgspec.json.Decoder(TraceEvent)
 
 
 class TraceWriter:
-    """Appends events. `flush` hands the queued lines to the operating system.
+    """Appends events. `flush` passes the queued lines to the operating system.
 
-    A last line that a killed run left unfinished is cut off.
+    An incomplete last line of a killed run is truncated.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -318,7 +317,7 @@ class TraceWriter:
             self._buffer += b"\n"
 
     def flush(self) -> None:
-        """Hand the queued lines to the operating system."""
+        """Pass the queued lines to the operating system."""
         if self._file and self._buffer:
             self._file.write(self._buffer)
             self._file.flush()
@@ -334,7 +333,7 @@ class TraceWriter:
 
 
 def whole_lines(path: Path) -> int:
-    """The bytes of a file up to the end of its last whole line."""
+    """The size of a file up to its last complete line."""
     size = path.stat().st_size
     with path.open("rb") as file:
         for start in range((size - 1) // BLOCK * BLOCK, -1, -BLOCK):
@@ -346,10 +345,10 @@ def whole_lines(path: Path) -> int:
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
-    """Whole lines from byte `offset` on, each with the offset behind it: where to go on reading.
+    """Complete lines from byte `offset`, each with the offset at which to continue.
 
-    A last line without its newline is still being written and is left for the next call. Raises
-    msgspec.ValidationError on a line that is no event.
+    A last line without newline is still being written and is left for the next call. Raises msgspec.ValidationError
+    for a line that is not an event.
     """
     with path.open("rb") as file:
         file.seek(offset)

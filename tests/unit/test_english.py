@@ -1,0 +1,88 @@
+"""Words that make a reader stop: each has a plainer one, which the failure names."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("pipeline", "stages", "ops", "graphs", "benchmarks")
+TEXTS = ("README.md", "docs/*.md", "pipeline/web/static/*.js", "pipeline/web/static/*.html", "tests/errors/golden.txt")
+INSTEAD = {  # what is not written, and what is
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\banew\b": "again",
+    r"\bwhoever\b": "the caller, or whatever it is",
+    r"\bwhosoever\b": "the caller, or whatever it is",
+    r"\bso many (bytes|tokens|groups|samples|steps|rows|seconds|times)\b": "that many, or the number itself",
+    r"\b(is|are) behind (it|them|us)\b": "is done",
+    r"\b(seconds|ms|milliseconds|metrics|updates|steps|tokens|tok|decisions|events|bytes|line|lines) an? "
+    r"(step|second|minute|sample|token|group|GPU|worker|rank|machine)\b": "per",
+    r"\bone an? (step|sample|token|group|machine|rank|worker)\b": "one per",
+    r"\blooks? nothing up\b": "plans and allocates nothing",
+    r"\bowes? an answer\b": "has a request outstanding",
+    r"\bis (waited|asked) for by\b": "waits for",
+    r"\bonce it is warm\b": "after the first one",
+    r"\bsays nothing of\b": "does not cover",
+    r"\bthe begin of\b": "the start of",
+}
+PATTERN = re.compile("|".join(f"(?P<w{i}>{word})" for i, word in enumerate(INSTEAD)), re.IGNORECASE)
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that people read: comments and strings of Python, all of anything else."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def odd(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
+    """(line, word, what to write instead) of each word that is not used."""
+    words = list(INSTEAD.values())
+    for number, line in lines:
+        for found in PATTERN.finditer(line):
+            kind = next(name for name, text in found.groupdict().items() if text and re.fullmatch(r"w\d+", name))
+            yield number, found.group(), words[int(kind[1:])]
+
+
+def files() -> list[Path]:
+    return [
+        *(path for package in SOURCES for path in sorted((ROOT / package).rglob("*.py"))),
+        *(path for pattern in TEXTS for path in sorted(ROOT.glob(pattern))),
+    ]
+
+
+def test_words_that_are_not_used() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word!r}; write {instead!r}"
+        for path in files()
+        for line, word, instead in odd(prose(path))
+    ]
+    assert not found, f"{len(found)} of them\n" + "\n".join(found)
+
+
+def test_no_identifier_is_told() -> None:
+    """A participle is no noun: say what it is that is told."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if "told"
+        in (getattr(node, "id", ""), getattr(node, "name", ""), getattr(node, "arg", ""), getattr(node, "attr", ""))
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize("text", ["mend that line", "64 tokens a second", "whoever reads it", "one a sample"])
+def test_the_list_bites(text: str) -> None:
+    assert list(odd(iter([(1, text)])))
