@@ -1,6 +1,6 @@
-"""What a run prints: problems, the plan, a progress line, the final table.
+"""Prints a run's problems, plan, progress line and final table.
 
-Colours only on a terminal, and none where NO_COLOR is set.
+Colors only on a terminal, and none if NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of the terminal's width, or 100 columns where there is none."""
+    """A console of the terminal's width, or 100 columns without a terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -28,7 +28,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """One line each, on stderr. Paths below the working directory are shown from there."""
+    """One line per problem on stderr. Paths are relative to the working directory if below it."""
     here = f"{Path.cwd()}/"
     for problem in problems:
         text = " ".join(str(problem).splitlines())
@@ -36,7 +36,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """The graph from top to bottom, the placement, what each edge carries and how long it lives."""
+    """The graph from top to bottom, the placement, and the fields and lifetime of each edge."""
     from rich.table import Table
 
     out = console()
@@ -63,7 +63,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def drawing(plan: Plan) -> list[str]:
-    """The stages layer by layer, each with what it reads and from whom, as lines of text."""
+    """The stages by layer, each with its inputs and their writers, as lines of text."""
     writer = {life.field: life.writer for life in plan.lifetimes}
     lines = []
     for depth, layer in enumerate(plan.layers):
@@ -100,7 +100,7 @@ _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # beside the rew
 
 
 class Progress:
-    """A line that follows the run: rewritten in place on a terminal, a plain line a step elsewhere."""
+    """A progress line: rewritten in place on a terminal, one plain line per step elsewhere."""
 
     def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
         self._plan, self._start = plan, start
@@ -113,11 +113,11 @@ class Progress:
         self.dropped: Counter[str] = Counter()  # groups, by reason
 
     def begin(self) -> None:
-        """The first step is about to start: from here on, time left is estimated."""
+        """The first step is about to start; the time-left estimate begins here."""
         self._begun_s = time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step is done; -1 is the evaluation before the first."""
+        """A step finished; -1 is the evaluation before the first."""
         evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
         if evaluated:
             self.measure = evaluated.removeprefix("eval/").replace("_", " ")
@@ -174,7 +174,7 @@ class Progress:
 def print_summary(
     plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]
 ) -> None:
-    """The final table: what was reached, where it lies, what to do next."""
+    """The final table: results, locations, next commands."""
     rows: list[tuple[str, str]] = []
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]

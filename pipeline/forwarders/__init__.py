@@ -1,6 +1,6 @@
-"""Where the metrics of a run can be forwarded to: one interface, one file a service. None is a dependency.
+"""Forwards the metrics of a run to other services: one interface, one file per service. None is a dependency.
 
-A forwarder reads what a run has written, in a process of its own: whatever goes wrong there, training goes on.
+A forwarder runs in a separate process and reads what the run has written; if it fails, training continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as services know it. `key` is its own among all runs; `flags` are those of its graph()."""
+    """A run as services see it. `key` is unique among all runs; `flags` are those of graph()."""
 
     name: str
     key: str
@@ -29,19 +29,19 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """One run in one service. `done` is the last step that the service had before, -1 for none."""
+    """One run in one service. `done` is the last step the service already has, -1 for none."""
 
     done: int
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the metrics of a step; steps only rise. May raise what `errors` of its module names."""
+        """Send the metrics of a step; steps only increase. May raise what its module's `errors` lists."""
 
     def close(self, state: str) -> None:
-        """Nothing more comes; the run is "finished", "failed", "interrupted" or "unfinished"."""
+        """Finish; the run is "finished", "failed", "interrupted" or "unfinished"."""
 
 
 def check(service: str, where: str) -> None:
-    """Raise GraphError where the service's package is not installed, or `where` holds a password."""
+    """Raise GraphError if the service's package is not installed, or `where` contains a password."""
     if PASSWORD.search(where):
         raise GraphError(
             Problem(
@@ -64,7 +64,7 @@ def check(service: str, where: str) -> None:
 
 
 def opened(service: str, where: str, run: Described) -> Sink:
-    """The run in a service: a folder, a project or an address. Raises GraphError where that does not take it."""
+    """Open the run in a service: a folder, a project or an address. Raises GraphError if the service rejects it."""
     check(service, where)
     module = importlib.import_module(f"pipeline.forwarders.{service}")
     try:
@@ -74,12 +74,12 @@ def opened(service: str, where: str, run: Described) -> Sink:
 
 
 def errors(service: str) -> tuple[type[Exception], ...]:
-    """What a sink of this service may raise."""
+    """The exceptions that a sink of this service may raise."""
     return importlib.import_module(f"pipeline.forwarders.{service}").errors()
 
 
 def failure(service: str, where: str, error: Exception) -> GraphError:
-    """What a service raised, as an error of the flag that names it."""
+    """A service's exception as an error of its flag."""
     return GraphError(
         Problem(
             where=f"--{service} {where}",

@@ -1,4 +1,4 @@
-"""Forwards the metrics of a run while it runs, from a process of its own, which ends with the run however that ends."""
+"""Forwards the metrics of a live run from a separate process, which ends with the run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from pipeline import precedence
 from pipeline.rundir import RunDir
 
-LAST_S = 60.0  # that it has to hand over what is left
+LAST_S = 60.0  # to send what is left
 
 
 @contextmanager
 def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
-    """Start `pipeline.forward` for these services, where there are any, and wait for it at the end. What it says is in
-    RUN/logs/forward.log; where it fails, that is said and changes nothing."""
+    """Start `pipeline.forward` for these services, if any, and wait for it at the end. Its output goes to
+    RUN/logs/forward.log; a failure is reported and changes nothing."""
     if not wanted:
         yield
         return
@@ -27,7 +27,7 @@ def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
         process = subprocess.Popen(
             precedence.command("pipeline.forward", str(run_dir.path), *flags, "--until-eof"),
             stdin=subprocess.PIPE, stdout=file, stderr=file,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C is meant for the run
         )  # fmt: skip
     try:
         yield

@@ -1,5 +1,5 @@
-"""The web view: pages drawn from run directories. Its own process; a run knows nothing of it."""
+"""The web view: pages drawn from run directories. Runs in its own process; a run does not know about it."""
 
 from pathlib import Path
 
-STATIC = Path(__file__).parent / "static"  # what browsers get
+STATIC = Path(__file__).parent / "static"  # files for the browser

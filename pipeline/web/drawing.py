@@ -1,9 +1,9 @@
-"""Where the graph of a plan is drawn: boxes for stages, labels for what travels between them, lines. Pure.
+"""Lays out the graph of a plan: boxes for stages, labels for the fields between them, lines. Pure.
 
-Stages lie in the layers of the plan, from top to bottom. Between two layers is a row for labels, and a line that passes
-a layer has a place of its own there, so that nothing lies on anything else. The order in a row follows from the places
-of its neighbours (barycentres, Sugiyama et al., 1981), then neighbours change places where fewer lines cross by it.
-Lengths are pixels at scale 1; x grows to the right, y down.
+Stages follow the layers of the plan, top to bottom. Between two layers is a row of labels, and a line that passes a
+layer gets its own slot there, so nothing overlaps. The order in a row comes from the positions of neighbors
+(barycenters, Sugiyama et al., 1981); then neighbors swap if that removes crossings. Lengths are pixels at scale 1; x
+grows to the right, y down.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage writes for another. `points` lead from box to box, straight down past labels and
-    other boxes; the label's middle is (`label_x`, `label_y`)."""
+    """The fields one stage writes for another. `points` lead from box to box, straight down past labels and other
+    boxes; the label is centered at (`label_x`, `label_y`)."""
 
     writer: str
     reader: str
@@ -55,7 +55,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything inside `width` x `height`."""
+    """A complete drawing of `width` x `height`."""
 
     width: float
     height: float
@@ -64,7 +64,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Place:
-    """A stage, a label, or a line that passes, in a row."""
+    """A stage, a label, or a passing line in a row."""
 
     def __init__(self, width: float) -> None:
         self.width = width
@@ -74,7 +74,7 @@ class _Place:
 
 
 class _Wire:
-    """A line while it is laid."""
+    """A line during layout."""
 
     def __init__(self, writer: str, reader: str, fields: tuple[str, ...]) -> None:
         self.writer, self.reader, self.fields = writer, reader, fields
@@ -83,7 +83,7 @@ class _Wire:
 
 
 def label(fields: Sequence[str]) -> str:
-    """What is written on a line: the fields, as far as they are short."""
+    """The label of a line: its fields, shortened."""
     shown = " ".join(fields[:2]) if sum(map(len, fields[:2])) <= 20 else fields[0]
     rest = len(fields) - len(shown.split())
     return f"{shown} +{rest}" if rest else shown
@@ -113,7 +113,7 @@ def layout(plan: Plan) -> Layout:
 
 
 def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
-    """The fields of each pair of stages. What is only kept for people to look at has no line."""
+    """The fields between each pair of stages. Fields that are only kept for display get no line."""
     keeps = {stage.name for stage in plan.stages if stage.kind == KEEPS}
     pairs: dict[tuple[str, str], list[str]] = defaultdict(list)
     for edge in plan.edges:
@@ -123,7 +123,7 @@ def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
 
 
 def _rows(stages: Iterable[PlannedStage], wires: list[_Wire]) -> tuple[list[list[_Place]], dict[str, _Place]]:
-    """Rows of stages (even) and of labels (odd), every wire with a place in each row that it crosses."""
+    """Rows of stages (even) and labels (odd); every wire has a slot in each row it crosses."""
     layer = {stage.name: stage.layer for stage in stages}
     boxes = {name: _Place(BOX_W) for name in layer}
     rows: list[list[_Place]] = [[] for _ in range(2 * max(layer.values(), default=0) + 1)]
@@ -148,7 +148,7 @@ def _join(above: _Place, below: _Place) -> None:
 
 
 def _settle(rows: list[list[_Place]]) -> None:
-    """The order with the fewest crossings that is found, from a few beginnings."""
+    """The order with the fewest crossings found from a few starting points."""
     best, least = [list(row) for row in rows], _crossings(rows)
     draw = random.Random(0)
     for beginning in range(BEGINNINGS):
@@ -167,7 +167,7 @@ def _settle(rows: list[list[_Place]]) -> None:
 
 
 def _exchange(rows: list[list[_Place]]) -> bool:
-    """Let neighbours change places where that is better; whether any did."""
+    """Swap neighbors if that helps. Returns whether any swapped."""
     changed = False
     for number, row in enumerate(rows):
         near = rows[max(0, number - 1) : number + 2]
@@ -182,7 +182,7 @@ def _exchange(rows: list[list[_Place]]) -> bool:
 
 
 def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
-    """Pairs of lines between neighbouring rows that cross."""
+    """Number of crossing line pairs between adjacent rows."""
     count = 0
     for above, below in pairwise(rows):
         at = {id(place): n for n, place in enumerate(below)}
@@ -193,7 +193,7 @@ def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
 
 
 def _order(rows: list[list[_Place]], *, down: bool) -> None:
-    """Each row by the mean place of its neighbours in the row before."""
+    """Order each row by the mean position of its neighbors in the previous row."""
     for row in rows:
         _pack(row, [place.x for place in row])
     for row in rows if down else reversed(rows):
@@ -207,16 +207,16 @@ def _mean(places: Sequence[_Place], default: float) -> float:
 
 
 def _spread(rows: list[list[_Place]]) -> None:
-    """The places of each row near those of its neighbours, in the order that is settled."""
+    """Place each row close to its neighbors, in the final order."""
     for sweep in range(SWEEPS):
         for row in rows if sweep % 2 == 0 else reversed(rows):
             _pack(row, [_mean([*place.above, *place.below], place.x) for place in row])
 
 
 def _pack(row: list[_Place], wanted: Sequence[float]) -> None:
-    """As near to the wanted places as neighbours allow: runs of places that touch share their shift.
+    """As close to the desired positions as neighbors allow; touching slots share their shift.
 
-    Pool adjacent violators; the sum of squared distances is least.
+    Pool adjacent violators; minimizes the sum of squared distances.
     """
     runs: list[tuple[float, list[int]]] = []  # (the shift of its first, its members)
     offset = [0.0] * len(row)
@@ -262,13 +262,13 @@ def _line(wire: _Wire, boxes: dict[str, _Place], placed: dict[str, Box], heights
 
 
 def _port(places: list[_Place], of: _Place, box: Box) -> float:
-    """Where on the edge of a box a line begins: they are spread over it, in the order of where they lead."""
+    """Where a line starts on a box's edge: lines are spread over it in the order of their targets."""
     ordered = sorted(places, key=lambda place: place.x)
     return box.x + box.w * (ordered.index(of) + 1) / (len(ordered) + 1)
 
 
 def _backs(plan: Plan, placed: dict[str, Box], width: float) -> tuple[list[Line], float]:
-    """Lines to a later step run up along the right side; returns them and the new width."""
+    """Route lines to a later step up the right side. Returns them and the new width."""
     lines = []
     for (writer, reader), fields in _pairs(plan, back=True).items():
         start, end = placed[writer], placed[reader]

@@ -1,4 +1,4 @@
-"""What the view offers to download: a run as one HTML file, as a trace, as tables."""
+"""Downloads of the view: a run as one HTML file, as a trace, as tables."""
 
 from __future__ import annotations
 

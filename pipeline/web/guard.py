@@ -1,6 +1,6 @@
-"""Who may look: pure decisions about a request, before anything is read. Loopback, one token, GET, this address only.
+"""Access control: pure decisions about a request before anything is read. Loopback, one token, GET, this address only.
 
-The address that is printed holds the token; it is exchanged for a cookie that other sites cannot send along.
+The printed address contains the token; it is exchanged for a cookie that other sites cannot send.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADERS = {
 
 
 def refusal(method: str, headers: Mapping[str, str], port: int) -> tuple[int, str] | None:
-    """Status and reason, where a request is refused whoever sends it."""
+    """Status and reason, if a request is rejected regardless of its sender."""
     if method not in ("GET", "HEAD"):
         return 405, "this server only reads: GET"
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"}
@@ -38,10 +38,10 @@ def refusal(method: str, headers: Mapping[str, str], port: int) -> tuple[int, st
 
 
 def knows(token: str, given: str | None) -> bool:
-    """Whether what was given is the token."""
+    """Whether the given text is the token."""
     return given is not None and hmac.compare_digest(token.encode(), given.encode())
 
 
 def is_run_name(name: str) -> bool:
-    """Whether it can be the name of a folder of a run, and nothing else."""
+    """Whether it is a valid name of a run directory."""
     return NAME.fullmatch(name) is not None

@@ -1,10 +1,10 @@
-"""What a run is doing now: which tasks run, what each stage waits for, how much lies between stages. Pure.
+"""The current state of a run: running tasks, what each stage waits for, queue depths. Pure.
 
     now = Live(plan)
     for event in events: now.apply(event)
     now.picture(seconds)
 
-It holds what is in flight and nothing else, so its size does not grow with the run.
+It holds only what is in flight, so its size does not grow with the run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RUNNING, WAITING, READY, IDLE, DONE, FAILED = "running", "waiting", "ready", "id
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage. `state` is one of the words above; `why` says it to the end; `step` is the last that it finished of some
-    group, or -2; `seconds` what its tasks took in the last step."""
+    """A stage. `state` is one of the words above; `why` explains it; `step` is the last step in which it finished a
+    group, or -2; `seconds` is the duration of its tasks in the last step."""
 
     state: str
     why: str
@@ -32,7 +32,7 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskNow(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that is running, handed out at `start` (seconds of the run)."""
+    """A running task, submitted at `start` (seconds of the run)."""
 
     task: int
     stage: str
@@ -43,7 +43,7 @@ class TaskNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. `depth` counts the groups on each line, "writer>reader", that wait for its reader."""
+    """The whole state. `depth` counts the groups on each edge, "writer>reader", that wait for the reader."""
 
     step: int
     steps: int
@@ -59,7 +59,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Running:
-    """A task, the groups that it has not reported yet, and where it is."""
+    """A task, its unreported groups, and where it runs."""
 
     def __init__(self, event: trace.Submitted) -> None:
         self.event = event
@@ -67,7 +67,7 @@ class _Running:
 
 
 class Live:
-    """What is in flight, event by event."""
+    """Tracks what is in flight, event by event."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -76,7 +76,7 @@ class Live:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is in flight: a run begins, or is resumed."""
+        """Reset: a run starts or resumes."""
         self._done: dict[int, set[str]] = {}  # by group in flight: the stages behind it
         self._given: dict[int, set[str]] = {}  # and those that it was handed to
         self._running: dict[int, _Running] = {}
@@ -87,7 +87,7 @@ class Live:
         self._failed: trace.Failed | None = None
 
     def apply(self, event: trace.TraceEvent) -> None:
-        """One event of the record, in its order."""
+        """Apply one event, in record order."""
         match event:
             case trace.Started():
                 self.begin()
@@ -138,7 +138,7 @@ class Live:
             self._done.get(group, set()).add(stage)
 
     def picture(self, seconds: Callable[[float], float]) -> Picture:
-        """How it is now; `seconds` turns monotonic times into those of the run."""
+        """The current state; `seconds` converts monotonic times to run time."""
         over = self._ended or self._failed is not None
         running = Counter(task.event.stage for task in self._running.values())
         return Picture(
@@ -195,7 +195,7 @@ class Live:
         return max((task.event.step for task in self._running.values() if task.event.stage == name), default=-1)
 
     def _missing(self, stage: PlannedStage) -> tuple[Counter[str], int]:
-        """The fields that groups in flight lack for a stage, by how many lack them, and the groups that lack none."""
+        """The fields that groups in flight lack for a stage, with counts; and the groups that lack none."""
         missing: Counter[str] = Counter()
         ready = 0
         needs = [field for field in (*stage.reads, *stage.awaits)]
@@ -211,7 +211,7 @@ class Live:
         return missing, ready
 
     def _depth(self) -> dict[str, int]:
-        """Groups behind a writer that were not handed to its reader, by line."""
+        """Groups that a writer finished and its reader has not started, by edge."""
         counts: Counter[str] = Counter()
         for pair in {(edge.writer, edge.reader) for edge in self._plan.edges if edge.field not in self._weights}:
             writer, reader = pair

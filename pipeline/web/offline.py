@@ -1,4 +1,4 @@
-"""A run as one HTML file, with the pages and all that they would ask the server for. Opens without network."""
+"""Exports a run as one HTML file with all pages and data. Opens without a network."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from pipeline.web import STATIC, pages, texts
 from pipeline.web.tail import Record
 
-STEPS = 100  # of samples that are taken along, the last ones
+STEPS = 100  # of samples that are included, most recent first
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
 
 
 def offline(path: Path) -> Iterator[str]:
-    """The file, piece by piece. Raises GraphError where `path` is no run directory."""
+    """Yield the file in pieces. Raises GraphError if `path` is not a run directory."""
     answers = _answers(path)
     index = (STATIC / "index.html").read_text()
     head, _, _ = index.partition("<link rel=")
@@ -38,7 +38,7 @@ def offline(path: Path) -> Iterator[str]:
 
 
 def _answers(path: Path) -> dict[str, Any]:
-    """What a page asks for, by what it asks with."""
+    """Responses by request."""
     of = f"runs/{path.name}"
     kept = texts.steps(path)[-STEPS:]
     answers = {f"{of}/{what}": pages.PAGES[what](path, {}) for what in ("about", "findings", "advice", "prompts")}
@@ -58,7 +58,7 @@ def _events(path: Path) -> Iterator[str]:
 
 
 def _modules() -> dict[str, str]:
-    """Every module by the name that it has in the file, as an address that holds all of it."""
+    """Every module by its import name, as a data URL."""
     found = {}
     for file in [*STATIC.glob("*.js"), STATIC / "vendor/preact-htm.js"]:
         text = IMPORT.sub(r'\1 "sluice/\2"', file.read_text())
@@ -75,5 +75,5 @@ def _encoded(data: bytes, content_type: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that ends no element of the page, whatever texts are in it."""
+    """JSON that cannot close an HTML element, whatever texts it contains."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""What each page asks for, made from a run directory: plain values, ready for JSON."""
+"""The data behind each page, from a run directory: plain values, ready for JSON."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from pipeline.web.guard import is_run_name
 from pipeline.web.words import SECTIONS, in_order, words
 
 Query = Mapping[str, str]
-PATHS = 200  # of the last steps
-FRESH_S = 10.0  # for so long the findings of a live run are not made again,
-IDLE = 20  # nor for so many times the seconds that they took
-RECENT_BYTES = 16 << 20  # of a record that findings are made of: some 50,000 events, the last ones
+PATHS = 200  # for the last steps
+FRESH_S = 10.0  # findings of a live run are reused for this long,
+IDLE = 20  # or for this multiple of the time they took
+RECENT_BYTES = 16 << 20  # the end of the record that findings use: about 50,000 events
 SECRET = ("token", "key", "secret", "password")
 RUNS = 500
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs that can be looked at, the last one first."""
+    """The available runs, newest first."""
     return [
         {
             "name": run.path.name,
@@ -53,8 +53,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def about(path: Path, query: Query) -> dict[str, Any]:
-    """What is known before anything has happened: the plan and its drawing, how the run was called, what its numbers
-    mean."""
+    """Static facts: the plan and its drawing, the run's command, the meaning of its metrics."""
     plan = open_plan(path)
     return {
         "name": path.name,
@@ -68,7 +67,7 @@ def about(path: Path, query: Query) -> dict[str, Any]:
 
 
 def _wall(path: Path) -> float:
-    """When the run was first started, as seconds of the wall clock."""
+    """Wall-clock time of the run's first start."""
     first = next((event for _, event in islice(trace.read(RunDir(path).events), 1)), None)
     return first.wall_s if isinstance(first, trace.Started) else 0.0
 
@@ -86,7 +85,7 @@ def _metric_names(path: Path) -> list[str]:
 
 
 def _hidden(value: Any, name: str = "") -> Any:
-    """Values whose name says that they are secret are not shown."""
+    """Hide values whose name marks them as secret."""
     if isinstance(value, dict):
         return {key: _hidden(item, key) for key, item in value.items()}
     if any(part in name.lower().split("_") for part in SECRET) and isinstance(value, str) and value:
@@ -95,7 +94,7 @@ def _hidden(value: Any, name: str = "") -> Any:
 
 
 def findings(path: Path, query: Query) -> dict[str, Any]:
-    """Critical path, idle time and what bounds a step, in seconds of the run."""
+    """Critical path, idle time and bottleneck, in seconds of the run."""
     return _KEPT.get(path, _findings)
 
 
@@ -128,7 +127,7 @@ def _paths(found: Findings, seconds: Callable[[float], float]) -> list[dict[str,
 
 
 def advice(path: Path, query: Query) -> dict[str, Any]:
-    """What would make a step faster, each with the command that says the same."""
+    """What would make a step faster, each with the command that reproduces it."""
     return _KEPT.get(path, _advice)
 
 
@@ -142,7 +141,7 @@ def _advice(path: Path) -> dict[str, Any]:
 
 
 def samples(path: Path, query: Query) -> dict[str, Any]:
-    """The samples of a step: that of the query, or the last that has any."""
+    """The samples of the requested step, or of the last one that has any."""
     there = texts.steps(path)
     wanted = query.get("step", "")
     step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
@@ -150,27 +149,27 @@ def samples(path: Path, query: Query) -> dict[str, Any]:
 
 
 def prompts(path: Path, query: Query) -> list[dict[str, Any]]:
-    """The prompts that were kept, the ones without reward first."""
+    """The kept prompts, those without reward first."""
     return texts.prompts(path)
 
 
 def comparison(path: Path, query: Query) -> dict[str, Any]:
-    """This run and another one."""
+    """Compare this run with another one."""
     if "other" not in query:
         return {}
     return msgspec.to_builtins(compare(open_run(path), open_run(path.parent / query["other"])), str_keys=True)
 
 
 class _Kept:
-    """What takes long to make, kept while a record is as it was, or for a while. One is made at a time of each kind."""
+    """Caches slow results while the record is unchanged, or for a while. Computes one of each kind at a time."""
 
     def __init__(self, most: int = 8) -> None:
         self._most = most
-        self._made: dict[tuple[Path, str], tuple[int, float, Any]] = {}  # (size of the record, good until, what)
+        self._made: dict[tuple[Path, str], tuple[int, float, Any]] = {}  # (record size, valid until, result)
         self._making: dict[str, threading.Lock] = {}
 
     def get(self, path: Path, make: Callable[[Path], Any]) -> Any:
-        """What `make` says of a run."""
+        """The result of `make` for a run."""
         key = (path, make.__name__)
         with self._making.setdefault(make.__name__, threading.Lock()):
             size = RunDir(path).events.stat().st_size

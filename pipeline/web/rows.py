@@ -1,7 +1,7 @@
-"""What a page draws of a record, row by row: of any run of events, whatever came before. Pure.
+"""Turns events into rows that pages draw, independent of earlier events. Pure.
 
-A page that knows the bytes up to an offset asks for what lies behind it, and gets the same rows as one that was there
-all the time. Times are seconds since the run was first started; steps count from 0.
+A page that has the bytes up to an offset requests the rest and gets the same rows as a page that was open all the time.
+Times are seconds since the run first started; steps count from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Seconds = Callable[[float], float]
 
 
 class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Lists of rows, in the order of the record.
+    """Lists of rows in record order.
 
     spans      stage, worker group, worker, step, attempt, start, end, groups
     turns      worker group, worker, awake, bytes in use then, start, end
@@ -38,8 +38,7 @@ class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> Rows:
-    """The rows of events, each with what turns its monotonic times into seconds of the run. Without `spans`, all
-    others."""
+    """The rows of events, each with its converter from monotonic to run time. Without `spans`, all other rows."""
     made = Rows()
     for event, seconds in events:
         match event:
@@ -68,7 +67,7 @@ def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = Tr
 
 
 def _note(event: trace.TraceEvent) -> tuple[str, float, str] | None:
-    """What is worth a line in the story of a run."""
+    """Events worth a line in the run's log."""
     match event:
         case trace.Started():
             text = f"resumed after step {event.start}" if event.start else "started"

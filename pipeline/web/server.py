@@ -1,7 +1,7 @@
-"""The server of the web view: read-only routes over a folder of runs. Everything that is heavy happens in a thread.
+"""The server of the web view: read-only routes over a folder of runs. Heavy work runs in threads.
 
-A page gets the rows of a run as server-sent events. The id of an event is the byte of events.jsonl behind it, so a page
-that was cut off asks for what it lacks by the id that it has.
+A page receives the rows of a run as server-sent events. An event's id is its end offset in events.jsonl, so a
+disconnected page resumes from the last id it has.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pipeline.web.exports import EXPORTS
 from pipeline.web.tail import Block, Record
 
 POLL_S = 0.25
-BEAT_S = 15.0  # a comment on a stream where nothing happens, so that a dead one is noticed
+BEAT_S = 15.0  # a comment on an idle stream, to detect dead connections
 STREAMS = 128
-QUEUE = 64  # blocks that a page may be behind before its stream is closed; it comes back by itself
-_Piece = tuple[int | None, bytes]  # the offset behind it, where it has rows, and what is sent; empty: the end
+QUEUE = 64  # blocks a page may lag before its stream is closed; it reconnects by itself
+_Piece = tuple[int | None, bytes]  # end offset (if it has rows) and payload; empty: the end
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 class Server:
-    """The pages of the runs in `folder`, behind a token."""
+    """Serves the pages of the runs in `folder`, protected by a token."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self._folder = folder.resolve()
@@ -38,7 +38,7 @@ class Server:
         self._records: dict[str, _Followed] = {}
 
     def app(self) -> web.Application:
-        """The application; routes and their answers are those of `pages.py`."""
+        """The application; `pages.py` produces its responses."""
         app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{path:[a-z0-9./-]{1,64}}", self._static)
@@ -120,11 +120,11 @@ class Server:
             async for piece in followed.stream(int(given)):
                 await answer.write(piece)
         except ConnectionResetError:
-            pass  # the page is gone
+            pass  # the page disconnected
         return answer
 
     def _path(self, name: str) -> Path:
-        """The folder of a run. Raises HTTPNotFound where there is none of that name."""
+        """The directory of a run. Raises HTTPNotFound if there is no run of that name."""
         path = self._folder / name
         if not guard.is_run_name(name) or path.is_symlink() or not RunDir(path).plan.is_file():
             raise web.HTTPNotFound(reason="there is no such run")
@@ -143,7 +143,7 @@ class Server:
 
 
 class _Followed:
-    """A record, and the pages that look at it: read by one task while there are any."""
+    """A record and the pages that follow it; one task reads it while there are any."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,16 +153,16 @@ class _Followed:
         self.queues: set[asyncio.Queue[_Piece]] = set()
 
     async def stream(self, offset: int) -> AsyncIterator[bytes]:
-        """Rows from a byte on, then whatever comes."""
+        """Rows from a byte offset, then everything new."""
         queue: asyncio.Queue[_Piece] = asyncio.Queue(QUEUE)
         record = await self._opened()
         if offset > record.offset:
-            offset = 0  # the record was cut or replaced; the page starts over
+            offset = 0  # the record was truncated or replaced; the page starts over
             yield _event("again", {}, None)
         while block := await asyncio.to_thread(record.block, offset):
             offset = block.offset
             yield _rows(block)
-        self.queues.add(queue)  # whatever comes from here on is in it, and the rest is read once more
+        self.queues.add(queue)  # everything new arrives in it; the rest is read once more
         if self._reader is None or self._reader.done():
             self._reader = asyncio.create_task(self._read(record))
         try:
@@ -184,7 +184,7 @@ class _Followed:
             self.queues.discard(queue)
 
     async def _opened(self) -> Record:
-        """The record, read to its end; whoever is first reads it for everybody."""
+        """The record, read to its end; the first caller reads it for all."""
         async with self._opening:
             if self._record is None:
                 self._record = await asyncio.to_thread(Record.read, self._path)
@@ -198,7 +198,7 @@ class _Followed:
             self._give(queue, (None, b""))
 
     async def _read(self, record: Record) -> None:
-        """Follow the record while somebody looks."""
+        """Follow the record while pages are connected."""
         shown: Any = None
         while self.queues:
             while block := await asyncio.to_thread(record.advance):
@@ -214,7 +214,7 @@ class _Followed:
             self._give(queue, piece)
 
     def _give(self, queue: asyncio.Queue[_Piece], piece: _Piece) -> None:
-        if queue.full():  # too far behind: it begins again where it was
+        if queue.full():  # lagging too far: it resumes where it was
             while not queue.empty():
                 queue.get_nowait()
             piece = (None, b"")
@@ -240,9 +240,9 @@ def _headed(answer: Any) -> Any:
 
 
 async def serve(folder: Path, token: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serve on the loopback address until it is cancelled; `ready` is told the port.
+    """Serve on the loopback address until canceled; calls `ready` with the port.
 
-    Raises OSError where the port is taken.
+    Raises OSError if the port is taken.
     """
     server = Server(folder, token)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)

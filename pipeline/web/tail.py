@@ -1,10 +1,10 @@
-"""A record that is followed: read once for everybody, and again from any byte for who comes later.
+"""Follows a record: read once for all pages, and again from any byte for late ones.
 
     record = Record(Path("runs/quickstart-..."))
-    record.advance()                       # what was written since, as a Block; None where nothing was
-    record.block(0)                        # the rows from byte 0 on, as they were seen then
+    record.advance()                       # new data as a Block; None if there is none
+    record.block(0)                        # the rows from byte 0, as seen then
 
-Of the events nothing is kept but what is in flight (`live.py`), when the run was started, and where steps begin.
+It keeps only what is in flight (`live.py`), when the run started, and where steps begin.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SPANS = 100_000  # the last ones, that a page gets
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows up to byte `offset`, which is the id to go on from."""
+    """Rows up to byte `offset`, the id to continue from."""
 
     offset: int
     rows: Rows
 
 
 class Record:
-    """The events of a run directory. `offset` is the byte up to which they are known."""
+    """The events of a run directory. They are known up to byte `offset`."""
 
     def __init__(self, path: Path) -> None:
         self._run_dir = RunDir(path)
@@ -51,14 +51,14 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """A record, known to its end."""
+        """A record, read to its end."""
         record = Record(path)
         while record.advance():
             pass
         return record
 
     def advance(self) -> Block | None:
-        """The next block, where more was written. Raises msgspec.ValidationError on a line that is no event."""
+        """The next block, if more was written. Raises msgspec.ValidationError for a line that is not an event."""
         before = behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
         for offset, event in islice(trace.read(self._run_dir.events, self.offset), EVENTS):
@@ -77,7 +77,7 @@ class Record:
         return Block(offset=behind, rows=made)
 
     def block(self, offset: int) -> Block | None:
-        """The rows behind a byte that is known already, without spans that are too long ago; None at the end."""
+        """The rows after a known byte, without spans that are too old; None at the end."""
         last = self._marks[-1][1]
         events = []
         behind = offset
@@ -92,18 +92,18 @@ class Record:
         return Block(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
 
     def picture(self) -> Picture:
-        """What the run is doing now."""
+        """The current state of the run."""
         return self._live.picture(self._starts.seconds)
 
     def now(self) -> dict[str, Any]:
-        """The same as plain values, and whether the run was killed: it has not ended, and its processes are gone."""
+        """The same as plain values, and whether the run was killed: not ended, but its processes are gone."""
         picture = self.picture()
         gone = not picture.ended and not picture.failed and self.gone()
         return msgspec.structs.asdict(picture) | {"gone": gone}
 
     def gone(self) -> bool:
-        """Whether the processes of a run that has not ended are gone from this machine. False where they are, or were,
-        on another one."""
+        """Whether the processes of an unfinished run are gone from this machine. False if they run, or ran,
+        elsewhere."""
         return bool(self._pids) and not self._remote and not any(map(_is_alive, self._pids))
 
     def _begin(self, event: trace.Started, offset: int) -> None:

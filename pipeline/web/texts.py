@@ -1,4 +1,4 @@
-"""The samples that a run kept: by step, and prompt by prompt over all steps. Reads files of a run directory only."""
+"""The kept samples of a run: by step, and by prompt over all steps. Reads the run directory only."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Scored(msgspec.Struct):
-    """What a list of prompts needs of a sample; the rest of its line is not decoded."""
+    """The part of a sample that a list of prompts needs; the rest of its line is not decoded."""
 
     prompt: Any = None
     reward: Any = None
 
 
 class Prompt(msgspec.Struct, kw_only=True):
-    """One prompt, over all samples of it that were kept."""
+    """One prompt, over all its kept samples."""
 
     prompt: str
     samples: int = 0
@@ -47,16 +47,16 @@ class Prompt(msgspec.Struct, kw_only=True):
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that samples were kept of, counted from 0."""
+    """The steps with kept samples, counted from 0."""
     names = (path.stem.removeprefix("step_") for path in (run / "samples").glob("step_*.jsonl"))
     return sorted(int(name) - 1 for name in names if name.isdigit())
 
 
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step, a dict each, `group` and `key` among its columns; long texts are cut and say so.
+    """The samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
 
-    `tokens` are those of the response with their logprobs, where both were kept: [text, nats] each. A character that is
-    made of several tokens is the last one's."""
+    `tokens` are the response's tokens with logprobs, if both were kept: [text, nats] each. A character that spans
+    several tokens belongs to the last one."""
     rows, vocabulary = [], _vocabulary(RunDir(run).vocabulary)
     for row in _lines(RunDir(run).samples(step), dict[str, Any]):
         group = str(row.get("key", "")).partition("_")[0]
@@ -66,7 +66,7 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def prompts(run: Path) -> list[dict[str, Any]]:
-    """The prompts that were kept, those whose best reward is lowest first."""
+    """The kept prompts, lowest best reward first."""
     found: dict[str, Prompt] = {}
     for step in steps(run)[-FILES:]:
         for row in _lines(RunDir(run).samples(step), Scored):
@@ -93,7 +93,8 @@ def prompts(run: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
-    """The whole lines of a file of samples; one that is no JSON object is left out, as is what is too much."""
+    """The complete lines of a sample file; lines that are not JSON objects are skipped, as is everything over the
+    limit."""
     if not path.is_file() or path.is_symlink():
         return []
     with path.open("rb") as file:
@@ -116,7 +117,7 @@ def _tokens(ids: Any, logprobs: Any, vocabulary: list[bytes]) -> dict[str, Any]:
 
 
 def _vocabulary(path: Path) -> list[bytes]:
-    """What each token adds to a text; nothing where that was not kept."""
+    """The text of each token; empty if it was not kept."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size > VOCABULARY_BYTES:
         return []
     return _read_vocabulary(path, path.stat().st_mtime_ns)
