@@ -1,6 +1,7 @@
 """Sluice's engine: graphs, time and data movement. It knows no model and no reward."""
 
 from pipeline import precedence  # noqa: F401 - first: it says where the other packages are found
+from pipeline.declare.backend import Backend
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
@@ -10,6 +11,7 @@ from pipeline.declare.task import Output, StageContext, Task
 from pipeline.errors import DataPlaneError, GraphError, StageError
 
 __all__ = [
+    "Backend",
     "DataPlaneError",
     "Field",
     "Graph",

@@ -62,7 +62,7 @@ class Graph(_Located):
     source: Stage
     stages: Sequence[Stage]
     schedule: Schedule
-    host: WorkerGroup = field(default_factory=lambda: WorkerGroup(HOST, backend="python"))
+    host: WorkerGroup = field(default_factory=lambda: WorkerGroup(HOST))
 
     def all_stages(self) -> tuple[Stage, ...]:
         """The source and the stages."""

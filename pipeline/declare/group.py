@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pipeline.declare.backend import BACKENDS, PLAIN, Backend
+
 
 @dataclass(frozen=True)
 class Location:
@@ -67,7 +69,8 @@ class WorkerGroup(_Located):
     """Processes that share a backend.
 
     name       in this graph
-    backend    who computes: "torch", "vllm" (samples) and "megatron" (trains) for models, "python" for plain functions
+    backend    who computes: the name of one that comes with Sluice ("torch", "vllm", "megatron"), "python" for plain
+               functions, or a `Backend` of your own; then `own` holds it, and this is its name
     workers    ranks: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
                together, each on its share of the batch. None is one a GPU, and one without GPUs
     gpus       of the whole group, divided evenly over its workers
@@ -86,7 +89,7 @@ class WorkerGroup(_Located):
     """
 
     name: str
-    backend: str = "python"
+    backend: str | Backend = PLAIN.name
     workers: int = None  # type: ignore[assignment] # given its number as soon as it is built
     gpus: int = 0
     cpus: float = 1.0
@@ -99,16 +102,32 @@ class WorkerGroup(_Located):
     fully_sharded: bool = False
     colocated: WorkerGroup | None = None
     memory: float = 0.85
+    own: Backend | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.backend, Backend):
+            object.__setattr__(self, "own", self.backend)
+            object.__setattr__(self, "backend", self.backend.name)
+        elif self.own and self.own.name != self.backend:  # a copy with another backend
+            object.__setattr__(self, "own", None)
         if self.workers is None:
-            gpus = self.gpus if isinstance(self.gpus, int) and self.backend != "python" else 0
+            gpus = self.gpus if isinstance(self.gpus, int) and self.backend != PLAIN.name else 0
             object.__setattr__(self, "workers", max(1, gpus))
 
     @property
+    def description(self) -> Backend | None:
+        """The backend itself; None if no backend has that name."""
+        return self.own or (BACKENDS.get(self.backend) if isinstance(self.backend, str) else None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether one process of the backend starts all ranks of a replica."""
+        return self.description is not None and self.description.leads
+
+    @property
     def processes(self) -> int:
-        """Processes that are started for it. A backend of `LEADS` starts the other ranks of a replica itself."""
-        return self.data_parallel if self.backend in LEADS else self.workers
+        """Processes that the run starts for it. A backend that leads starts the other ranks of a replica itself."""
+        return self.data_parallel if self.leads else self.workers
 
     @property
     def model_parallel(self) -> int:
@@ -121,5 +140,4 @@ class WorkerGroup(_Located):
         return self.workers // max(1, self.model_parallel)
 
 
-LEADS = ("vllm",)  # backends of which one process leads all ranks of a replica
 HOST = "host"  # the worker group of stages that name none

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pipeline.declare.group import LEADS
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record.trace import Turned
 
@@ -21,13 +20,13 @@ class Call(Protocol):
 class Turns:
     """`call` wakes or suspends a group and returns the workers' reports. All groups start awake.
 
-    What a backend of `LEADS` takes when it wakes is fixed from its start, and seen when it gives it away: from then on,
-    its one partner keeps what is left. Every other group is given all.
+    A backend that leads takes a fixed amount of memory when it wakes, measured when it first sleeps: from then on its
+    one partner keeps the rest. Every other group gets everything.
     """
 
     def __init__(self, plan: Plan, call: Call) -> None:
         self._partners = {group.name: plan.partners(group.name) for group in plan.groups}
-        self._fixed = {group.name for group in plan.groups if group.backend in LEADS}
+        self._fixed = {group.name for group in plan.groups if group.leads}
         self._call = call
         self._asleep: set[str] = set()
         self._takes: dict[str, int] = {}  # bytes, by group

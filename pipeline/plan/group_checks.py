@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.parameters import at_least, broken, number, one_of, truth
@@ -99,7 +100,7 @@ def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Gra
         yield shown(other), "it is the worker group on whose GPUs this one lies", "pass the WorkerGroup, or nothing"
         return
     name, ahead = repr(other.name), graph.schedule.max_staleness
-    if other.name not in groups or other.name == group.name or other.backend == "python":
+    if other.name not in groups or other.name == group.name or other.backend == PLAIN.name:
         what = f"{name}, which runs no stage with a model" if other.name != group.name else name
         why = "two groups that compute with models take turns on the GPUs of one"
         yield what, why, "pass the group of the other stages"

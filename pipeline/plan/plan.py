@@ -76,7 +76,7 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A worker group and the stages that it hosts. `workers` are its processes, `model_parallel` those of a replica;
-    `colocated` is the group whose GPUs it has."""
+    `colocated` is the group whose GPUs it has; `leads` says that a process takes its share of GPU memory at once."""
 
     name: str
     backend: str
@@ -87,6 +87,7 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     model_parallel: int
     stages: tuple[str, ...]
     colocated: str | None = None
+    leads: bool = False
 
     @property
     def replicas(self) -> int:

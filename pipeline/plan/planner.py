@@ -142,7 +142,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         groups=tuple(
             PlacedGroup(
                 name=group.name,
-                backend=group.backend,
+                backend=str(group.backend),
                 workers=group.processes,
                 gpus=group.gpus,
                 cpus=group.cpus * group.workers / group.processes,
@@ -150,6 +150,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
                 model_parallel=group.processes // group.data_parallel,
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
                 colocated=group.colocated.name if group.colocated else None,
+                leads=group.leads,
             )
             for group in worker_groups(stages, graph.host)
         ),

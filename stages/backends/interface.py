@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,18 @@ class Optimization:
     warmup: int = 0
     updates: int = 0
     checkpoint_activations: bool = False
+
+    def learning_rate(self, update: int) -> float:
+        """The rate of an update, counted from 0."""
+        if update < self.warmup:
+            return self.lr * (update + 1) / self.warmup
+        span = max(self.updates - self.warmup, 1)
+        done = min((update - self.warmup) / span, 1.0)
+        if self.schedule == "linear":
+            return self.lr * (1.0 - done)
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.lr
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ Legend: N samples, T tokens of the longest response.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,6 @@ import torch
 from ops.kl import kl_estimate
 from ops.loss import aggregate, aggregation_normalizer
 from ops.masks import blank
-from stages.backends import Optimization
 from stages.losses import PolicyLoss, Scored
 
 if TYPE_CHECKING:
@@ -94,16 +92,3 @@ def _check(loss: PolicyLoss, scored: Scored) -> None:
     ):
         if needed and column is None:
             raise ValueError(f"{loss} needs {name}")
-
-
-def learning_rate(settings: Optimization, update: int) -> float:
-    """Of update number `update`, counted from 0."""
-    if update < settings.warmup:
-        return settings.lr * (update + 1) / settings.warmup
-    span = max(settings.updates - settings.warmup, 1)
-    done = min((update - settings.warmup) / span, 1.0)
-    if settings.schedule == "linear":
-        return settings.lr * (1.0 - done)
-    if settings.schedule == "cosine":
-        return settings.lr * 0.5 * (1.0 + math.cos(math.pi * done))
-    return settings.lr

@@ -168,7 +168,7 @@ def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path
     assert rows_of(streamed(backend, model)) == pulled and backend.client(model).starts == starts
     kill(engines())
     wait_for(lambda: not engines())
-    with pytest.raises(Unfit, match="the trainer would have to carry the weights here once more"):
+    with pytest.raises(Unfit, match="the trainer would have to send the weights again"):
         streamed(backend, model)
     backend.client(model)._weights = None  # as in a worker that takes its place
 
@@ -189,7 +189,7 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
     opened, open_llm = [], versions.open_llm
     monkeypatch.setattr(versions, "open_llm", lambda *given, **named: opened.append(1) or open_llm(*given, **named))
     for tasks in (1, 2):
-        with pytest.raises(StageError, match="are not in the trainer's memory any more"):
+        with pytest.raises(StageError, match="are no longer in the trainer's memory"):
             streamed(backend, model)
         assert len(opened) == tasks
         wait_for(lambda: not engines())

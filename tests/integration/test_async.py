@@ -166,5 +166,5 @@ def test_a_stream_that_forgets_a_group_is_told_so(tmp_path):
     forgetful = Forgetful(token_s=sample.token_s, tail=sample.tail)
     stages = tuple(forgetful if stage is sample else stage for stage in graph.stages)
     graph = replace(graph, stages=stages)
-    with pytest.raises(StageError, match="yielded nothing for 3 groups"):
+    with pytest.raises(StageError, match="ended without output for 3 groups"):
         Engine(graph, plan(graph)[0], LocalExecutor()).execute()

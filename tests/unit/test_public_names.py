@@ -3,6 +3,7 @@
 import pipeline
 
 NAMES = [
+    "Backend",
     "DataPlaneError",
     "Field",
     "Graph",

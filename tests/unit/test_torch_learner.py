@@ -17,7 +17,6 @@ from stages import ClippedLoss
 from stages.backends import Batch, Optimization, one_shard
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.weights import weights
-from stages.backends.objective import learning_rate
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score as score_shard
 from tests.parking import Late
@@ -166,7 +165,7 @@ def test_a_learning_rate_of_0_keeps_the_weights(pristine: Any) -> None:
 )
 def test_schedules(schedule: str, expected: list[float]) -> None:
     settings = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
-    assert [learning_rate(settings, i) for i in range(7)] == pytest.approx(expected, abs=1e-6)
+    assert [settings.learning_rate(i) for i in range(7)] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_schedule_reaches_the_optimizer(pristine: Any) -> None:

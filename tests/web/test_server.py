@@ -130,7 +130,7 @@ def test_the_list_has_the_run_and_no_link(served):
     [
         (["no-such-folder"], "there is no such folder"),
         (["--port", "70000"], "that is no port"),
-        (["--port", "x"], "invalid int value"),
+        (["--port", "x"], "expected a whole number"),
         (["--prot", "1"], "did you mean --port?"),
     ],
 )

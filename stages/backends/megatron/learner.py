@@ -27,7 +27,7 @@ from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.model.padding import pad_right
-from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
+from stages.backends.objective import MAXIMA, Scored, objective
 from stages.losses import PolicyLoss
 
 
@@ -139,7 +139,7 @@ class MegatronLearner:
     def _step(self, loss: float) -> dict[str, float]:
         self.optimizer.prepare_grads()
         size = self.optimizer.get_grad_norm()
-        rate = learning_rate(self.settings, self.updates)
+        rate = self.settings.learning_rate(self.updates)
         finite = math.isfinite(loss) and math.isfinite(size)
         if finite:
             for each in self.optimizer.chained_optimizers:

@@ -30,7 +30,7 @@ from stages.backends.device import Parking
 from stages.backends.model.padding import pad_right
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import load_weights, weights
-from stages.backends.objective import MAXIMA, Scored, learning_rate, objective
+from stages.backends.objective import MAXIMA, Scored, objective
 from stages.backends.torch.score import Predicted, predict
 from stages.losses import PolicyLoss
 
@@ -128,7 +128,7 @@ class TorchLearner:
 
     def _step(self, loss: float) -> dict[str, float]:
         norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
-        rate = learning_rate(self.settings, self.updates)
+        rate = self.settings.learning_rate(self.updates)
         size = whole(norm).item()
         finite = math.isfinite(loss) and math.isfinite(size)
         if finite:
