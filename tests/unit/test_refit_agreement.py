@@ -110,5 +110,5 @@ def test_a_store_that_is_lost_is_told() -> None:
     one = Agreement(client, "t", 0, SENDERS)
     one.here("1/0")
     del served
-    with pytest.raises(GroupError, match=r"refit, rank 0: lost the store that ranks agree through .* Fix: serve it from a"):
+    with pytest.raises(GroupError, match=r"rank 0: lost the store that ranks agree through .* Fix: serve it from a"):
         one.settle("1/0", State(), range(2), Report(0), wait_s=WAIT_S)

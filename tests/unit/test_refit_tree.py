@@ -93,8 +93,8 @@ def test_a_source_that_is_silent_is_replaced_and_told(found: Found) -> None:
     assert outcome == {
         "error": "GroupError",
         "held": 1,
-        "text": "refit, rank 2: the others continued without it because it did not answer in time; its weights may belong "
-        "to no version. Fix: restart it, and refit with a new Tree",
+        "text": "refit, rank 2: the others continued without it because it did not answer in time; its weights may "
+        "belong to no version. Fix: restart it, and refit with a new Tree",
     }
 
 
