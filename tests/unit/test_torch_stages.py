@@ -303,7 +303,7 @@ def test_a_transfer_that_changes_anything_is_an_error() -> None:
     sides = [stage.setup(context(LEARNER)), stage.setup(context(SAMPLER))]
     task = Task(stage="refit", step=2, version=2)
     sides[0](meeting, task)
-    with pytest.raises(StageError, match=r"refit: offered were weights with sha256 \w+, served are \w+"):
+    with pytest.raises(StageError, match=r"refit: offered weights have sha256 \w+, served weights \w+"):
         sides[1](meeting, task)
 
 
