@@ -270,7 +270,7 @@ class PolicyLoss:
                 fix="max_tokens=512, the rollout's",
             )
         elif self.max_tokens is not None and not is_whole(self.max_tokens, 1):
-            yield _problem(where, self, "max_tokens", "the maximum response length is an integer, 1 or more", 512)
+            yield _problem(where, self, "max_tokens", "the maximum response length is a whole number, 1 or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
             yield _problem(where, self, "entropy", "the entropy weight is a number, 0 (none) or more", 0.0)
         if isinstance(self.correction, Correction):

@@ -162,7 +162,7 @@ class Reward(Stage):
             value, default = getattr(self.calls, name), getattr(_CALLS, name)
             legal = is_number(value) and value > 0 if least is None else is_whole(value, least)
             if not legal:
-                rule = "seconds, above 0" if least is None else f"an integer, {least} or more"
+                rule = "seconds, above 0" if least is None else f"a whole number, {least} or more"
                 yield _problem(where, f"Reward has {name}={value!r}", f"it is {rule}", f"{name}={default}")
         if self.calls != _CALLS and not any(is_async(function) for function in self.functions):
             yield _problem(

@@ -175,9 +175,9 @@ class Train(Stage):
         yield f"lr={self.lr!r}", legal, "the learning rate is a number, 0 or more", "lr=1e-6"
         known, fix = "valid values are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
-        why = "epochs is an integer, 1 or more"
+        why = "epochs is a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
-        why = "warmup is an integer number of updates, 0 (none) or more"
+        why = "warmup is a whole number of updates, 0 (none) or more"
         yield f"warmup={self.warmup!r}", is_whole(self.warmup, 0), why, "warmup=0"
         for name, number, fix in (
             ("clip_grad", self.clip_grad, "clip_grad=1.0"),

@@ -185,9 +185,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, folder):
 
     policy = Model("policy", config=CONFIG, alphabet="bytes")
     save(build(policy, byte_tokenizer()), byte_tokenizer(), tmp_path / "policy")
-    with pytest.raises(
-        StageError, match=r"has no weights score.weight; a head that was not loaded scores at random"
-    ):
+    with pytest.raises(StageError, match=r"has no weights score.weight; a head that was not loaded scores at random"):
         opened(Model(str(tmp_path / "policy")))
     two = build(policy, byte_tokenizer(), AutoModelForSequenceClassification, num_labels=2)
     save(two, byte_tokenizer(), tmp_path / "two")

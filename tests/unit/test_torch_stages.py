@@ -368,13 +368,12 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
-            "stage 'train' has minibatches=3 for 8 groups a batch; minibatches are equal runs of whole groups. "
+            "stage 'train' has minibatches=3 for 8 groups per batch; minibatches are equal runs of whole groups. "
             "Fix: minibatches=2 or 4",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, loss=ClippedLoss(clip=(-0.1, 0.2))),
-            "ClippedLoss(clip=(-0.1, 0.2)); the ratio may fall by less than 1, and no bound is negative. "
-            "Fix: clip=(0.2, 0.2)",
+            "ClippedLoss(clip=(-0.1, 0.2)); clip[0] is below 1, and neither bound is negative. Fix: clip=(0.2, 0.2)",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, schedule="step"),  # type: ignore[arg-type]
@@ -401,8 +400,8 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Refit(POLICY, source=WorkerGroup("a", backend="torch", gpus=1), target=SAMPLER),
-            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on a GPU and float32 weights "
-            "on a CPU. Fix: gpus on both worker groups, or on neither",
+            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on GPUs and float32 weights "
+            "on CPUs. Fix: gpus on both worker groups, or on neither",
         ),
     ],
 )

@@ -106,7 +106,7 @@ class Buckets:
     """All buckets of one rank, the `number`-th of the senders or of the receivers. `senders` is the group of all
     senders, with the root as rank 0; `receivers` is the group of the root, as rank 0, and all receivers.
 
-    Raises ValueError for sizes that are not integers above 0.
+    Raises ValueError for sizes that are not whole numbers above 0.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Buckets:
     ) -> None:  # fmt: skip
         for name, value in (("bucket_bytes", bucket_bytes), ("buckets", buckets)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer above 0")
+                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
         self._number, self._receives, self._buffers = number, receives, buffers
         self._senders, self._receivers = senders, receivers
         self._device = next(iter(buffers.values())).device
