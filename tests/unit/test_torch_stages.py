@@ -377,7 +377,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, schedule="step"),  # type: ignore[arg-type]
-            "stage 'train' has schedule='step'; known are constant, linear, cosine. Fix: schedule='constant'",
+            "stage 'train' has schedule='step'; valid values are constant, linear, cosine. Fix: schedule='constant'",
         ),
         (
             RefLogprobs(POLICY, on=LEARNER),
