@@ -62,7 +62,7 @@ def test_a_class_is_no_reward():
     stage = Reward(ShortEnough)
     assert problems(stage) == [
         f"{stage.location}: ShortEnough is a class; calling it makes an instance, not a reward. "
-        "Fix: give an instance: ShortEnough(...)"
+        "Fix: pass an instance: ShortEnough(...)"
     ]
 
 

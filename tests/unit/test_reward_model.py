@@ -170,7 +170,7 @@ def test_a_text_that_is_too_long_or_empty_is_named():
     )
     with pytest.raises(StageError, match=text):
         judge.scores(["1+1="] * 2, ["2", "x" * 61], chat=False, microbatch=0)
-    with pytest.raises(StageError, match="are 0 tokens"):
+    with pytest.raises(StageError, match="have 0 tokens"):
         judge.scores([""], [""], chat=False, microbatch=0)
 
 
