@@ -1,10 +1,10 @@
-"""Whether the formulas of a user's loss and correction work: they run once, on four tokens, before anything is started.
+"""Runs the formulas of a user's loss and correction once, on four tokens, before a run starts.
 
     for problem in trial_problems(MyLoss(), "graph.py:12"):
         ...
 
-The tokens are two samples of two, of which the last one is padding. A second run has other numbers in the padding, and
-more of it. This module loads torch; the check of a graph loads it only for a formula that is not one of ours.
+The tokens are two samples of two; the last token is padding. A second run has different and wider padding. This module
+loads torch; `--check` loads it only for a user's formula.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 MASK_NT = torch.tensor([[True, True], [True, False]])
 
 
-class _Wrong(Exception):  # noqa: N818 - it is no error: it carries what the check says
+class _Wrong(Exception):  # noqa: N818 - not an error: it carries a finding of the check
     """What a formula did wrong."""
 
 
 def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
-    """The first thing that is wrong with the correction's formula, or else with the loss's. `where` is the stage."""
+    """The first problem of the correction's formula, or else of the loss's. `where` is the stage."""
     trials: list[tuple[Callable[..., Formula], Callable[[], None]]] = [(loss.policy_loss, lambda: _try_loss(loss))]
     if loss.correction is not None:
         trials.insert(0, (loss.correction.weights, lambda: _try_weights(loss)))
@@ -52,13 +52,13 @@ def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: 
             where=user_error(error, stage="", where=where, when="").problems[0].where,
             what=f"{owner} raised {told(error)}",
             why="the check ran the formula once, on two samples of two tokens",
-            fix="correct the formula; scored has the fields of stages.Scored",
+            fix="fix the formula; scored has the fields of stages.Scored",
         )
     return None
 
 
 def _try_weights(loss: PolicyLoss) -> None:
-    """The weights are there for each token, are finite, and do not depend on padding."""
+    """Check that each token has a finite weight that does not depend on padding."""
     assert loss.correction is not None
     found = []
     for padding, wide in ((0.0, 0), (-3.0, 2)):
@@ -69,13 +69,13 @@ def _try_weights(loss: PolicyLoss) -> None:
 
 
 def _try_loss(loss: PolicyLoss) -> None:
-    """The loss has a value for each token, a finite gradient, uses the weight, and does not depend on padding."""
+    """Check that the loss has a value per token and a finite gradient, uses the weight, and ignores padding."""
     (value, slope), (padded, padded_slope) = _run(loss, 0.0, 0), _run(loss, -3.0, 2)
     if not slope.any():
         raise _Wrong(
             "has the gradient 0 for every token",
             "a loss teaches the policy through scored.logprobs_NT",
-            "do not detach scored.logprobs_NT, nor compute under torch.no_grad()",
+            "do not detach scored.logprobs_NT or compute under torch.no_grad()",
         )
     _same(value, padded, "the loss")
     _same(slope, padded_slope, "the gradient")
@@ -83,12 +83,12 @@ def _try_loss(loss: PolicyLoss) -> None:
         raise _Wrong(
             f"does not use weight_NT, and the loss has correction={shown(loss.correction)}",
             "the correction multiplies the policy loss of each token",
-            "multiply the advantage with weight_NT, or leave out correction=",
+            "multiply the advantage by weight_NT, or omit correction=",
         )
 
 
 def _run(loss: PolicyLoss, padding: float, wide: int, weight: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and its gradient, of the three tokens that are not padding."""
+    """The loss and its gradient for the three tokens that are not padding."""
     scored = _scored(loss, padding, wide)
     made = loss.policy_loss(scored, torch.full_like(scored.old_logprobs_NT, weight))
     loss_NT = _tokens(made, scored, "the loss of each token")
@@ -106,33 +106,33 @@ def _run(loss: PolicyLoss, padding: float, wide: int, weight: float = 1.0) -> tu
     if not slope.isfinite().all():
         raise _Wrong(
             f"has the gradient {_numbers(slope)}",
-            "an update with a gradient that is not finite is skipped",
-            "keep logarithms, divisions and roots away from 0, also in padding",
+            "an update with a non-finite gradient is skipped",
+            "keep logarithms, divisions and roots away from 0, in padding too",
         )
     return loss_NT[scored.mask_NT].detach(), slope
 
 
 def _tokens(made: Any, scored: Scored, meaning: str) -> torch.Tensor:
-    """The value for each token of what a formula returned."""
+    """The per-token values in a formula's result."""
     value, changed = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     shape = tuple(scored.mask_NT.shape)
     if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
         raise _Wrong(f"returned {_kind(made)}", f"a formula returns {meaning}, a tensor [N, T]", _return(meaning))
     if tuple(value.shape) != shape:
-        fix = "leave out mean() and sum(): the loss's aggregation adds up" if value.dim() < 2 else _return(meaning)
-        raise _Wrong(f"returned {_kind(value)} for mask_NT {list(shape)}", f"it is {meaning}, [N, T]", fix)
+        fix = "omit mean() and sum(): the loss's aggregation reduces" if value.dim() < 2 else _return(meaning)
+        raise _Wrong(f"returned {_kind(value)} for mask_NT {list(shape)}", f"a formula returns {meaning}, [N, T]", fix)
     if changed is not None and not (
         isinstance(changed, torch.Tensor) and changed.dtype == torch.bool and tuple(changed.shape) == shape
     ):
         raise _Wrong(
             f"returned {_kind(changed)} as its second value",
-            "that is True for each token that the formula clipped or took out, bool [N, T]",
+            "the second value is bool [N, T], True for tokens that the formula clipped or rejected",
             "return only the first value",
         )
     if not value[scored.mask_NT].isfinite().all():
         raise _Wrong(
             f"returned {_numbers(value[scored.mask_NT])} for three tokens",
-            "every token has a finite value",
+            "every token needs a finite value",
             "keep logarithms, divisions and exponents in range",
         )
     return value
@@ -141,14 +141,14 @@ def _tokens(made: Any, scored: Scored, meaning: str) -> torch.Tensor:
 def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
     if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
         raise _Wrong(
-            f"looks into padding: {name} of three tokens, {_numbers(one)}, became {_numbers(other)} with other padding",
-            "what stands after the end of a response has no meaning",
-            "take means and sums with scored.mask_NT, as masked_mean and masked_sum of ops.masks do",
+            f"depends on padding: {name} of three tokens, {_numbers(one)}, became {_numbers(other)} with other padding",
+            "padding holds arbitrary values",
+            "use scored.mask_NT in means and sums, as masked_mean and masked_sum of ops.masks do",
         )
 
 
 def _scored(loss: PolicyLoss, padding: float, wide: int) -> Scored:
-    """The four tokens, with `padding` where there is no token, and `wide` more columns of it."""
+    """The four tokens, with `padding` as the padding value and `wide` extra columns of it."""
     mask_NT = torch.nn.functional.pad(MASK_NT, (0, wide))
 
     def column(*numbers: float) -> torch.Tensor:

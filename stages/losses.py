@@ -1,4 +1,4 @@
-"""Descriptions of the loss that Train minimises: names, numbers and one formula each, whose tensor code is in `ops`.
+"""Describes the losses that Train minimizes: names, numbers and one formula each; the tensor code is in `ops`.
 
     Train(policy, on=learner, lr=1e-6, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001, correction=TruncatedIS(cap=2.0)))
 
@@ -15,8 +15,8 @@ GRPO is ClippedLoss(aggregation="sequence"), DAPO's loss ClippedLoss(clip=(0.2, 
 ClippedLoss(aggregation="fixed_length", max_tokens=...), GSPO ClippedLoss(ratio="sequence", clip=(3e-4, 4e-4),
 aggregation="sequence"), decoupled PPO ClippedLoss(correction=Decoupled()).
 
-Symbols: lp = logprobs of the policy that is trained; prev = those before the step's first update; rollout = those of
-the sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All in nat a token.
+Symbols: lp = logprobs of the trained policy; prev = those before the step's first update; rollout = those of the
+sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All in nat per token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stages.vocabulary import REF_LOGPROBS
 if TYPE_CHECKING:
     import torch
 
-    # Of each token; or that, and which tokens the formula clipped, truncated or took out.
+    # A value per token; or that, and which tokens the formula clipped, truncated or rejected.
     Formula = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "fixed_length")
@@ -44,16 +44,16 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What a formula reads. Log-probabilities of the response tokens, in nat, padded to [N, T]: N samples, T tokens of
-    the longest response. What lies in padding has no meaning, and what a formula makes of it is never looked at.
+    """The inputs of a formula. Log-probabilities of the response tokens, in nat, padded to [N, T]: N samples, T tokens
+    of the longest response. Padding holds arbitrary values, and a formula's results there are ignored.
 
-    logprobs_NT          of the policy that is trained, with a gradient
+    logprobs_NT          of the trained policy, with a gradient
     old_logprobs_NT      of the policy before the step's first update, the denominator of the ratio
-    rollout_logprobs_NT  of the sampler; there where the loss has a correction
+    rollout_logprobs_NT  of the sampler; present if the loss has a correction
     advantage_N          one per sample
-    mask_NT              bool, True where there is a token
-    ref_logprobs_NT      of the frozen model; there where the loss needs a reference
-    entropy_NT           of the policy's next token; with a gradient where the loss needs it
+    mask_NT              bool, True for tokens
+    ref_logprobs_NT      of the frozen model; present if the loss needs a reference
+    entropy_NT           of the policy's next token; with a gradient if the loss needs it
     columns              the fields that the loss or its correction `reads`, by name: [N], or padded to [N, T]
     """
 
@@ -67,41 +67,41 @@ class Scored:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def trained(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a clipped loss reads: logprobs now and before the update, the advantage, and the mask."""
+        """The inputs of a clipped loss: logprobs now and before the update, the advantage, and the mask."""
         return self.logprobs_NT, self.old_logprobs_NT, self.advantage_N, self.mask_NT
 
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a correction compares: logprobs before the update, those of the sampler, and the mask."""
-        assert self.rollout_logprobs_NT is not None  # the objective has checked it
+        """The inputs of a correction: logprobs before the update, those of the sampler, and the mask."""
+        assert self.rollout_logprobs_NT is not None  # checked by the objective
         return self.old_logprobs_NT, self.rollout_logprobs_NT, self.mask_NT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The base of every correction: it weighs the policy loss of each token, for samples of another policy than prev.
+    """Base class of corrections: weights each token's policy loss, for samples from a policy other than prev.
 
-    reads  further fields that `weights` needs, as numbers, in `scored.columns`: reads = (TOKEN_VERSIONS,)
+    reads  additional numeric fields that `weights` needs, in `scored.columns`: reads = (TOKEN_VERSIONS,)
     """
 
     reads: ClassVar[tuple[Field, ...]] = ()
 
     def weights(self, scored: Scored) -> Formula:
-        """The factor of each token's policy loss, [N, T]; or that, and a bool [N, T]: True where it was changed, which
-        is the metric `is_changed`. No gradient flows through it."""
+        """The factor of each token's policy loss, [N, T]; or that, and a bool [N, T], True where it was changed (the
+        metric `is_changed`). No gradient flows through it."""
         raise StageError(_no_formula(self, type(self).__name__))
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range. `where` is the line of the stage that has it."""
+        """Parameters out of range. `where` is the line of the stage."""
         return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedIS(Correction):
-    """Each token's policy loss is multiplied with min(w, cap), w = exp(prev - rollout), detached (Yao et al. 2025).
+    """Multiplies each token's policy loss by min(w, cap), w = exp(prev - rollout), detached (Yao et al. 2025).
 
     level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
 
-    TRL names this token_truncate and sequence_truncate, and offers a lower bound too.
+    TRL calls this token_truncate and sequence_truncate, and also offers a lower bound.
     """
 
     cap: float = 2.0
@@ -116,18 +116,18 @@ class TruncatedIS(Correction):
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         if not (_number(self.cap) and self.cap > 0):
-            yield _problem(where, self, "cap", "the cap of the weight is a number above 0", 2.0)
+            yield _problem(where, self, "cap", "cap is a number above 0", 2.0)
         yield from _choice(where, self, "level", LEVELS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IcePop(Correction):
-    """Each token's policy loss is multiplied with w = exp(prev - rollout) where low <= w <= high, else with 0
-    (Ring-1T, arXiv 2510.18855).
+    """Multiplies each token's policy loss by w = exp(prev - rollout) if low <= w <= high, else by 0 (Ring-1T, arXiv
+    2510.18855).
 
     level  "token": w of the token; "sequence": w of the whole response, the product over its tokens
 
-    TRL names this token_mask and sequence_mask. The tokens that are taken out still count in the denominator.
+    TRL calls this token_mask and sequence_mask. Rejected tokens still count in the denominator.
     """
 
     low: float = 0.5
@@ -148,10 +148,11 @@ class IcePop(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMask(Correction):
-    """Each token's policy loss is multiplied with its untruncated w = exp(prev - rollout) where the geometric mean of w
-    over the response is in [low, high]; the other responses with 0. NeMo-RL's seq-mask-tis.
+    """Multiplies each token's policy loss by its untruncated w = exp(prev - rollout) if the geometric mean of w over
+    the
+    response is in [low, high], else by 0. NeMo-RL's seq-mask-tis.
 
-    The responses that are taken out still count in the denominator.
+    Rejected responses still count in the denominator.
     """
 
     low: float
@@ -170,8 +171,8 @@ class SequenceMask(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoupled(Correction):
-    """Each token's policy loss is multiplied with w = exp(prev - rollout), untruncated: decoupled PPO (AReaL, arXiv
-    2505.24298), in which prev is the proximal and rollout the behaviour policy."""
+    """Multiplies each token's policy loss by w = exp(prev - rollout), untruncated: decoupled PPO (AReaL, arXiv
+    2505.24298), with prev as the proximal and rollout as the behavior policy."""
 
     def weights(self, scored: Scored) -> Formula:
         """The formula: `ops.correction.decoupled`."""
@@ -185,30 +186,30 @@ CORRECTIONS = (TruncatedIS, IcePop, SequenceMask, Decoupled)
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """The base of every loss: aggregate(correction x policy loss + kl x KL estimate - entropy x entropy).
+    """Base class of losses: aggregate(correction x policy loss + kl x KL estimate - entropy x entropy).
 
-    A loss writes `policy_loss`; the rest is done for it.
+    A loss defines `policy_loss`; the base class does the rest.
 
     kl             weight of the divergence from the frozen model; 0 needs no RefLogprobs
     kl_estimator   with x = lp - ref: "k1" x, "k2" x^2 / 2, "k3" exp(-x) + x - 1. As a loss, k2 has the gradient of
                    KL(policy || reference) in expectation, k3 that of KL(reference || policy), k1 none at all (arXiv
                    2506.09477, 2510.01555). k3 is GRPO's (arXiv 2402.03300)
-    kl_importance  multiply the estimate with exp(lp - stopgrad(lp)), which is 1: then k1 and k3 have the gradient of
-                   KL(policy || reference) in expectation, on policy. TRL's use_bias_correction_kl multiplies with r
+    kl_importance  multiply the estimate by exp(lp - stopgrad(lp)), which is 1: then k1 and k3 have the gradient of
+                   KL(policy || reference) in expectation, on policy. TRL's use_bias_correction_kl multiplies by r
     aggregation    "token": mean over the tokens of the minibatch (DAPO, arXiv 2503.14476); "sequence": mean over
                    samples of their token means (GRPO); "sequence_sum": mean over samples of their token sums;
                    "fixed_length": sum over tokens / (samples x max_tokens) (Dr. GRPO, arXiv 2503.20783; verl's before
-                   0.7.1 is not divided by the samples). Counts are those of the whole minibatch, however it is cut
-    max_tokens     the longest response that is allowed, the rollout's; "fixed_length" needs it, the others ignore it
-    correction     for samples of another policy than prev: TruncatedIS, IcePop, SequenceMask, Decoupled or your own; it
-                   weighs the policy loss only. A schedule with max_staleness above 0 needs one
-    entropy        weight of the bonus for the exact entropy of the next token, aggregated as the loss is. Its gradient
-                   costs a second tensor of the size of the logits
+                   0.7.1 is not divided by the samples). Counts are those of the whole minibatch, however it is split
+    max_tokens     the rollout's maximum response length; "fixed_length" needs it, the others ignore it
+    correction     for samples from a policy other than prev: TruncatedIS, IcePop, SequenceMask, Decoupled or your own;
+                   it weights the policy loss only. A schedule with max_staleness above 0 needs one
+    entropy        weight of the bonus for the exact next-token entropy, aggregated like the loss. Its gradient costs a
+                   second tensor of the size of the logits
 
-    A class may also say what its formula needs:
+    A class may also declare what its formula needs:
 
-    reads             further fields, as numbers, in `scored.columns`; REF_LOGPROBS is also `scored.ref_logprobs_NT`
-    entropy_gradient  whether `scored.entropy_NT` has a gradient, as it has where `entropy` is above 0
+    reads             additional numeric fields, in `scored.columns`; REF_LOGPROBS is also `scored.ref_logprobs_NT`
+    entropy_gradient  whether `scored.entropy_NT` has a gradient; it always has one if `entropy` is above 0
     """
 
     reads: ClassVar[tuple[Field, ...]] = ()
@@ -224,40 +225,40 @@ class PolicyLoss:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads the logprobs of the frozen model."""
+        """Whether the loss reads logprobs of the frozen model."""
         return (_number(self.kl) and self.kl > 0) or REF_LOGPROBS in self.columns
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the gradient flows through the entropy."""
+        """Whether a gradient flows through the entropy."""
         return self.entropy_gradient or (_number(self.entropy) and self.entropy > 0)
 
     @property
     def columns(self) -> tuple[Field, ...]:
-        """The further fields that it and its correction read, each once; `problems` says what is wrong with others."""
+        """Additional fields that the loss and its correction read, each once; `problems` reports invalid ones."""
         both = (getattr(owner, "reads", ()) for owner in (self, self.correction))
         return tuple(dict.fromkeys(read for reads in both if _are_columns(reads) for read in reads))
 
     @property
     def corrects_off_policy(self) -> bool:
-        """Whether it corrects for samples of an older policy."""
+        """Whether the loss corrects for samples of an older policy."""
         return self.correction is not None
 
     def policy_loss(self, scored: Scored, weight_NT: torch.Tensor) -> Formula:
-        """The loss of each token, [N, T]; or that, and a bool [N, T]: True where the formula clips, which is the metric
-        `clip_fraction`.
+        """The loss of each token, [N, T]; or that, and a bool [N, T], True where the formula clips (the metric
+        `clip_fraction`).
 
-        `weight_NT` is the factor of the correction, 1 where there is none: multiply the advantage with it.
+        `weight_NT` is the factor of the correction, 1 if there is none: multiply the advantage by it.
         """
         raise StageError(_no_formula(self, type(self).__name__))
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range. `where` is the line of the stage that has this loss."""
+        """Parameters out of range. `where` is the line of the stage."""
         if not (_number(self.kl) and self.kl >= 0):
-            yield _problem(where, self, "kl", "the weight of the KL term is a number, 0 (none) or more", 0.0)
+            yield _problem(where, self, "kl", "the KL weight is a number, 0 (none) or more", 0.0)
         yield from _choice(where, self, "kl_estimator", KL_ESTIMATORS, fix="k3")
         if not isinstance(self.kl_importance, bool):
-            yield _problem(where, self, "kl_importance", "it is either applied or not", False)
+            yield _problem(where, self, "kl_importance", "it is True or False", False)
         elif self.needs_reference:
             yield from self._gradient_of_kl(where)
         yield from _choice(where, self, "aggregation", AGGREGATIONS)
@@ -265,13 +266,13 @@ class PolicyLoss:
             yield Problem(
                 where=where,
                 what=f"{type(self).__name__}(aggregation='fixed_length') without max_tokens",
-                why="it divides by the longest response that is allowed, which the rollout knows",
+                why="it divides by the maximum response length",
                 fix="max_tokens=512, the rollout's",
             )
         elif self.max_tokens is not None and not is_whole(self.max_tokens, 1):
-            yield _problem(where, self, "max_tokens", "the longest response that is allowed has 1 token or more", 512)
+            yield _problem(where, self, "max_tokens", "the maximum response length is a whole number, 1 or more", 512)
         if not (_number(self.entropy) and self.entropy >= 0):
-            yield _problem(where, self, "entropy", "the weight of the entropy bonus is a number, 0 (none) or more", 0.0)
+            yield _problem(where, self, "entropy", "the entropy weight is a number, 0 (none) or more", 0.0)
         if isinstance(self.correction, Correction):
             yield from self.correction.problems(where)
         elif self.correction is not None:
@@ -285,13 +286,13 @@ class PolicyLoss:
             )
 
     def _gradient_of_kl(self, where: str) -> Iterator[Problem]:
-        """Warnings where the KL term does not push the policy towards the reference as one would think."""
+        """Warnings if the KL term does not pull the policy toward the reference as expected."""
         shown = f"{type(self).__name__}(kl={self.kl}, kl_estimator={self.kl_estimator!r}"
         if self.kl_estimator == "k1" and not self.kl_importance:
             yield Problem(
                 where=where,
                 what=f"{shown})",
-                why="the gradient of k1 as a loss is 0 in expectation, so that it adds noise and no pull",
+                why="as a loss, k1 has gradient 0 in expectation: it adds noise and no pull",
                 fix="kl_importance=True, or kl_estimator='k2', or Advantage(..., kl=...)",
                 warning=True,
             )
@@ -299,7 +300,7 @@ class PolicyLoss:
             yield Problem(
                 where=where,
                 what=f"{shown}, kl_importance=True)",
-                why="k2 alone has the gradient of the KL in expectation, and with the factor another one",
+                why="k2 has the gradient of the KL in expectation only without the factor",
                 fix="kl_importance=False, or kl_estimator='k3'",
                 warning=True,
             )
@@ -310,8 +311,8 @@ class ClippedLoss(PolicyLoss):
     """-min(r A, clip(r, 1 - clip[0], 1 + clip[1]) A): the clipped policy loss (PPO, arXiv 1707.06347).
 
     clip       how far the ratio may fall below and rise above 1; (0.2, 0.28) is clip-higher (DAPO, arXiv 2503.14476)
-    dual_clip  a number c above 1: where A < 0 the loss is at most -c A (arXiv 1912.09729). None is off, as in TRL,
-               which names it delta; verl's default is 3.0
+    dual_clip  a number c above 1: for A < 0 the loss is at most -c A (arXiv 1912.09729). None is off, as in TRL, which
+               calls it delta; verl's default is 3.0
     ratio      "token": r of the token; "sequence": exp of the mean of lp - prev over the response, with the gradient
                through the mean (GSPO, arXiv 2507.18071)
 
@@ -334,12 +335,12 @@ class ClippedLoss(PolicyLoss):
     def problems(self, where: str) -> Iterator[Problem]:
         """What is out of range."""
         if not _pair(self.clip):
-            yield _problem(where, self, "clip", "it is two numbers, below and above 1", (0.2, 0.2))
+            yield _problem(where, self, "clip", "clip is two numbers, the distances below and above 1", (0.2, 0.2))
         elif not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
-            why = "the ratio may fall by less than 1, and no bound is negative"
+            why = "clip[0] is below 1, and neither bound is negative"
             yield _problem(where, self, "clip", why, (0.2, 0.2))
         if self.dual_clip is not None and not (_number(self.dual_clip) and self.dual_clip > 1):
-            yield _problem(where, self, "dual_clip", "it bounds a ratio that is above 1, or is None", 3.0)
+            yield _problem(where, self, "dual_clip", "dual_clip is a number above 1, or None", 3.0)
         yield from _choice(where, self, "ratio", LEVELS)
         yield from super().problems(where)
 
@@ -350,7 +351,7 @@ class CispoLoss(PolicyLoss):
     gradient; its weight is bounded.
 
     clip  how far the ratio may fall below and rise above 1; (None, 4.0) bounds above only, as MiniMax-M1 and TRL do,
-          whose epsilon_high of 5.0 it is
+          with epsilon_high=5.0
 
     The parameters of every loss: see PolicyLoss.
     """
@@ -370,10 +371,10 @@ class CispoLoss(PolicyLoss):
         if isinstance(bounds, tuple | list) and len(bounds) == 2 and bounds[0] is None:
             bounds = (0.0, bounds[1])
         if not _pair(bounds):
-            why = "it is two numbers, below and above 1, of which the first may be None"
+            why = "clip is two numbers, the distances below and above 1; the first may be None"
             yield _problem(where, self, "clip", why, (None, 4.0))
         elif not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
-            why = "the ratio may fall by 1 at most, and no bound is negative"
+            why = "clip[0] is at most 1, and neither bound is negative"
             yield _problem(where, self, "clip", why, (None, 4.0))
         yield from super().problems(where)
 
@@ -382,9 +383,9 @@ LOSSES = (ClippedLoss, CispoLoss)
 
 
 def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
-    """What is wrong with the loss of a stage, also where it is no description at all.
+    """Problems of a stage's loss, even if it is not a loss description.
 
-    A formula that is not one of ours runs once, on four tokens.
+    A user's formula runs once, on four tokens.
     """
     if not isinstance(loss, PolicyLoss):
         yield Problem(
@@ -404,7 +405,7 @@ def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
 
 
 def _formula_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
-    """Whether the loss and its correction have a formula, and whether what they read is made of numbers."""
+    """Check that the loss and its correction have a formula and read numeric fields."""
     if type(loss).policy_loss is PolicyLoss.policy_loss:
         yield _no_formula(loss, where)
     if isinstance(loss.correction, Correction) and type(loss.correction).weights is Correction.weights:
@@ -454,7 +455,7 @@ def _problem(where: str, owner: object, name: str, why: str, fix: object) -> Pro
 
 def _choice(where: str, owner: object, name: str, known: tuple[str, ...], fix: str = "token") -> Iterator[Problem]:
     if getattr(owner, name) not in known:
-        yield _problem(where, owner, name, "known are " + ", ".join(known), fix)
+        yield _problem(where, owner, name, "valid values are " + ", ".join(known), fix)
 
 
 def _bounds(where: str, owner: IcePop | SequenceMask, low: float, high: float) -> Iterator[Problem]:
@@ -462,7 +463,7 @@ def _bounds(where: str, owner: IcePop | SequenceMask, low: float, high: float) -
         yield Problem(
             where=where,
             what=f"{type(owner).__name__}(low={shown(owner.low)}, high={shown(owner.high)})",
-            why="the bounds of the weight are numbers of which 0 <= low <= 1 <= high",
+            why="the bounds are numbers with 0 <= low <= 1 <= high",
             fix=f"low={low}, high={high}",
         )
 

@@ -1,11 +1,10 @@
-"""Refit: the trained weights become the served weights.
+"""Refit: copies the trained weights to the sampler.
 
     Refit(policy, source=learner, target=sampler)
 
-Every rank of the source offers its part, and every rank of the target brings what it needs into its own storage. How,
-is the transport; what arrives is the same bytes. The receiving side adds up what it serves then, and a difference from
-what was offered is an error, so an acknowledged version says which bytes generate, by a hash that does not depend on
-how ranks divide the model.
+Each source rank offers its part, and each target rank writes what it needs into its own storage. The transport decides
+how; the bytes that arrive are the same. The receiving side computes a checksum of what it then serves, and a mismatch
+is an error. So an acknowledged version identifies the bytes that generate, by a layout-independent hash.
 """
 
 from __future__ import annotations
@@ -27,28 +26,27 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal[("auto", *TRANSPORTS)]  # the type of a recipe's flag
-NCCL = "nccl.core"  # of nccl4py
+NCCL = "nccl.core"  # part of nccl4py
 
 
 @dataclass(frozen=True)
 class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
-    `transport` is how: a name, or an object of your own class (docs/your-own-transport.md). "auto": "pull" if all
-    workers are on one machine; else "p2p" between GPUs, "gloo" between CPUs, and "messages" if both groups lie on the
-    same GPUs.
+    `transport` is a name, or an instance of your own class (docs/your-own-transport.md). "auto" is "pull" if all
+    workers are on one machine; otherwise "p2p" between GPUs, "gloo" between CPUs, and "messages" if both groups share
+    GPUs.
 
     pull        the target reads the source's memory, on one machine
-    messages    each rank's part as one message through the executor, which the target takes its parts from
-    p2p, gloo   each pair of ranks sends what the one lacks of the other, over NCCL between GPUs or gloo between CPUs
-    broadcast   whole tensors, gathered on one rank and sent to all, over NCCL or gloo
-    tree        in waves: a sampler that has all of it gives it on; over gloo, for many samplers and few trainers
-    golden      the plain way that the others are compared with: messages, whole tensors, the sampler's own loader; slow
+    messages    each rank's part as one message through the executor; the target takes what it needs
+    p2p, gloo   each source rank sends each target rank what it needs, over NCCL between GPUs or gloo between CPUs
+    broadcast   whole tensors, gathered on one rank and broadcast to all, over NCCL or gloo
+    tree        waves: a sampler that has a full version forwards it; over gloo, for many samplers and few trainers
+    golden      the reference for the others: messages, whole tensors, the sampler's own loader; slow
 
-    The version counts the steps that came before it: the first publication, before the first step of a new run, is
-    version 0, so that the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, and how it
-    came: `path_pull` (or of another transport) is 1, `received_bytes`, `lookups` (0 after the first versions), and
-    milliseconds of each part.
+    The version is the number of steps before it: the first refit, before the first step of a new run, is version 0, so
+    the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, `path_pull` (or another
+    transport) = 1, `received_bytes`, `lookups` (0 after the first versions), and milliseconds of each part.
     """
 
     model: Model
@@ -59,13 +57,13 @@ class Refit(Stage):
 
     name = "refit"
     shape = "transfer"
-    _transport: ClassVar[Transport | None]  # of an object, set by __post_init__
+    _transport: ClassVar[Transport | None]  # set by __post_init__
     reads = (TRAINED_WEIGHTS,)
     writes = (SERVED_WEIGHTS,)
     per = "batch"
 
     def __post_init__(self) -> None:
-        """A name is looked up here, since one that was registered is not known in a worker."""
+        """Look up a name here, since workers do not know registered transports."""
         named = TRANSPORTS.get(self.transport) if isinstance(self.transport, str) else self.transport
         object.__setattr__(self, "_transport", named)
 
@@ -79,7 +77,7 @@ class Refit(Stage):
         return (self.source, self.target)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Both backends; the model; weights that are the same type at both ends; a transport that can be."""
+        """Check both backends, the model, equal weight dtypes at both ends, and the transport."""
         yield from backend_problems(self.source, self, "train")
         yield from backend_problems(self.target, self, "sample")
         yield from model_problems(self.model)
@@ -87,7 +85,7 @@ class Refit(Stage):
             yield Problem(
                 where=str(self.location),
                 what=f"stage {self.name!r} goes from {self.source.gpus} GPUs to {self.target.gpus}",
-                why="the torch backend has bfloat16 weights on a GPU and float32 weights on a CPU",
+                why="the torch backend has bfloat16 weights on GPUs and float32 weights on CPUs",
                 fix="gpus on both worker groups, or on neither",
             )
         for why, fix in self._objections():
@@ -95,7 +93,7 @@ class Refit(Stage):
             yield Problem(where=str(self.location), what=what, why=why, fix=fix)
 
     def _objections(self) -> Iterable[tuple[str, str]]:
-        """Why this transport cannot be, and what to write instead."""
+        """Why this transport is invalid, and what to write instead."""
         transport = self._transport
         if self.transport == "auto":
             return
@@ -113,28 +111,28 @@ class Refit(Stage):
         device, name = ("cuda", "GPUs") if on_gpus else ("cpu", "CPUs")
         if device not in transport.devices:
             fits = [each.name for each in TRANSPORTS.values() if device in each.devices]
-            yield f"it does not carry between {name}", f"transport='auto', or one of {_listed(fits)}"
+            yield f"it does not work between {name}", f"transport='auto', or one of {_listed(fits)}"
         elif on_gpus and transport.both_carry and self._share_gpus():
-            yield "both sides lie on the same GPUs, and NCCL wants one rank a GPU", "transport='auto'"
+            yield "both sides share GPUs, and NCCL allows one rank per GPU", "transport='auto'"
         elif on_gpus and transport.both_carry and not is_installed(NCCL):
             yield f"it needs the package {NCCL!r}, which is not installed", "pip install nccl4py"
 
     def meets(self, is_near: bool) -> bool:
-        """Whether both sides carry. Raises StageError for a transport of one machine between machines."""
+        """Whether both sides carry. Raises StageError for a one-machine transport between machines."""
         transport = self.path(is_near)
         if transport.one_machine and not is_near:
             raise StageError(
                 Problem(
                     where=str(self.location),
-                    what=f"stage {self.name!r} has transport={transport.name!r} and goes from one machine to another",
-                    why="the target reads the source's memory, which it can on the same machine",
+                    what=f"stage {self.name!r} has transport={transport.name!r} and workers on several machines",
+                    why="this transport needs all workers on one machine",
                     fix="transport='auto', or worker groups that fit on one machine",
                 )
             )
         return transport.both_carry
 
     def path(self, is_near: bool) -> Transport:
-        """The transport that it is, between workers that are all on one machine or not."""
+        """The transport to use; `is_near` is whether all workers are on one machine."""
         if self._transport is not None:
             return self._transport
         if is_near:
@@ -144,7 +142,7 @@ class Refit(Stage):
         return TRANSPORTS["p2p" if self.source.gpus > 0 else "gloo"]
 
     def setup(self, context: StageContext) -> Callable[[Rendezvous, Task], Output]:
-        """Opens the backend; which copy of the model is meant depends on the side."""
+        """Open the backend. The side determines which copy of the model is meant."""
         backend = engine(context)
 
         def run(rendezvous: Rendezvous, task: Task) -> Output:
@@ -164,7 +162,7 @@ class Refit(Stage):
         return run
 
     def _share_gpus(self) -> bool:
-        """Whether one side lies on the GPUs of the other."""
+        """Whether both sides share GPUs."""
         homes = {(group.colocated or group).name for group in self.groups()}
         return self.source.gpus > 0 and len(homes) == 1
 

@@ -1,16 +1,16 @@
-"""The stage that scores samples with functions. Knows which fields they read, not what they measure.
+"""Reward: scores samples with functions. Knows which fields they read, not what they measure.
 
     def brevity(response: str) -> float:
         return 1.0 / (1 + len(response))
 
     Reward(exact_match, brevity, weights=(1.0, 0.1))
 
-The parameter names of a function are the fields it reads: those of `stages.vocabulary`, and any other name as a str
-field, such as an extra column of `Prompts`. A parameter with a default is the function's own. Values are plain Python:
-str, float, int, bool, and lists of numbers for fields that have one entry a token. An instance of a class that defines
-`__call__` is a function too, named by its `__name__` or by its class.
+A function's parameter names are the fields it reads: those of `stages.vocabulary`, and any other name as a str field,
+such as an extra column of `Prompts`. A parameter with a default is not a field. Values are plain Python: str, float,
+int, bool, and lists of numbers for fields with one entry per token. An instance of a class with `__call__` also works;
+its name is its `__name__` or its class.
 
-An `async` function asks a service, many samples at a time:
+An `async` function calls a service for many samples at a time:
 
     async def judge(prompt: str, response: str) -> float:
         async with session().post(URL, json={"prompt": prompt, "response": response}) as reply:
@@ -18,8 +18,8 @@ An `async` function asks a service, many samples at a time:
 
     Reward(math_verify, judge, weights=(1.0, 0.5), concurrency=64, timeout_s=20.0, retries=2)
 
-`stages.scoring` says how functions are called. The check asks a function that has a method
-`problems()` for what, why and fix of each.
+`stages.scoring` calls the functions. If a function has a method `problems()`, the check reports what it returns: what,
+why and fix of each problem.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
 _CALLS = AsyncCalls()
-_TAKEN = ("mean", "std")  # names of the stage's own metrics
-# What rewards of other libraries name their parameters, and where nothing writes such a field, what to write here.
+_TAKEN = ("mean", "std")  # the stage's own metrics
+# Parameter names in other libraries' rewards, and what to write instead if no stage writes such a field.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("completion", "completions", "responses", "solution_str"),
@@ -67,26 +67,26 @@ _ELSEWHERE = {
         "name the parameter answer, and the column of the data in Prompts(..., answer=...)",
     ),
 }
-_DTYPES = {"float": "float32", "int": "int64", "bool": "bool"}  # of a parameter that is a column of the user's data
+_DTYPES = {"float": "float32", "int": "int64", "bool": "bool"}  # for a parameter that is a column of the user's data
 _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response))"
 
 
 @dataclass(frozen=True, init=False)
 class Reward(Stage):
-    """The weighted sum of reward functions, for each sample.
+    """Computes the weighted sum of reward functions for each sample.
 
     functions    functions that return a finite number
-    weights      one each; None is 1.0 each
-    on           the worker group; None is the graph's host group
-    name         of the stage in the graph
-    concurrency  of async functions: calls in progress at a time, in each worker
-    timeout_s    of async functions: seconds that one attempt may take
-    retries      of async functions: further attempts after one that raised or was late. After the last, it is an error
+    weights      one per function; None means 1.0 each
+    on           the worker group; None means the graph's host group
+    name         the stage's name in the graph
+    concurrency  async functions: concurrent calls per worker
+    timeout_s    async functions: time limit of one attempt, in seconds
+    retries      async functions: attempts after one that raised or timed out. If the last one fails, it is an error
 
     Writes `reward`, and with several functions also `reward_<function>`, before weighting. Metrics: `mean`; `std`, the
-    mean over groups of the standard deviation within a group (G - 1), which does not depend on how a batch is cut into
-    tasks; the mean of each function under its name; `<function>_retries` of async ones (attempts repeated, a sample);
-    and what a function says about itself, such as `math_verify_timeouts`.
+    mean over groups of the standard deviation within a group (G - 1), which does not depend on how a batch is split
+    into tasks; the mean of each function under its name; `<function>_retries` of async ones (retries per sample); and
+    metrics that a function reports itself, such as `math_verify_timeouts`.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -124,7 +124,7 @@ class Reward(Stage):
             object.__setattr__(self, attribute, value)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Each function can be called with fields, their names differ, and the weights fit."""
+        """Check that functions can be called with fields, names differ, and weights fit."""
         where = str(self.location)
         if not self.functions:
             yield _problem(
@@ -139,7 +139,7 @@ class Reward(Stage):
                 where,
                 f"{names.count(name)} reward functions are named {name}",
                 "each function has its own field and metric",
-                "rename one of them, or leave it out",
+                "rename or omit one of them",
             )
         yield from self._weight_problems(where)
 
@@ -168,12 +168,12 @@ class Reward(Stage):
             yield _problem(
                 where,
                 "Reward has concurrency, timeout_s or retries and no async function",
-                "they say how async functions are called",
-                "leave them out",
+                "they apply to async functions only",
+                "omit them",
             )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """Opens the functions that need it, such as processes of math-verify. The runner calls each on each sample."""
+        """Open the functions that need it, such as math-verify's processes. The runner calls each on each sample."""
         import torch
 
         weights = self.weights or (1.0,) * len(self.functions)
@@ -221,7 +221,7 @@ def _too_large(total: float, scores: Sequence[float], where: str, sample: str) -
 
 
 def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]:
-    """What is wrong with one function; `where` is the place that names it."""
+    """Problems of one function; `where` is where it is used."""
     name = name_of(function)
     if not callable(function):
         fix = _EXAMPLE
@@ -229,18 +229,18 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
             fix = f"write Reward({', '.join(str(name_of(one)) for one in function)})"
         elif isinstance(function, str) and function.isidentifier():
             fix = f"import it, and write Reward({function})"
-        yield _problem(where, f"{short(function)} is not a function", "a reward is called once a sample", fix)
+        yield _problem(where, f"{short(function)} is not a function", "a reward is called once per sample", fix)
         return
     if isinstance(function, type):
         yield _problem(
-            where, f"{name} is a class", "calling it makes an instance, not a reward", f"give an instance: {name}(...)"
+            where, f"{name} is a class", "calling it makes an instance, not a reward", f"pass an instance: {name}(...)"
         )
         return
     if name is None or name == "<lambda>":
         yield _problem(
             where,
             f"{'a lambda' if name else short(function)} has no name of its own",
-            "the name of a reward is that of its metric and field, and what an error points at",
+            "a reward's name is used for its metric and field, and in error messages",
             f"write a def, such as {_EXAMPLE}",
         )
         return
@@ -250,14 +250,14 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
     where = where_of(function) or where
     if inspect.isasyncgenfunction(function):
         yield _problem(
-            where, f"reward {name} is an async generator", "one call gives one number", "return it, do not yield it"
+            where, f"reward {name} is an async generator", "one call returns one number", "return it, do not yield it"
         )
     if is_async(function) and is_batched(function):
         yield _problem(
             where,
             f"reward {name} is async and batched",
-            "it is called once a sample, or once for all",
-            "leave one of them out",
+            "it is called either once per sample or once for all",
+            "omit one of the two",
         )
     if name in _TAKEN or _part(function) is None:
         yield _problem(
@@ -276,7 +276,7 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
     for parameter in parameters:
         yield from _parameter_problems(parameter, name, where)
     if not parameters or all(parameter.default is not parameter.empty for parameter in parameters):
-        yield _problem(where, f"reward {name} reads no field", "it could not tell samples apart", f"write {_EXAMPLE}")
+        yield _problem(where, f"reward {name} reads no field", "it cannot tell samples apart", f"write {_EXAMPLE}")
 
 
 def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> Iterator[Problem]:
@@ -285,8 +285,8 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
             where,
             f"reward {name} has the parameter {parameter}"
             + (" before a /" if parameter.kind is parameter.POSITIONAL_ONLY else ""),
-            "fields are found by name and given by name",
-            "name each field as an ordinary parameter",
+            "fields are found and passed by name",
+            "make each field an ordinary parameter",
         )
     elif parameter.default is parameter.empty:
         made = field_named(parameter.name)
@@ -300,7 +300,7 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
 
 
 def _reads(function: object) -> list[Field | None]:
-    """The fields of its parameters. A column of the user's data has the type of the annotation, or is a text."""
+    """The fields of its parameters. A column of the user's data has the annotated type, or is text."""
     annotations = {parameter.name: parameter.annotation for parameter in parameters_of(function) or ()}
     made = []
     for name in fields_of(function):
@@ -315,7 +315,7 @@ def _part(function: object) -> Field | None:
 
 
 def _weights(given: Any) -> Any:
-    """One number alone and any sequence as a tuple; `check` says what is wrong with anything else."""
+    """A single number or any sequence as a tuple; `check` reports anything else."""
     if isinstance(given, int | float):
         return (given,)
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else given
@@ -335,7 +335,7 @@ def _spread(values: Sequence[float], group_size: int) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of a sample, by n - 1; 0 for one value. The statistics module computes it exactly, at forty times the time."""
+    """Sample standard deviation (n - 1); 0 for one value. The statistics module is exact but forty times slower."""
     if len(values) < 2:
         return 0.0
     mean = _mean(values)

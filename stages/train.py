@@ -1,4 +1,4 @@
-"""Train: optimizer updates from one batch. Knows what a batch is cut into; the backend knows how to update.
+"""Train: optimizer updates from one batch. Knows how a batch is split; the backend knows how to update.
 
 Train(policy, on=learner, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001), lr=1e-6, minibatches=4)
 """
@@ -39,7 +39,7 @@ from stages.vocabulary import (
     TRAINED_WEIGHTS,
 )
 
-_LARGEST = ("staleness_max", "mismatch_ratio_max")  # over the ranks; other numbers add up
+_LARGEST = ("staleness_max", "mismatch_ratio_max")  # maximum over ranks; other numbers are summed
 SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {
     "prompt_ids": PROMPT_IDS,
@@ -53,28 +53,27 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Train(Stage):
-    """Makes `minibatches` x `epochs` updates of each batch. Minibatches are runs of whole groups in canonical order.
+    """Makes `minibatches` x `epochs` updates per batch. Minibatches are consecutive whole groups in canonical order.
 
     lr, betas, eps, weight_decay  of AdamW
-    schedule, warmup              "constant", "linear" or "cosine" over all updates of the run, after a linear rise
-                                  over `warmup` updates
-    clip_grad                     bound of the gradient's norm; 0 is none
-    microbatch                    samples in one pass of a worker, whose gradients add up; 0 is all that it has of a
-                                  minibatch. Dynamic(tokens) puts samples of similar length together, Packed(tokens)
-                                  puts them one after the other into rows without padding
-    temperature                   the rollout's
+    schedule, warmup              "constant", "linear" or "cosine" over all updates of the run, after a linear warmup
+                                  of `warmup` updates
+    clip_grad                     maximum gradient norm; 0 means no clipping
+    microbatch                    samples per pass of a worker, with accumulated gradients; 0 means its whole part of
+                                  a minibatch. Dynamic(tokens) groups samples of similar length, Packed(tokens)
+                                  concatenates them into rows without padding
+    temperature                   the rollout's temperature
     checkpoint_activations        recompute activations in the backward pass: less memory, more time
 
-    Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat a token), `clip_fraction`, and of it
-    `clip_high`, where the ratio is above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy`
-    (nat a token). How far the sampler is from the weights before these updates, by its kernels and by its age:
-    `mismatch_kl`, the k3 estimate in nat a token; `mismatch_ratio_max`, the largest importance weight of a token; and
-    `mismatch_ess`, the effective sample size of those weights as a fraction of the tokens. `updates`, how many changed
-    the weights; `skipped`, how many did not, because their loss or gradient was not finite; `staleness_mean` and
-    `staleness_max`, how many versions older than the trained weights the tokens are; by the correction `is_weight`
-    (mean weight of a token) and `is_changed` (the fraction that was truncated or taken out). `flops` of the forward and
-    backward passes of all ranks, counted from the sequence lengths, `ranks`, `tflops_per_s` of one rank, and
-    `utilization`, their share of what the GPU can do, where that is known.
+    Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat per token), `clip_fraction`, its part
+    `clip_high` with a ratio above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat per
+    token). Distance of the sampler, its kernels and its age, from the weights before these updates: `mismatch_kl`, the
+    k3 estimate in nat per token; `mismatch_ratio_max`, the largest importance weight of a token; `mismatch_ess`, the
+    effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
+    updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
+    relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
+    fraction truncated or rejected). `flops` of all ranks' forward and backward passes, counted from sequence lengths;
+    `ranks`; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
     model: Model
@@ -107,7 +106,7 @@ class Train(Stage):
             ROLLOUT_LOGPROBS,
             TOKEN_VERSIONS,
         )
-        described = isinstance(self.loss, PolicyLoss)  # `check` says what is wrong with anything else
+        described = isinstance(self.loss, PolicyLoss)  # `check` reports anything else
         object.__setattr__(self, "corrects_off_policy", described and self.loss.corrects_off_policy)
         if described and self.loss.needs_reference:
             reads = (*reads, REF_LOGPROBS)
@@ -117,21 +116,22 @@ class Train(Stage):
 
     @property
     def uses(self) -> tuple[Model, ...]:
-        """The model that it trains."""
+        """The trained model."""
         return (self.model,)
 
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]
-        """Ranks meet once an update, or, with divided weights, once a layer: all have as many microbatches."""
+        """Ranks synchronize per update or, with sharded weights, per layer: all need the same number of
+        microbatches."""
         return sharding(self.microbatch, minibatches=self.minibatches, equal=True)
 
     @property
     def updates(self) -> Model:
-        """The model that it trains."""
+        """The trained model."""
         return self.model
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Backend, model, and every range."""
+        """Check the backend, the model, the loss and all ranges."""
         yield from backend_problems(self.on, self, "train")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
@@ -148,36 +148,36 @@ class Train(Stage):
                     where=str(self.location),
                     what=f"the loss of {self.name!r} has max_tokens={longest} and {rollout.name!r} "
                     f"has {rollout.max_tokens}",
-                    why="the loss divides by the longest response that is allowed",
+                    why="the loss divides by the maximum response length",
                     fix=f"max_tokens={rollout.max_tokens}",
                 )
 
     def _share_problems(self, graph: Graph) -> Iterable[Problem]:
-        """Whether every worker gets its part of every minibatch."""
+        """Check that every worker gets part of every minibatch."""
         replicas = self.on.data_parallel if self.on else 1
         if graph.batch % replicas:
-            return  # which is told of the worker group
+            return  # reported for the worker group
         samples = graph.batch * graph.group_size // self.minibatches
         whole = isinstance(self.microbatch, int) and samples % replicas
         if samples < replicas or whole:
             yield Problem(
                 where=str(self.location),
                 what=f"stage {self.name!r} has minibatches of {samples} samples for {replicas} workers",
-                why="every worker has samples of every minibatch, and with microbatches of samples equally many",
+                why="every worker needs samples of every minibatch, equally many if microbatches count samples",
                 fix="fewer minibatches, or fewer workers"
                 if samples < replicas
                 else f"a number of samples that {replicas} divides, or microbatch=Packed(tokens=...)",
             )
 
     def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
-        """(what, whether it is legal, why, fix) of every parameter."""
+        """(what, whether it is legal, why, fix) for each parameter."""
         legal = is_number(self.lr) and self.lr >= 0
         yield f"lr={self.lr!r}", legal, "the learning rate is a number, 0 or more", "lr=1e-6"
-        known, fix = "known are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
+        known, fix = "valid values are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
-        why = "each batch is used a whole number of times, 1 or more"
+        why = "epochs is a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
-        why = "warmup is a whole number of updates, 0 is none"
+        why = "warmup is a whole number of updates, 0 (none) or more"
         yield f"warmup={self.warmup!r}", is_whole(self.warmup, 0), why, "warmup=0"
         for name, number, fix in (
             ("clip_grad", self.clip_grad, "clip_grad=1.0"),
@@ -189,14 +189,14 @@ class Train(Stage):
         legal = legal and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
         yield f"betas={betas!r}", legal, "betas are two numbers, at least 0 and below 1", "betas=(0.9, 0.999)"
         yield f"eps={self.eps!r}", is_number(self.eps) and self.eps > 0, "eps is a number above 0", "eps=1e-8"
-        what = f"minibatches={self.minibatches!r} for {batch} groups a batch"
+        what = f"minibatches={self.minibatches!r} for {batch} groups per batch"
         legal = is_whole(self.minibatches, 1) and batch % self.minibatches == 0
         near = int(self.minibatches) if is_number(self.minibatches) else 1
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches are equal runs of whole groups", fix
 
     def setup(self, context: StageContext) -> TrainRunner:
-        """Opens the backend, its trained copy of the model, and an optimizer."""
+        """Open the backend, its trained copy of the model, and an optimizer."""
         return TrainRunner(self, engine(context), context)
 
 
@@ -239,7 +239,7 @@ class TrainRunner:
         return Output(metrics=metrics | counts, weights=(task.step + 1, ""))
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
-        """How far the sampler and its samples are from the weights that are trained, over all ranks."""
+        """Distance of the sampler and its samples from the trained weights, over all ranks."""
         from ops.correction import moments
         from ops.kl import kl_k3
 
@@ -265,7 +265,7 @@ class TrainRunner:
         return means | {"mismatch_ess": effective}
 
     def _work(self, batch: Batch, taken_s: float) -> dict[str, float]:
-        """What was computed, and how fast, over all ranks; nothing for a model whose operations are not known."""
+        """Operations and speed over all ranks; empty if the model's operations are unknown."""
         stage = self.stage
         flops = self.backend.training_flops(stage.model, batch.prompt_ids, batch.response_ids)
         if flops is None:
@@ -278,15 +278,15 @@ class TrainRunner:
         return work | ({"utilization": tflops_per_s / peak} if peak else {})
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer, into a folder that exists."""
+        """Save weights and optimizer into an existing folder."""
         self.learner.save(folder)
 
     def restore(self, folder: Path) -> None:
-        """What `save` wrote. Raises CheckpointError where it is not whole."""
+        """Load what `save` wrote. Raises CheckpointError if it is incomplete."""
         self.learner.restore(folder)
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """The two divisors of `number` that are closest to `near`, in order."""
+    """The two divisors of `number` closest to `near`, in order."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return sorted(sorted(divisors, key=lambda n: abs(n - near))[:2])

@@ -1,1 +1,1 @@
-"""Weights from the layout that trains into the layout that serves: which bytes go where, and who moves them."""
+"""Moves weights from the trainer's layout to the sampler's: which bytes go where, and how they travel."""

@@ -1,8 +1,8 @@
-"""How ranks agree on what became of a wave, through a key-value store: what is written there first is what counts.
+"""Ranks agree on the outcome of a wave through a key-value store. The first write wins.
 
-Each rank of a wave reports itself. If it does not, a rank that lost it as the other end of a transfer reports it. The
-last to report writes the state; if reports stay out, a rank that has waited long enough does. The state that was
-written first holds for all. Knows ranks and the store; it does not know what travels.
+Each rank of a wave reports itself. If it does not, a rank that lost it as a transfer peer reports it. The last rank to
+report writes the state; if reports are missing, the first rank to time out writes it. The first state written holds for
+all ranks. Knows ranks and the store, not what travels.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ import torch.distributed as dist
 from ops.comm.stateless_group import GroupError
 from ops.refit.waves import Report, State, settled
 
-GRACE_S = 1.0  # in which the other end of a broken connection can say that it is there
+GRACE_S = 1.0  # time for the peer of a broken connection to report that it is alive
 
 
 class Agreement:
-    """One rank's view; `senders` come first among the ranks. `name` tells apart those that agree at one store."""
+    """One rank's view; `senders` come first in the rank order. `name` separates agreements in one store."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, senders: int) -> None:
         self._store = dist.PrefixStore(f"agreement {name}", store)
         self._rank, self._senders = rank, senders
-        self._old: list[str] = []  # keys of the version before
+        self._old: list[str] = []  # keys of the previous version
         self._new: list[str] = []
 
     def here(self, stage: str) -> None:
-        """Say that this rank is there, though one of its transfers broke."""
+        """Report that this rank is alive although one of its transfers broke."""
         self._tell(f"{stage} here {self._rank}", "yes")
 
     def settle(
         self, stage: str, state: State, expected: Collection[int], report: Report | None, *,
         unheard: Collection[int] = (), wait_s: float,
     ) -> State:  # fmt: skip
-        """Report, of itself if it is one of the `expected`, and of those whose transfers with it broke; and wait for
-        what is written, for `wait_s`; who has not reported then is gone.
+        """Report this rank if it is one of the `expected`, and the peers whose transfers broke. Then wait up to
+        `wait_s` for the state; a rank that has not reported by then is gone.
 
-        Raises GroupError where the others went on without this rank, or the store is lost; ValueError where they do
-        not plan from the same.
+        Raises GroupError if the others continued without this rank or the store is lost; ValueError if ranks plan from
+        different layouts or versions.
         """
         try:
             return self._settle(stage, state, expected, report, unheard, timedelta(seconds=wait_s))
         except dist.DistNetworkError as error:
             raise GroupError(
-                f"refit, rank {self._rank}: lost the store at which ranks agree ({error}); without it nobody knows who "
-                "has the version. Fix: serve it from a process that outlives the ranks, and start the refit again"
+                f"refit, rank {self._rank}: lost the store that ranks agree through ({error}); without it no rank "
+                "knows who has the version. Fix: serve it from a process that outlives the ranks, and restart the refit"
             ) from error
 
     def forget(self) -> None:
-        """Delete what this rank wrote in the version before. To be called when all ranks are in the next one."""
+        """Delete what this rank wrote for the previous version. Call it once all ranks are in the next one."""
         for key in self._old:
             self._store.delete_key(key)
         self._old, self._new = self._new, []
@@ -79,7 +79,7 @@ class Agreement:
         return found
 
     def _report(self, stage: str, rank: int, report: Report, expected: Collection[int]) -> bool:
-        """Report a rank, if nobody has; whether it was the last one."""
+        """Report a rank unless it is already reported. Returns whether it was the last one."""
         text = msgspec.json.encode(report).decode()
         if self._write(f"{stage} {rank}", text) != text:
             return False
@@ -103,19 +103,19 @@ class Agreement:
         return True
 
     def _tell(self, key: str, text: str) -> str:
-        """The same, of a key that others wait for: a store that is served without libuv wakes them for `set` only."""
+        """Like `_write`, for a key that others wait on: a store without libuv wakes them for `set` only."""
         found = self._write(key, text)
         if found == text:
             self._store.set(key, text)
         return found
 
     def _write(self, key: str, text: str) -> str:
-        """Write what nobody has written; what is there then."""
+        """Write a key unless it exists. Returns its value."""
         self._new.append(key)
         return bytes(self._store.compare_set(key, "", text)).decode()
 
     def _given_up(self) -> GroupError:
         return GroupError(
-            f"refit, rank {self._rank}: the others go on without it, for it did not answer in time; what it holds may "
-            "be of no version. Fix: start it again, and refit from a new Tree"
+            f"refit, rank {self._rank}: the others continued without it because it did not answer in time; its weights "
+            "may belong to no version. Fix: restart it, and refit with a new Tree"
         )

@@ -1,8 +1,8 @@
-"""The two kernels that go through a table of tiles, one a program, in Triton: one moves bytes, the other adds them up
-and may move them on the way.
+"""Two Triton kernels over a table of tiles, one tile per program: one copies bytes, the other computes checksums and
+can copy in the same pass.
 
-A tile's words are numbered row by row, so that every lane has one however short the rows are. What is moved may lie on
-another GPU of the machine that is mapped here (NVLink): the kernel only loads there.
+A tile's words are numbered row by row, so every lane has work however short the rows are. The source may lie on another
+GPU of the machine, mapped over NVLink: the kernel only loads from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _move(table, like, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mixed(word):
-    """That of ops/refit/sums.py."""
+    """The `_mixed` of ops/refit/sums.py."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
@@ -45,8 +45,8 @@ def _factor(number, seed):
 
 @triton.jit
 def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, BLOCK: tl.constexpr):
-    """Block by block of the tensor: all of a block has one factor, and a lane is at one place of every block. `BLOCK`
-    is in words of WORD bytes."""
+    """Go through the tensor block by block: a block has one factor, and a lane is at the same place in every block.
+    `BLOCK` is in words of WORD bytes."""
     tile = table + tl.program_id(0).to(tl.int64) * 9
     slot, salt = tl.load(tile), tl.load(tile + 1)
     start, here = tl.load(tile + 2), tl.load(tile + 3).to(like.dtype)
@@ -77,16 +77,17 @@ def _add(table, like, sums, first_seed, second_seed, WORD: tl.constexpr, BLOCK: 
 
 
 def move(table: torch.Tensor, word: int) -> None:
-    """Move what a table says (int64 [N, 6]: address there, address here, rows, and in words of `word` bytes: a run, the
-    step there, the step here), in order on the current stream."""
+    """Copy by a table, in order on the current stream. The table is int64 [N, 6]: destination address, source address,
+    rows; then in words of `word` bytes: run, destination stride, source stride."""
     _move[(len(table),)](table, torch.empty(0, dtype=_TYPES[word], device=table.device), AT_ONCE=AT_ONCE)
 
 
 def add(table: torch.Tensor, word: int, sums: torch.Tensor, seeds: tuple[int, int], block: int) -> None:
-    """Add what a table says to `sums` (int64 [slots, 2]), as ops.refit.sums describes; `block` is in words of 8 bytes.
+    """Add the checksums of a table's tiles to `sums` (int64 [slots, 2]), see ops.refit.sums; `block` is in 8-byte
+    words.
 
-    The table is int64 [N, 9]: slot, salt, first byte in the tensor, address, rows, words of a run, and from row to row
-    bytes in the tensor and words here; and how many words further they are copied to, or 0."""
+    The table is int64 [N, 9]: slot, salt, first byte in the tensor, address, rows, words per run, row stride in the
+    tensor in bytes, row stride in memory in words, and the distance in words to the copy's destination, or 0."""
     like = torch.empty(0, dtype=_TYPES[word], device=table.device)
     lanes = block * 8 // word
     _add[(len(table),)](table, like, sums, *seeds, WORD=word, BLOCK=lanes, num_warps=max(1, lanes // 256))

@@ -1,10 +1,10 @@
-"""Where the ranks of one side hold the tensors of a model: boxes of each tensor, and their places in memory.
+"""Describes where the ranks of one side hold a model's tensors: boxes of each tensor and their places in memory.
 
     tensors = {"model.norm.weight": Tensor((1024,), "bfloat16")}
     layout = Layout(tensors, ranks=[[Place("model.norm.weight", ((0, 1024),), "norm", 0, (2,))]])
 
-Coordinates are those of a Hugging Face folder, without padding; the experts of a layer are one tensor each of gate, up
-and down, whose first dimension counts experts. Each side describes itself in these coordinates alone, so neither knows
+Coordinates are those of a Hugging Face folder, without padding. A layer's experts form one tensor each for gate, up and
+down, with the experts in the first dimension. Each side describes itself in these coordinates only, so neither knows
 how the other names or interleaves its parameters. Plain numbers: no device is touched.
 """
 
@@ -22,26 +22,26 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
-Box = tuple[tuple[int, int], ...]  # in each dimension: the first index, and the one behind the last
+Box = tuple[tuple[int, int], ...]  # for each dimension: start and stop index
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the model: its whole shape, and its dtype by torch's name for it."""
+    """A tensor of the model: its full shape and torch's name for its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A box of a tensor in a rank's memory: its first element lies `offset` bytes into `buffer`, and a step along a
-    dimension is so many bytes as `strides` says."""
+    """A box of a tensor in a rank's memory. Its first element is `offset` bytes into `buffer`; `strides` are in
+    bytes."""
 
     tensor: str
     box: Box
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank of one side holds. Raises ValueError for a place that no tensor has, naming both."""
+    """What each rank of one side holds. Raises ValueError, naming rank and tensor, for an invalid place."""
 
     tensors: Mapping[str, Tensor]
     ranks: Sequence[Sequence[Place]]
@@ -83,7 +83,7 @@ class Layout:
 
 
 def dense(tensor: str, box: Box, item_bytes: int, buffer: str, offset: int = 0) -> Place:
-    """A box that lies in one piece, its last dimension closest together."""
+    """The place of a box that is contiguous in row-major order."""
     strides: list[int] = []
     for start, stop in reversed(box):
         strides.insert(0, item_bytes)
@@ -97,18 +97,18 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def size(box: Box) -> int:
-    """Elements of a box."""
+    """Number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """What two boxes of a tensor have in common."""
+    """The overlap of two boxes, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def without(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that are `box` without `hole`, which lies within it."""
+    """Disjoint boxes that cover `box` without `hole`. `hole` must lie within `box`."""
     rest: list[Box] = []
     left = list(box)
     for i, (start, stop) in enumerate(hole):
@@ -119,9 +119,9 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def check_apart(layout: Layout, rank: int) -> None:
-    """Raise ValueError where two places of a rank share a byte."""
+    """Raise ValueError if two places of a rank share a byte."""
     spans = [_span(layout, place, number) for number, place in enumerate(layout.ranks[rank])]
-    reaching: list[_Span] = []  # those that end behind the start of what comes next
+    reaching: list[_Span] = []  # those that end after the next one starts
     for span in sorted(spans):
         reaching = [other for other in reaching if other.buffer == span.buffer and other.stop > span.start]
         for other in reaching:
@@ -134,7 +134,7 @@ def check_apart(layout: Layout, rank: int) -> None:
 
 
 class _Span(msgspec.Struct, frozen=True, order=True, gc=False):
-    """The bytes from the first of a place to the one behind its last; `place` is its number in its rank."""
+    """The byte range of a place, stop exclusive; `place` is its index in its rank."""
 
     buffer: str
     start: int
@@ -149,7 +149,7 @@ def _span(layout: Layout, place: Place, number: int) -> _Span:
 
 
 def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:
-    """Where the runs of a place begin, and how many bytes each has."""
+    """Start offsets of a place's runs, and the bytes of one run."""
     run, starts = layout.tensors[place.tensor].item_bytes, np.array([place.offset])
     for stride, extent in sorted(zip(place.strides, (stop - start for start, stop in place.box))):
         if extent > 1 and stride == run and len(starts) == 1:
@@ -160,7 +160,7 @@ def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:
 
 
 def _shared(first: tuple[np.ndarray, int], second: tuple[np.ndarray, int]) -> int | None:
-    """A byte that runs of one place and runs of another one have in common."""
+    """A byte that two places share, or None."""
     starts = np.concatenate([first[0], second[0]])
     ends = np.concatenate([first[0] + first[1], second[0] + second[1]])
     order = np.argsort(starts, kind="stable")

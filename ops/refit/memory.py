@@ -1,7 +1,7 @@
-"""Memory that other processes of this machine open in place by a handle. Knows bytes, not what they mean.
+"""Shared memory that other processes on this machine open by a handle. Knows bytes, not what they mean.
 
-On a GPU it is CUDA's memory handle as torch passes it on; on the CPU a file in memory without a name, which is gone
-when its owner is, and which readers that have opened it keep.
+On a GPU this is a CUDA memory handle as torch passes it on. On the CPU it is an unnamed in-memory file that goes away
+with its owner, but stays valid for readers that have opened it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, tag="handle"):
-    """What another process opens memory with. Plain values: it can travel anywhere, and means something on the machine
-    of the memory only, as long as its owner lives. `device` is "cuda" or "cpu". Two of different memory differ, those
-    of the same are equal."""
+    """The key with which another process opens memory. Plain values that can be sent anywhere, but are valid only on
+    the memory's machine while its owner lives. `device` is "cuda" or "cpu". Handles are equal if and only if they refer
+    to the same memory."""
 
     device: str
     size: int
     mark: str
-    values: tuple[Any, ...]  # as torch passes memory on, without the device; or the path of the file
+    values: tuple[Any, ...]  # torch's values without the device, or the path of the file
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
-    """Stands for memory that only its owner reads, who sends from it. Two of different memory differ."""
+    """Stands for memory that only its owner reads, to send from it. Different memory has different marks."""
 
     mark: str
 
 
 class SharedMemory:
-    """Bytes that stay in their place; `bytes` is a flat uint8 tensor. To another process it goes as its handle."""
+    """Memory at a fixed address; `bytes` is a flat uint8 tensor. Pickling sends the handle."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.mark = Mark(os.urandom(8).hex())
@@ -49,8 +49,8 @@ class SharedMemory:
 
     @cached_property
     def handle(self) -> Handle:
-        """What other processes open it with: always the same, so that they know it again. torch counts readers under
-        another number, and keeps another record of them, each time it is asked."""
+        """The handle for other processes. Always the same one, so that they recognize it: on each call torch would
+        create another reader count and another record of it."""
         if self._file >= 0:
             return Handle("cpu", len(self.bytes), self.mark.mark, (f"/proc/{os.getpid()}/fd/{self._file}",))
         _, *values = self.bytes.untyped_storage()._share_cuda_()
@@ -61,9 +61,9 @@ class SharedMemory:
 
 
 def opened(memory: Handle | SharedMemory, device: torch.device) -> torch.Tensor:
-    """The bytes, flat, in place, to be read only. `device` is the one that reads them.
+    """The bytes in place, flat and read-only. `device` is the one that reads them.
 
-    Raises OSError where the owner of memory of the CPU is gone.
+    Raises OSError if the owner of CPU memory is gone.
     """
     if isinstance(memory, SharedMemory):
         return memory.bytes
@@ -73,7 +73,7 @@ def opened(memory: Handle | SharedMemory, device: torch.device) -> torch.Tensor:
             return _mapped(file, memory.size)
         finally:
             os.close(file)
-    torch.cuda.init()  # torch itself would map it for the device that has its owner's number
+    torch.cuda.init()  # torch itself would map it for the device with the owner's index
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *memory.values)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: memory.size]
 

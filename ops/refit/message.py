@@ -1,10 +1,10 @@
-"""Copies of a plan as one message: packed one behind the other by who sends them, and unpacked by who gets them.
+"""Packs a plan's copies into one contiguous message at the sender, and unpacks it at the receiver.
 
     message = Message(copies)
     message.pack(trainer_buffer, memory).run()         # then memory[: message.size] travels
     message.unpack(memory, sampler_buffer).run()
 
-Knows memory; it does not know how it travels.
+Knows memory, not how it travels.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Message:
             self.size = start + copy.size
 
     def pack(self, source: Buffer, memory: torch.Tensor) -> Moves:
-        """From the sender's buffers into the message."""
+        """Moves from the sender's buffers into the message."""
         packed = [replace(copy, destination_offset=at, destination_stride=copy.run) for at, copy in self._copies]
         return Moves(packed, source, lambda _: memory)
 
     def unpack(self, memory: torch.Tensor, destination: Buffer) -> Moves:
-        """From the message into the receiver's buffers."""
+        """Moves from the message into the receiver's buffers."""
         packed = [replace(copy, source_offset=at, source_stride=copy.run) for at, copy in self._copies]
         return Moves(packed, lambda _: memory, destination)

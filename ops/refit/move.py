@@ -1,10 +1,10 @@
-"""Carry copies of a plan out between buffers of this process: straight into place, into a packed buffer, or out of one.
+"""Executes a plan's copies between buffers of this process: straight into place, or into or out of a packed buffer.
 
     moves = Moves(plan.copies(3), lambda copy: trainer[copy.source][copy.source_buffer], lambda copy: ...)
-    moves.run()                                    # again for every version: nothing is looked up or allocated
+    moves.run()                                    # for every version; plans and allocates nothing
 
-On a GPU one kernel goes through a table of descriptors, so that neither the number of copies nor the length of their
-runs matters; on the CPU every copy is one strided copy. Buffers are flat bytes. Knows memory; it does not know whose.
+On a GPU one kernel goes through a table of descriptors, so neither the number of copies nor the length of their runs
+matters; on the CPU each copy is one strided copy. Buffers are flat bytes. Knows memory, not whose it is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Buffer = Callable[[Copy], torch.Tensor]
 
 
 class Moves:
-    """Copies with the buffers that they go between: flat uint8 tensors, all of one device.
+    """Copies and their buffers: flat uint8 tensors, all on one device.
 
-    `turn` is where in the senders' order a receiver begins: receivers that begin at different places do not crowd one
-    sender. Raises ValueError where a copy reaches beyond a buffer.
+    `turn` is where a receiver starts in the senders' order: receivers that start at different places do not crowd one
+    sender. Raises ValueError if a copy exceeds a buffer.
     """
 
     def __init__(self, copies: Sequence[Copy], source: Buffer, destination: Buffer, *, turn: int = 0) -> None:
@@ -38,7 +38,7 @@ class Moves:
         self._tables = self.described(turn) if any(there.is_cuda for _, _, there in self._copies) else []
 
     def run(self) -> None:
-        """Move the bytes; on a GPU, in order on its current stream."""
+        """Move the bytes; on a GPU in order on its current stream."""
         if self._tables:
             from ops.refit.kernel import move
 
@@ -50,7 +50,7 @@ class Moves:
             _rows(there, copy.destination_offset, copy.destination_stride, copy).copy_(rows)
 
     def described(self, turn: int) -> list[tuple[int, torch.Tensor]]:
-        """By bytes of a word: addresses there and here, rows, and words of a run and of the steps there and here."""
+        """Tables by word size: destination and source address, rows, run, destination and source stride, in words."""
         made = tiles(
             np.array(
                 [
@@ -85,6 +85,6 @@ def _rows(buffer: torch.Tensor, offset: int, stride: int, copy: Copy) -> torch.T
 
 def _check(name: str, buffer: torch.Tensor, end: int) -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(f"{name} is {buffer.dtype} {list(buffer.shape)}; it has to be flat bytes")
+        raise ValueError(f"{name} is {buffer.dtype} {list(buffer.shape)}; it must be flat bytes")
     if end > len(buffer):
         raise ValueError(f"{name} has {len(buffer)} bytes; a copy reaches byte {end}")

@@ -1,11 +1,11 @@
-"""Which bytes go from which rank of one layout to which rank of another: every byte of the destination once.
+"""Plans which rank of one layout sends which bytes to which rank of another. Each destination byte is sent once.
 
-    plan = build(trainer, sampler)                 # every rank builds the same one: compare plan.digest first
-    for copy in plan.copies(receiver=3): ...       # what rank 3 of the sampler gets, and where it lies
+    plan = build(trainer, sampler)                 # every rank builds the same plan: compare plan.digest first
+    for copy in plan.copies(receiver=3): ...       # what rank 3 of the sampler receives, and from where
 
-What a receiver lacks is cut out of the boxes that the senders hold. A box that several senders hold alike (data
-parallel replicas, tied weights) is divided into segments, each of which goes to the sender with the least to send:
-senders that hold all alike differ by a segment at most. Plain numbers: no device is touched.
+What a receiver needs is cut out of the boxes that senders hold. A box that several senders hold (data-parallel
+replicas, tied weights) is divided into segments; each goes to the sender with the least load. Senders that hold the
+same boxes differ by at most one segment. Plain numbers: no device is touched.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 
 from ops.refit.layout import Box, Layout, Place, check_apart, intersection, size, without
 
-SEGMENT_BYTES = 32 << 20  # at most, of what one sender gives one receiver in one piece
+SEGMENT_BYTES = 32 << 20  # limit for one piece from one sender to one receiver
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
-    """`rows` runs of `run` bytes from a buffer of a source rank into one of a destination rank. From row to row it is
-    `source_stride` bytes here and `destination_stride` bytes there."""
+    """`rows` runs of `run` bytes from a source rank's buffer to a destination rank's buffer. Rows are `source_stride`
+    bytes apart at the source and `destination_stride` at the destination."""
 
     source: int
     destination: int
@@ -40,13 +40,12 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Bytes that it moves."""
+        """Bytes moved."""
         return self.run * self.rows
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False):
-    """A box as rows of bytes, here and there: offsets of the first row, bytes of a row, rows, and bytes from row to
-    row."""
+    """A box as rows of bytes in two places: offsets of the first row, bytes per row, number of rows, row strides."""
 
     here: int
     there: int
@@ -57,7 +56,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Segment(msgspec.Struct, frozen=True):
-    """A box of a tensor that all of `sources` hold and all of `destinations` lack: (rank, place) each."""
+    """A box of a tensor that all `sources` hold and all `destinations` need, each a (rank, place)."""
 
     box: Box
     item_bytes: int
@@ -67,10 +66,10 @@ class _Segment(msgspec.Struct, frozen=True):
 
 
 class Plan:
-    """What `build` returns. `sent` and `received` are bytes by rank."""
+    """The result of `build`. `sent` and `received` are bytes by rank."""
 
     def __init__(self, segments: Sequence[_Segment], chosen: Sequence[np.ndarray], senders: int, to: Layout) -> None:
-        self._segments, self._chosen = segments, chosen  # by segment, for each of its destinations: which source
+        self._segments, self._chosen = segments, chosen  # for each segment, the source of each destination
         self._to = to
         took = np.repeat([segment.size for segment in segments], [len(segment.destinations) for segment in segments])
         givers = [segment.sources[n][0] for segment, choice in zip(segments, chosen) for n in choice.tolist()]
@@ -79,7 +78,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """The same for two plans that move the same bytes in the same way."""
+        """Equal for two plans that move the same bytes in the same way."""
         hashes: dict[int, bytes] = {}  # by identity: many segments have the same holders
         for segment in self._segments:
             for holders in (segment.sources, segment.destinations):
@@ -92,7 +91,7 @@ class Plan:
         return hashed.hexdigest()
 
     def copies(self, receiver: int) -> list[Copy]:
-        """What a receiver gets. Raises ValueError where two of its places lie on the same bytes."""
+        """The copies for one receiver. Raises ValueError if two of its places overlap."""
         check_apart(self._to, receiver)
         return [
             copy
@@ -114,7 +113,7 @@ class Plan:
 
 
 def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> Plan:
-    """The plan. Raises ValueError, naming the tensor, where shapes or dtypes differ or nobody holds what is wanted."""
+    """Build the plan. Raises ValueError, naming the tensor, if shapes or dtypes differ or no source holds a box."""
     held, wanted = _holders(source), _holders(destination)
     segments: list[_Segment] = []
     for name in wanted:
@@ -132,7 +131,7 @@ def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_B
 
 
 def pieces(box: Box, limit: int) -> list[Box]:
-    """A box as boxes of at most `limit` elements, cut along its first dimensions as evenly as possible."""
+    """Split a box into boxes of at most `limit` elements, cut along its first dimensions as evenly as possible."""
     if size(box) <= limit:
         return [box]
     for i, (start, stop) in enumerate(box):
@@ -147,7 +146,7 @@ def pieces(box: Box, limit: int) -> list[Box]:
 
 
 def _holders(layout: Layout) -> dict[str, dict[Box, list[tuple[int, Place]]]]:
-    """By tensor and box, who holds it."""
+    """Holders by tensor and box."""
     found: dict[str, dict[Box, list[tuple[int, Place]]]] = {}
     for rank, places in enumerate(layout.ranks):
         for place in places:
@@ -158,11 +157,11 @@ def _holders(layout: Layout) -> dict[str, dict[Box, list[tuple[int, Place]]]]:
 def _check_same(name: str, source: Layout, destination: Layout) -> None:
     here, there = source.tensors.get(name), destination.tensors[name]
     if here is None:
-        raise ValueError(f"the destination wants {name!r}, which the source has not")
+        raise ValueError(f"the destination needs {name!r}, which the source does not have")
     if here != there:
         raise ValueError(
             f"{name!r} is {here.dtype} {list(here.shape)} at the source and {there.dtype} {list(there.shape)} at the "
-            "destination: bytes are moved as they are, never cast"
+            "destination: bytes are copied as they are, never cast"
         )
 
 
@@ -179,7 +178,7 @@ class _Givers:
         self._apart = int((meet & meet.T).sum()) == len(boxes)
 
     def cover(self, box: Box) -> list[tuple[Box, Box]]:
-        """Disjoint parts of a box, each with the box that it is cut out of. Raises ValueError where one is missing."""
+        """Disjoint parts of a box, each with the box that contains it. Raises ValueError if a part is missing."""
         meeting, edges = self._meeting(box)
         if self._apart and (edges[:, :, 1] - edges[:, :, 0]).prod(1).sum() == size(box):
             parts = [tuple((start, stop) for start, stop in part) for part in edges.tolist()]
@@ -200,7 +199,7 @@ class _Givers:
         return found
 
     def _meeting(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
-        """Which boxes have something in common with this one, and what."""
+        """The boxes that overlap this one, and the overlaps."""
         wanted = np.array(box, np.int64)
         low = np.maximum(self._edges[:, :, 0], wanted[:, 0])
         high = np.minimum(self._edges[:, :, 1], wanted[:, 1])
@@ -209,15 +208,15 @@ class _Givers:
 
 
 def _summed(ranks: Sequence[int], took: np.ndarray, count: int) -> np.ndarray:
-    """Bytes of each of so many ranks: exact, as sums of whole numbers."""
+    """Bytes for each of `count` ranks: exact integer sums."""
     total = np.zeros(count, np.int64)
     np.add.at(total, np.array(ranks, np.int64), took)
     return total
 
 
 def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
-    """For each destination of each segment, which of its sources gives it: the largest segments first, each time the
-    sender with the least load."""
+    """Choose a source for each destination of each segment: largest segments first, each from the least-loaded
+    sender."""
     chosen: list[np.ndarray] = [np.zeros(len(segment.destinations), np.int32) for segment in segments]
     load = np.zeros(senders, np.int64)
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -232,7 +231,7 @@ def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
         counts = [len(segments[number].destinations) for number in numbers]
         shares = _filled(load[list(ranks)], bytes_each, sum(counts))
         load[list(ranks)] += shares * bytes_each
-        order = np.concatenate([np.arange(share) for share in shares])  # in turns: neighbours ask different senders
+        order = np.concatenate([np.arange(share) for share in shares])  # round-robin: neighbors use different senders
         turns = np.repeat(np.arange(len(ranks)), shares)[np.argsort(order, kind="stable")]
         for number, part in zip(numbers, np.split(turns, np.cumsum(counts)[:-1])):
             chosen[number] = part.astype(np.int32)
@@ -240,9 +239,9 @@ def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
 
 
 def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
-    """How many of `count` equal segments each sender gets, if each goes to the one with the least load."""
+    """How many of `count` equal segments each sender gets if each goes to the least-loaded one."""
     low, high = int(load.min()), int(load.max()) + bytes_each * count
-    while high - low > 1:  # the highest level up to which whole segments fill all that lies below it
+    while high - low > 1:  # find the highest level that whole segments fill completely
         level = (low + high) // 2
         fits = int((np.maximum(level - load, 0) // bytes_each).sum()) <= count
         low, high = (level, high) if fits else (low, level)
@@ -253,9 +252,9 @@ def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
 
 
 def rows(box: Box, item_bytes: int, here: Place, there: Place) -> Iterator[Rows]:
-    """A box as rows of bytes, as few as possible."""
+    """Split a box into as few rows of bytes as possible."""
     offset, other_offset = _offset(box, here), _offset(box, there)
-    dims: list[tuple[int, int, int]] = []  # extent, stride here, stride there; those that lie as one are one
+    dims: list[tuple[int, int, int]] = []  # extent and both strides; contiguous dimensions are merged
     for (start, stop), stride, other_stride in zip(box, here.strides, there.strides):
         extent = stop - start
         if extent == 1:

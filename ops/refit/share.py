@@ -1,10 +1,10 @@
-"""What a trainer's rank offers of its weights: its part of a version, where it lies, and the checksums of it.
+"""What a trainer rank offers of its weights: its part of a version, where it lies, and its checksums.
 
     shares = Shares(tensors, places, parameters)           # on each rank, once
-    share = shares.publish(parameters)                     # for each version; those of all ranks are a model
+    share = shares.publish(parameters)                     # for each version; the shares of all ranks form the model
 
-The part is copied into memory that readers open, so that training goes on while they read. A worker that begins to
-serve later still finds this version, until the next one is published.
+The part is copied into memory that readers open, so training continues while they read. A worker that starts later
+still finds this version until the next one is published.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ ALIGNED = 256  # bytes; every parameter begins at a multiple
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A rank's part of a version. `memory` is what the transport's sender offers: memory that processes of its machine
-    open, the bytes themselves, or anything else; or the mark of memory that the rank itself sends from."""
+    """A rank's part of a version. `memory` is what the transport's sender offers: memory that processes on the same
+    machine open, the bytes themselves, anything else, or the mark of memory that the rank itself sends from."""
 
-    layout: bytes  # tensors of the model, and places of this rank in the memory
+    layout: bytes  # tensors of the model, and this rank's places in the memory
     summed: Summed
     memory: Any
 
     @property
     def model_bytes(self) -> int:
-        """Of the whole model."""
+        """Bytes of the whole model."""
         tensors, _ = _decoded(self.layout)
         return sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors.values())
 
 
 def open_to(memory: SharedMemory) -> SharedMemory:
-    """Offers the memory itself."""
+    """Offer the memory itself."""
     return memory
 
 
 class Shares:
-    """Copies a rank's parameters and says where they are. Dtypes are those of the model's tensors, whatever the
+    """Copies a rank's parameters and describes where they are. Dtypes are those of the model's tensors, whatever the
     parameters have.
 
-    On the CPU two versions are kept, so that a reader that comes late finds the one before while the next is written;
-    on a GPU, where memory is dear, one.
+    On the CPU the last two versions are kept, so a late reader finds the previous one while the next is written; on a
+    GPU, where memory is scarce, only one.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Shares:
         self._versions = cycle(self._all)
 
     def publish(self, parameters: Mapping[str, torch.Tensor], offer: Callable[[SharedMemory], Any] = open_to) -> Share:
-        """The share of what the contiguous parameters are now; `offer` says what stands for the memory that has it."""
+        """Publish the current values of contiguous parameters. `offer` returns what represents the memory in the
+        share."""
         version = next(self._versions)
         return Share(version.layout, version.filled(parameters), offer(version.memory))
 
     def memory(self, mark: Mark) -> torch.Tensor:
-        """The flat bytes that a share's mark stands for. Raises ValueError for a mark of another process."""
+        """The flat bytes for a share's mark. Raises ValueError for a mark of another process."""
         for each in self._all:
             if each.memory.mark == mark:
                 return each.memory.bytes
@@ -91,7 +92,7 @@ class _Version:
             size += -(-parameters[name].numel() * dtype.itemsize // ALIGNED) * ALIGNED
         self.memory = SharedMemory(size, next(iter(parameters.values())).device)
         self._own: dict[str, torch.Tensor] = {}  # flat bytes of the copies, by the parameters' names
-        self._cast: dict[str, torch.Tensor] = {}  # copies of parameters that have another dtype
+        self._cast: dict[str, torch.Tensor] = {}  # copies of parameters with another dtype
         for name, start in starts.items():
             parameter, dtype = parameters[name], dtypes[name]
             self._own[name] = self.memory.bytes[start : start + parameter.numel() * dtype.itemsize]
@@ -101,11 +102,11 @@ class _Version:
         self._sums: Sums | None = None
         self._addresses: list[int] = []
         placed = [replace(place, buffer="", offset=starts[place.buffer] + place.offset) for place in places]
-        self.layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # it goes along with every version
+        self.layout = zlib.compress(msgspec.msgpack.encode((tensors, placed)))  # sent with every version
 
     @torch.no_grad()
     def filled(self, parameters: Mapping[str, torch.Tensor]) -> Summed:
-        """The checksums, when all of it is there."""
+        """Copy the parameters and return the checksums."""
         same = [name for name in self._own if name not in self._cast]
         addresses = [parameters[name].data_ptr() for name in same]
         if self._sums is None or addresses != self._addresses:
@@ -114,26 +115,26 @@ class _Version:
             self._addresses = addresses
         if self._cast:
             torch._foreach_copy_(list(self._cast.values()), [parameters[name].detach() for name in self._cast])
-        return self._sums.now()  # and copies the others
+        return self._sums.now()  # also copies the other parameters
 
 
 def bytes_of(share: Share, device: torch.device) -> torch.Tensor:
-    """The flat bytes of a share whose memory can be read here, by this device: in place, or on the CPU."""
+    """The flat bytes of a share whose memory this device can read: in place, or on the CPU."""
     if isinstance(share.memory, np.ndarray):
         return torch.from_numpy(share.memory)
-    assert isinstance(share.memory, Handle | SharedMemory), "it is not memory, and not bytes"
+    assert isinstance(share.memory, Handle | SharedMemory), "neither memory nor bytes"
     return opened(share.memory, device)
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:
-    """Where all ranks hold the model."""
+    """The layout of the model over all ranks."""
     return _layout(tuple(share.layout for share in shares))
 
 
 def digest_of(shares: Sequence[Share]) -> str:
-    """The hash of the version, which does not depend on how it was divided.
+    """The hash of the version, independent of its layout.
 
-    Raises ValueError, naming the tensor, where ranks disagree or do not have all of it.
+    Raises ValueError, naming the tensor, if ranks disagree or part of it is missing.
     """
     return digest(layout_of(shares).tensors, [share.summed for share in shares])
 

@@ -1,7 +1,7 @@
-"""Copies and transfers beside each other: a GPU's stream for either, and slots of memory that their steps take in turn.
+"""Overlaps copies and transfers: one GPU stream for each, and slots of memory that they use in turn.
 
-Transfers have the higher priority. A block of NCCL's kernel takes nearly all registers of a core (96 for each of 640
-threads; NCCL 2.28.9, H200): it begins where all blocks of a copy have ended, and no others may follow them there.
+Transfers have the higher priority. A block of NCCL's kernel takes nearly all registers of an SM (96 for each of 640
+threads; NCCL 2.28.9, H200): it starts only on an SM where all blocks of a copy have ended and no new ones follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ops.refit.move import Moves
 
 
 class Streams:
-    """A stream for copies and one for transfers. There is none on the CPU, where all is done at once."""
+    """One stream for copies and one for transfers. None on the CPU, where everything runs synchronously."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -24,21 +24,21 @@ class Streams:
 
 
 class Slot:
-    """Memory that copies and transfers use in turn: each begins when the one before it is done."""
+    """Memory that copies and transfers use in turn; each starts when the previous one is done."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._done: torch.cuda.Event | None = None
 
     def copy(self, moves: Sequence[Moves]) -> None:
-        """These are next."""
+        """Enqueue these copies."""
         if moves:
             with self._next(self.streams.copies):
                 for each in moves:
                     each.run()
 
     def transfer(self) -> AbstractContextManager[None]:
-        """What is sent and received inside is next."""
+        """Enqueue the transfers issued inside this context."""
         return self._next(self.streams.transfers)
 
     @contextmanager
@@ -55,7 +55,8 @@ class Slot:
 
 @contextmanager
 def in_order(slots: Sequence[Slot]) -> Iterator[None]:
-    """All that slots do inside is, as the current stream sees it, done here: after what it has, before what it gets."""
+    """Order all work of the slots in this context on the current stream: after its earlier work, before its later
+    work."""
     found = dict.fromkeys(stream for slot in slots for stream in (slot.streams.copies, slot.streams.transfers))
     for stream in filter(None, found):
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,16 +1,16 @@
-"""Checksums of a model's tensors that do not depend on how ranks divide them: 128 bits each, by position.
+"""Layout-independent checksums of a model's tensors: 128 bits each, by position.
 
-    held = Sums(layout.tensors, layout.ranks[2], buffers).now()    # on each rank, of each box that it has
-    digest(layout.tensors, [held, ...])                            # of all ranks: the same for every layout
+    held = Sums(layout.tensors, layout.ranks[2], buffers).now()    # on each rank, for each box that it has
+    digest(layout.tensors, [held, ...])                            # over all ranks: the same for every layout
 
-A tensor's bytes, in the order of its canonical coordinates, are 8-byte words; a word counts times an odd number that
-its position gives (multiply-shift hashing; Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair
-Problem, 1997), and sums are modulo 2^64. So the sums of disjoint boxes add up to that of the tensor, even where a box
-begins within a word; an odd factor loses nothing, so a word that differs always shows. It detects faults, not forgery.
+A tensor's bytes, in canonical coordinate order, are 8-byte words. Each word is multiplied by an odd number derived from
+its position (multiply-shift hashing; Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair
+Problem, 1997), and sums are modulo 2^64. So the sums of disjoint boxes add up to the tensor's, even if a box begins
+inside a word. An odd factor is invertible, so a single differing word always shows. It detects faults, not forgery.
 
-A factor is that of the word's block times that of its place there, so that a GPU reads as fast as its memory gives.
-Differences in the highest bits alone leave a product few bits to show in: the second sum has each word's halves
-exchanged. What is published is copied in the pass that adds it up, as both would read all of it.
+A factor is the product of the word's block factor and the factor of its place in the block, so a GPU reads at memory
+speed. A difference only in the highest bits leaves few bits of a product to show it, so the second sum swaps each
+word's halves. Publishing copies in the same pass, since both read all of it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ops.refit.plan import rows
 from ops.refit.tiles import WORDS, tiles, word_bytes
 
 Held = tuple[str, Box]
-SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of the two sums
+SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # for the two sums
 BLOCK = 256  # words
-KEPT_BYTES = 64 << 20  # of buffers on the CPU, up to which the factors of their words are kept
+KEPT_BYTES = 64 << 20  # up to this size of CPU buffers, the factors of their words are kept
 
 
 class Summed(msgspec.Struct, frozen=True, array_like=True):
-    """The boxes that a rank holds, encoded, and the checksum of each: int64, two a box."""
+    """The boxes that a rank holds, encoded, and their checksums: two int64 per box."""
 
     boxes: bytes
     sums: bytes
 
 
 class Sums:
-    """Of what lies in some places. Each `buffer` is flat bytes, all of them on one device.
+    """Checksums of the bytes in some places. Each `buffer` is flat bytes, all on one device.
 
-    With `source`, which gives for each buffer another that is laid out as it is, or itself, the places are filled from
-    there in the same pass. Raises ValueError where one is longer than the other.
+    `source` maps each buffer to another with the same layout, or to itself; the places are filled from there in the
+    same pass. Raises ValueError if their lengths differ.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Sums:
     ) -> None:  # fmt: skip
         self._count = len(places)
         self._boxes = msgspec.msgpack.encode([(place.tensor, place.box) for place in places])
-        self._kept = [buffer(place.buffer) for place in places]  # so that the addresses stay theirs
+        self._kept = [buffer(place.buffer) for place in places]  # keeps the addresses valid
         self._sources = [source(place.buffer) for place in places] if source else self._kept
         for place, memory, filling in zip(places, self._kept, self._sources):
             if len(memory) != len(filling):
-                raise ValueError(f"buffer {place.buffer!r} has {len(memory)} bytes, and its source {len(filling)}")
+                raise ValueError(f"buffer {place.buffer!r} has {len(memory)} bytes, but its source has {len(filling)}")
         self._device = self._kept[0].device if places else torch.device("cpu")
         tables = self.described(tensors, places)
         if self._device.type == "cuda":
@@ -70,7 +70,7 @@ class Sums:
             self._here = [_Tile(row, word, keeps) for word, table in tables for row in table.tolist()]
 
     def described(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> list[tuple[int, np.ndarray]]:
-        """By bytes of a word, the table that ops.refit.kernel.add goes through."""
+        """Tables for ops.refit.kernel.add, by word size."""
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
         salts = np.array([_salt(place.tensor) for place in places], np.int64)[made[:, 0]]
         apart = [memory.data_ptr() - filling.data_ptr() for memory, filling in zip(self._kept, self._sources)]
@@ -84,7 +84,7 @@ class Sums:
         return tables
 
     def now(self) -> Summed:
-        """Of the bytes that lie there now, once those of the source are there."""
+        """Copy from the source, if any, and compute the checksums of the current bytes."""
         if self._device.type == "cuda":
             from ops.refit.kernel import add
 
@@ -99,8 +99,8 @@ class Sums:
         return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
-        """Place, first byte in the tensor, address to read, rows, bytes of a run, and of the steps in the tensor and
-        here."""
+        """Slot, first byte in the tensor, address to read, rows, run, row stride in the tensor and in memory, in
+        bytes."""
         for slot, (place, source) in enumerate(zip(places, self._sources)):
             tensor = tensors[place.tensor]
             canonical = dense(place.tensor, whole(tensor.shape), tensor.item_bytes, "")
@@ -114,21 +114,21 @@ def _salt(name: str) -> int:
 
 
 def _signed(word: int) -> int:
-    """As a 64-bit number with a sign."""
+    """As a signed 64-bit number."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014) on each
-    of some uint64."""
+    """The SplitMix64 finalizer (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
+    elementwise on uint64."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return words ^ words >> np.uint64(31)
 
 
 class _Tile:
-    """What a program of the kernel does, on the CPU. `keeps` has it keep the numbers that its positions give, which
-    take three times its memory."""
+    """One program of the kernel, on the CPU. `keeps` caches the factors of its positions, which take three times the
+    tile's memory."""
 
     def __init__(self, row: list[int], word: int, keeps: bool) -> None:
         self.slot, self._salt, start, address, rows, run, step, here_step, further = row
@@ -139,7 +139,7 @@ class _Tile:
         self._kept = self._numbers() if keeps else None
 
     def now(self) -> np.ndarray:
-        """Both sums."""
+        """Compute both sums."""
         if self._there is not None:
             self._there[:] = self._here
         (first, second), shift = self._kept or self._numbers()
@@ -148,7 +148,7 @@ class _Tile:
         return np.array([(words * first).sum(), (exchanged * second).sum()]).view(np.int64)
 
     def _numbers(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Of each word its factor in both sums, and by how many bits it is behind the start of 8 bytes."""
+        """For each word, its factors in both sums and its bit offset within 8 bytes."""
         start, step, word = self._where
         rows, run = self._here.shape
         byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
@@ -158,7 +158,7 @@ class _Tile:
 
 
 def _words(address: int, rows: int, run: int, step: int, word: int) -> np.ndarray:
-    """Memory as an array of them [rows, run]."""
+    """View memory as an array of words [rows, run]."""
     raw = (ctypes.c_char * (((rows - 1) * step + run) * word)).from_address(address)
     memory = np.frombuffer(memoryview(raw), f"u{word}")
     return np.lib.stride_tricks.as_strided(memory, (rows, run), (step * word, word))
@@ -169,9 +169,9 @@ def _factor(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 
 def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:
-    """sha256 over the checksums of all tensors, put together from what ranks hold.
+    """sha256 over the checksums of all tensors, combined from all ranks.
 
-    Raises ValueError, naming the tensor, where ranks that hold the same box have different bytes, or boxes are missing.
+    Raises ValueError, naming the tensor, if holders of the same box have different bytes or boxes are missing.
     """
     scheme = _scheme(tuple(rank.boxes for rank in ranks))
     sums = np.concatenate([np.frombuffer(rank.sums, np.int64).reshape(-1, 2) for rank in ranks])
@@ -193,8 +193,8 @@ def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the sums of ranks fit together: of each entry its box, and the first entry of the same box; the entries that
-    are the first of their box, with their tensors; names of tensors, and how many elements the boxes have together."""
+    """How ranks' sums combine. For each entry: its box, and the first entry of that box. For the first entries: their
+    index and tensor. For each tensor: its name and the total elements of its boxes."""
 
     held: list[Held]
     box: np.ndarray

@@ -1,19 +1,19 @@
-"""Descriptors of strided bytes, cut into tiles of about one size, so that a kernel's programs all have as much to do.
+"""Cuts descriptors of strided bytes into tiles of similar size, so that a kernel's programs have equal work.
 
-A descriptor is a row of seven numbers: a key; an address on the first and on the second side; rows; bytes of a run; and
-bytes from row to row on the first and on the second side.
+A descriptor is a row of seven numbers: key, first address, second address, rows, bytes per run, first row stride,
+second row stride.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-TILE_BYTES = 64 << 10  # so few that programs end soon, and room is made for those of other streams
-WORDS = (8, 4, 2, 1)  # bytes of a word that tiles are gone through in
+TILE_BYTES = 64 << 10  # small, so programs end soon and make room for other streams
+WORDS = (8, 4, 2, 1)  # word sizes in bytes, largest first
 
 
 def tiles(descriptors: np.ndarray) -> np.ndarray:
-    """The same bytes in descriptors [N, 7] of at most TILE_BYTES."""
+    """Split descriptors [N, 7] into ones of at most TILE_BYTES."""
     made = [np.zeros((0, 7), np.int64)]
     for key, first, second, rows, run, first_step, second_step in descriptors.tolist():
         if first_step == second_step == run:
@@ -34,8 +34,9 @@ def tiles(descriptors: np.ndarray) -> np.ndarray:
 
 
 def in_turns(keys: np.ndarray, sizes: np.ndarray, turn: int) -> np.ndarray:
-    """An order in which, at every moment, about the same share of each key's bytes has had its turn; the `turn`-th key
-    is first each time."""
+    """An order that interleaves keys evenly: every prefix has about the same share of each key's bytes. The `turn`-th
+    key
+    goes first each time."""
     known = np.unique(keys)
     share = np.zeros(len(keys))
     for place, key in enumerate(known):
@@ -46,6 +47,6 @@ def in_turns(keys: np.ndarray, sizes: np.ndarray, turn: int) -> np.ndarray:
 
 
 def word_bytes(described: np.ndarray) -> np.ndarray:
-    """Of each descriptor, bytes of the largest word that all of it is a multiple of."""
+    """For each descriptor, the largest word size that divides all its numbers."""
     joint = np.bitwise_or.reduce(described[:, [1, 2, 4, 5, 6]], axis=1) | WORDS[0]
     return joint & -joint

@@ -1,12 +1,12 @@
-"""Who gives a version to whom, in waves: who has all of it gives it on in the next one.
+"""Plans who sends a version to whom, in waves: a receiver that has all of it forwards it in the next wave.
 
-    waves({1: 0, 2: 0, 3: 0}, State())             # three receivers that hold equal boxes, behind one sender
+    waves({1: 0, 2: 0, 3: 0}, State())             # one sender, three receivers that hold equal boxes
     [[[1, TRAINER]], [[2, TRAINER], [3, 1]]]       # [receiver, source], wave by wave
 
-Ranks are numbered as in a group: senders come first. The senders together are one source, the trainer, which gives to
-one receiver of each kind in a wave; a receiver that has the version is one for receivers of its kind, one in a wave. So
-n receivers of a kind have it after ceil(log2(n + 1)) waves, and no sender sends more than it holds for one receiver of
-each kind in any of them. What is planned, and what it is planned from, is JSON-safe. Nothing here communicates.
+Ranks are numbered as in a group: senders come first. All senders together are one source, the trainer. In each wave it
+sends to one receiver of each kind, and a receiver that has the version sends to one receiver of its kind. So n
+receivers of a kind have it after ceil(log2(n + 1)) waves, and in no wave does a sender send more than it holds for one
+receiver of each kind. Plans and their inputs are JSON-safe. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Pair = tuple[int, int]  # sender, receiver
 
 
 class State(msgspec.Struct, frozen=True):
-    """What all ranks know of a version before a wave: receivers that have it, ranks that take no part any more, and
-    (receiver, source) between which it did not get through. `refused` says why nobody goes on."""
+    """What all ranks know about a version before a wave: receivers that have it, ranks that dropped out, and (receiver,
+    source) pairs whose transfer failed. `refused` is the reason why no rank continues."""
 
     holders: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
@@ -35,8 +35,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `by` says of a rank: of itself, whether it has the version and which ranks it could not get it from; of
-    another, that it is gone. `plan` says what it plans from."""
+    """What `by` reports about a rank. About itself: whether it has the version, and which ranks it could not get it
+    from. About another: that it is gone. `plan` identifies the inputs of its plan."""
 
     by: int
     holds: bool = False
@@ -45,22 +45,22 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class NoSourceError(ValueError):
-    """A receiver lacks a version that nobody is left to give it."""
+    """A receiver lacks a version and no rank is left to send it."""
 
 
 def kinds(layout: Layout) -> list[int]:
-    """For each rank, the first one that holds the same boxes: what the one has, the other may have of it."""
+    """For each rank, the first rank that holds the same boxes: each can get a version from the other."""
     first: dict[frozenset[object], int] = {}
     held = [frozenset((place.tensor, place.box) for place in places) for places in layout.ranks]
     return [first.setdefault(boxes, rank) for rank, boxes in enumerate(held)]
 
 
 def waves(kind: Mapping[int, int], state: State, trainer: Collection[int] | None = None) -> list[Wave]:
-    """The waves after which every receiver that is not gone has the version. `kind` is each receiver's; `trainer` the
-    kinds that the trainer can give, by default all.
+    """The waves after which every receiver that is not gone has the version. `kind` is by receiver; `trainer` lists the
+    kinds that the trainer can send, by default all.
 
-    Receivers take their turn in order, and begin to look for a source that is free at another place each. Raises
-    NoSourceError, naming them, where receivers are left that nobody can give it.
+    Receivers choose in order; each starts looking for a free source at a different place. Raises NoSourceError, naming
+    the receivers that no rank can send it to.
     """
     lacking = [rank for rank in sorted(kind) if rank not in state.holders and rank not in state.gone]
     sources: dict[int, list[int]] = {
@@ -87,7 +87,7 @@ def waves(kind: Mapping[int, int], state: State, trainer: Collection[int] | None
 
 
 def gives(source: Layout, destination: Layout, kind: Mapping[int, int]) -> list[int]:
-    """The kinds that the trainer can give with the places that its ranks have left."""
+    """The kinds that the trainer can send with its remaining places."""
     found = []
     for each in sorted(set(kind.values())):
         try:
@@ -99,8 +99,8 @@ def gives(source: Layout, destination: Layout, kind: Mapping[int, int]) -> list[
 
 
 def parts(wave: Wave, source: Layout, destination: Layout, rank: int, segment_bytes: int) -> dict[Pair, list[Copy]]:
-    """What a rank sends and receives in a wave, by (sender, receiver): from the trainer by the plan for all those that
-    it gives to, which divides them evenly among its ranks; from a receiver, all that it holds."""
+    """What a rank sends and receives in a wave, by (sender, receiver). From the trainer: by the plan for all its
+    receivers, which balances the load over its ranks. From a receiver: everything that it holds."""
     senders = len(source.ranks)
     found: dict[Pair, list[Copy]] = {}
     direct = [receiver for receiver, giver in wave if giver == TRAINER]
@@ -118,15 +118,15 @@ def parts(wave: Wave, source: Layout, destination: Layout, rank: int, segment_by
 
 
 def settled(state: State, expected: Collection[int], reports: Mapping[int, Report], senders: int) -> State:
-    """The state behind a wave or a roll call of the `expected` ranks: who did not report itself is gone; what did not
-    get through between two that are there is not tried again."""
+    """The state after a wave or a roll call of the `expected` ranks. A rank that did not report itself is gone; a
+    failed transfer between two live ranks is not retried."""
     there = {rank for rank in expected if rank in reports and reports[rank].by == rank}
     if len(plans := {reports[rank].plan for rank in there}) > 1:
         by_plan = [sorted(rank for rank in there if reports[rank].plan == plan) for plan in sorted(plans)]
         return msgspec.structs.replace(
             state,
-            refused=f"refit, ranks {' and '.join(map(str, sorted(by_plan)))}: they plan from different layouts, or "
-            "another version; every rank has to know the same. Fix: the same model, layouts and version on all ranks",
+            refused=f"refit, ranks {' and '.join(map(str, sorted(by_plan)))}: they plan from different layouts or "
+            "versions; all ranks must use the same. Fix: the same model, layouts and version on all ranks",
         )
     gone = set(state.gone) | (set(expected) - there)
     holders = (set(state.holders) | {rank for rank in there if reports[rank].holds}) - gone
@@ -143,7 +143,7 @@ def _of(destination: Layout, ranks: list[int], senders: int) -> Layout:
 def _refusal(lacking: list[int], state: State) -> str:
     apart = ", ".join(f"{rank} from {'the trainer' if source == TRAINER else source}" for rank, source in state.failed)
     return (
-        f"refit, ranks {lacking}: nobody is left to give them the version (gone: {list(state.gone) or 'none'}; did not "
-        f"get it: {apart or 'none'}); only a rank that holds exactly this version may give it on. Fix: start what is "
-        "gone again and refit from the trainer; ranks that are up but did not get it need a network between them"
+        f"refit, ranks {lacking}: no rank is left to send them the version (gone: {list(state.gone) or 'none'}; failed "
+        f"transfers: {apart or 'none'}); only a rank that holds exactly this version can forward it. Fix: restart the "
+        "ranks that are gone and refit from the trainer; live ranks with failed transfers need a network between them"
     )

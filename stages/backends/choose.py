@@ -1,4 +1,4 @@
-"""Which token a row of logits gives for a random number: the one rule of all backends. Knows tensors only.
+"""Selects a token from logits and a random number, by one rule for all backends. Knows tensors only.
 
 Legend: B rows, V vocabulary, K blocks of W tokens.
 """
@@ -16,9 +16,9 @@ BLOCK = 512  # tokens
 def choose(
     logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
+    """One token per row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
 
-    The tail is cut by top_k and then top_p (Holtzman et al. 2020: the smallest set that holds top_p).
+    The tail is cut by top_k, then top_p (Holtzman et al. 2020: the smallest set with total probability top_p).
     """
     logits_BV = logits_BV.float()
     if sampling.greedy:
@@ -26,17 +26,17 @@ def choose(
         tokens_B = logprobs_BV.argmax(-1)
     else:
         if uniform_B is None:
-            raise ValueError("sampling needs one uniform number a token")
+            raise ValueError("sampling needs one uniform number per token")
         logprobs_BV = (logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature).log_softmax(-1)
         tokens_B = _at(_cut(logprobs_BV.exp(), sampling), uniform_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
 def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The token of each row at which the cumulative weight passes the share `uniform_B` of the whole.
+    """The token of each row at which the cumulative weight exceeds the fraction `uniform_B` of the total.
 
-    Sums are float64, so that a large vocabulary loses nothing. Those of blocks come first, and then those within one
-    block: a running sum over a whole vocabulary costs a GPU more than the rest of the choice.
+    Sums are float64, so a large vocabulary loses no precision. Block sums come first, then sums within one block: on a
+    GPU, a running sum over the whole vocabulary costs more than all other parts of the selection.
     """
     width = weights_BV.shape[-1]
     blocks_BKW = pad(weights_BV, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -51,12 +51,13 @@ def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
 
 def _below(target_B1: torch.Tensor, total_B1: torch.Tensor) -> torch.Tensor:
-    """The target, below the total even after rounding, so that what is found has a weight above 0."""
+    """The target, kept below the total despite rounding, so that the selected token has a weight above 0."""
     return torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
 
 
 def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero outside the top_k and top_p sets and below min_p; a tie at the edge goes to the lower token id."""
+    """Zero out probabilities outside the top_k and top_p sets and below min_p; ties at the edge keep the lower token
+    id."""
     width = probabilities_BV.shape[-1]
     if sampling.min_p > 0:
         floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The device of a worker and its memory: claimed once, given to another process and taken again. Knows no model."""
+"""A worker's device and its memory: claimed once, lent to another process and reclaimed. Knows no model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _BLOCK_BYTES, _ALIGNMENT = 1 << 30, 512  # of pinned memory
 
 
 def claim(group: WorkerGroup) -> torch.device:
-    """What this worker computes on, its threads and memory set. Raises StageError where the group asks for GPUs and
-    torch sees none."""
+    """Set up this worker's threads and memory, and return its device. Raises StageError if the group needs GPUs and
+    torch
+    sees none."""
     if group.gpus > 0 and not torch.cuda.is_available():
         raise StageError(
             Problem(
                 where=str(group.location),
-                what=f"worker group {group.name!r} asks for {group.gpus} GPUs and torch sees none",
+                what=f"worker group {group.name!r} needs {group.gpus} GPUs and torch sees none",
                 why="a group with gpus above 0 computes on CUDA",
                 fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
             )
@@ -37,9 +38,8 @@ def claim(group: WorkerGroup) -> torch.device:
 
 
 def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds for this process: by default it returns large blocks to the kernel when they are freed,
-    so the activations of a small model are mapped, and their pages faulted in, again at every step. False where the C
-    library is another one."""
+    """Raise glibc's malloc thresholds for this process. By default it returns large freed blocks to the kernel, so a
+    small model's activations are mapped and page-faulted again in every step. Returns False for another C library."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -47,7 +47,7 @@ def keep_freed_memory() -> bool:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """By all processes; 0 on a CPU."""
+    """Bytes in use by all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -55,26 +55,28 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def bytes_free(device: torch.device) -> int:
-    """Of a GPU, after this process has returned what it does not need."""
+    """Free bytes of a GPU, after releasing this process's unused memory."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 class Parking:
-    """Tensors that wait on the host while their device is another process's. They stay the same objects, so whoever
-    holds them can read and write them meanwhile. The memory on the host is kept for the next time."""
+    """Keeps tensors on the host while another process uses their device. They stay the same objects, so their holders
+    can
+    read and write them meanwhile. Host memory is kept for the next time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._places: dict[int, torch.Tensor] = {}  # by the tensor's identity
+        self._places: dict[int, torch.Tensor] = {}  # by tensor identity
         self._parked: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: torch.cuda.Event | None = None
 
     def park(self, tensors: Iterable[torch.Tensor], room: int | None = None) -> None:
-        """Move contents to the host: of as many as it takes for `room` bytes to be free on a GPU; of all, where it is
-        None or there is none. Nothing else may share their memory."""
+        """Move contents to the host: on a GPU only as many as needed to free `room` bytes; all of them if `room` is
+        None
+        or on a CPU. No other tensor may share their memory."""
         self.arrive()
         waiting = list(tensors)
         while waiting and (missing := self._missing(room)) > 0:
@@ -85,7 +87,7 @@ class Parking:
             self._move(lot)
 
     def leave(self) -> None:
-        """Begin to move everything back; what reads or writes the tensors comes after `arrive`."""
+        """Start moving everything back. Call `arrive` before reading or writing the tensors."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for tensor in self._parked:
                 tensor.data = tensor.data.to(self.device, non_blocking=True, copy=True)
@@ -94,7 +96,7 @@ class Parking:
             self._arrived = self._stream.record_event()
 
     def arrive(self) -> None:
-        """Everything is back; on a GPU, for what is put on the current stream from now on."""
+        """Wait until everything is back; on a GPU, makes the current stream wait."""
         if self._arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
             self._arrived = None
@@ -120,7 +122,7 @@ class Parking:
         return place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
 
     def _make_places(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Many tensors share a block of pinned memory, which torch rounds up to a power of two."""
+        """Allocate pinned memory in blocks shared by many tensors, since torch rounds each up to a power of two."""
         for lot in lots(tensors, _aligned, _BLOCK_BYTES):
             block = torch.empty(sum(map(_aligned, lot)), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             begin = 0

@@ -429,8 +429,8 @@ def test_a_model_is_trained_once(cases: Any, engine: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout", "expert", "told"),
     [
-        ("qwen3", Layout(tensor=3), 1, "attention heads are 4, and tensor_parallel=3"),
-        ("qwen3", Layout(pipeline=4), 1, "layers are 2, and pipeline_parallel=4"),
+        ("qwen3", Layout(tensor=3), 1, "tensor_parallel=3 does not divide the model's attention heads"),
+        ("qwen3", Layout(pipeline=4), 1, "pipeline_parallel=4 does not divide the model's layers"),
         ("qwen3", Layout(data=2), 2, "the model has no experts"),
         ("qwen3_moe", Layout(tensor=2), 1, "a mixture of experts, and tensor_parallel=2 on the CPU"),
     ],

@@ -1,4 +1,4 @@
-"""Processes that see one GPU each, as workers do."""
+"""Runs functions in processes that see one GPU each, like workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ DEADLINE_S = 180.0
 def each(
     function: Callable[..., Any], gpus: Sequence[str], *given: Any, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """What `function(rank, *given)` returns, or raises, in a process for each of the GPUs. They are killed then, also
-    where something in them waits without an end."""
+    """The results or exceptions of `function(rank, *given)` in one process per GPU. The processes are killed
+    afterwards,
+    even if something in them hangs."""
     with ExitStack() as ended:
         answers = []
         for rank, gpu in enumerate(gpus):

@@ -1,4 +1,4 @@
-"""Groups over NCCL: a rank a GPU, two groups at the same time, and what becomes of those that cannot meet."""
+"""NCCL groups: one rank per GPU, two groups at the same time, and errors when ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def went_round(rank: int, ranks: int, ports: tuple[int, int]) -> list[list[float]]:
-    """What a rank has of its neighbour, and what of the last rank, through each of two groups."""
+    """What a rank receives from its neighbor and from the last rank, through each of two groups."""
     groups = [StatelessGroup.join(HOST, port, rank=rank, ranks=ranks, device=CUDA) for port in ports]
     own = [torch.full((1 << 20,), 10.0 * number + rank, device=CUDA) for number in range(2)]
     got = [torch.full_like(tensor, -1.0) for tensor in own]
@@ -49,7 +49,7 @@ def test_ranks_send_to_each_other_in_two_groups(gpus: list[str]) -> None:
 
 
 def error_of(rank: int, port: int, deadline_s: float, absent: int | None = None) -> str:
-    """How one of two ranks does not meet the other. An absent one says that it is there, and is gone."""
+    """The error of one of two ranks that cannot meet. An absent rank announces itself and exits."""
     if rank == absent:
         store = dist.TCPStore(HOST, port, 2, False, timedelta(seconds=60))
         dist.PrefixStore("group ", store).set(f"rank {rank}", "")
@@ -62,7 +62,7 @@ def error_of(rank: int, port: int, deadline_s: float, absent: int | None = None)
 
 
 def test_what_nccl_refuses_is_told(gpus: list[str]) -> None:
-    """Two ranks of one GPU."""
+    """Two ranks on one GPU."""
     told = each(error_of, [gpus[0], gpus[0]], free_port(), 60.0)
     assert all("did not meet the other 1" in error and "NCCL: " in error for error in told), told
 

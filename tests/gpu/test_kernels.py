@@ -1,4 +1,4 @@
-"""The kernels of a refit on a GPU: each byte where the CPU's way puts it, and the same sums."""
+"""Refit kernels on a GPU put each byte where the CPU code does, and compute the same sums."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sums_of_what_is_copied(shift: int, pair: tuple[Layout, Layout]) -> None
 
 
 def test_sums_of_many_tiles_and_blocks() -> None:
-    """Columns of a matrix, which begin and end within a block."""
+    """Columns of a matrix, which start and end inside a block."""
     tensors = {"t": Tensor((1000, 5000), "bfloat16")}
     box = ((3, 900), (1204, 3700))
     memory = {"t": np.random.default_rng(0).integers(0, 256, 2 * size(box), np.uint8)}

@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes open: also where its owner's allocator has segments that grow."""
+"""GPU memory that other processes open, also with an allocator that has expandable segments."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ for line in sys.stdin:
 
 
 def read_by_another(rank: int) -> list[str]:
-    """What another process reads of memory that this one has written, after each of three times."""
+    """What another process reads from this one's memory after each of three writes."""
     device = torch.device("cuda", 0)
-    before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # so that it does not lie at the begin of a segment
+    before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # keeps `memory` off the start of a segment
     memory = SharedMemory(SIZE, device)
     assert memory.bytes.data_ptr() != before.data_ptr()
     grows = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}

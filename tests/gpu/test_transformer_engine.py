@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine train as Megatron-core's own do, up to rounding, and go through the same folders."""
+"""Transformer Engine layers train like Megatron-core's own, up to rounding, and use the same folders."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from tests.gpu.processes import each
 from tests.optional import need
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # what attention on a GPU takes
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # sizes that attention on a GPU supports
 MIXTURE = SIZES | {"moe_intermediate_size": 64}
-# Relative. bfloat16 has 8 bits, and Adam makes whole steps of tiny gradients.
+# Relative. bfloat16 has 8 bits, and Adam turns tiny gradients into full-size steps.
 NEAR = {"before": 0.01, "gradient": 0.1, "weight": 0.02, "after": 0.1}
 
 
 def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """What `megatron_cases.measure` finds, and whether a checkpoint gives back the same run; of the first of two
-    processes with Megatron-core's own layers."""
+    """The results of `megatron_cases.measure`, and whether a checkpoint restores the same run. Of two processes, the
+    first
+    uses Megatron-core's own layers."""
     from stages.backends.megatron import network
     from tests.engines import megatron_cases as cases
 

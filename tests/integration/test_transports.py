@@ -71,7 +71,7 @@ def test_a_version_that_does_not_get_through_though_nobody_died_ends_the_run(tmp
         return carry(self, version, *given, **named)
 
     monkeypatch.setattr(Meeting, "carry", fails)
-    with pytest.raises(WorkerLost, match=r"did not get through to all workers: .*the cable is out.*none of them died"):
+    with pytest.raises(WorkerLost, match=r"did not reach all workers: .*the cable is out.*no worker died"):
         execute(GRAPH, {"transport": "gloo"}, tmp_path / "run")
 
 

@@ -45,7 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (WorkerGroup("g", backend="vllm", workers=4, gpus=2), "sample", ["2 GPUs for 4 workers"]),
         (WorkerGroup("g", backend="megatron", workers=2, fully_sharded=True), "train", ["is fully_sharded"]),
         (WorkerGroup("g", backend="megatron", workers=2, context_parallel=2), "train", ["context_parallel=2"]),
-        (WorkerGroup("g", backend="torch", workers=2, tensor_parallel=2), "train", ["on 2 workers together"]),
+        (WorkerGroup("g", backend="torch", workers=2, tensor_parallel=2), "train", ["over 2 workers"]),
     ],
 )  # fmt: skip
 def test_what_a_group_is_told(group: WorkerGroup, work: registry.Work, said: list[str]) -> None:

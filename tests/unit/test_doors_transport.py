@@ -118,7 +118,7 @@ def test_a_name_is_registered_for_one_class() -> None:
 
 @pytest.mark.parametrize("name", ["", "auto", "two words", 7])
 def test_a_name_is_a_word(name: Any) -> None:
-    assert "a name is a word" in missing(type("Own", (Mail,), {"name": name})())
+    assert "a name consists of letters" in missing(type("Own", (Mail,), {"name": name})())
 
 
 @pytest.mark.parametrize("devices", ["cpu", (), ("tpu",)])
@@ -138,5 +138,5 @@ def test_both_ends_do_what_the_class_says() -> None:
 def test_a_transport_of_one_machine_is_refused_between_machines() -> None:
     refit = Refit(POLICY, **CPU, transport=type("Own", (Mail,), {"one_machine": True})())
     assert not refit.meets(True)
-    with pytest.raises(StageError, match="has transport='mail' and goes from one machine to another"):
+    with pytest.raises(StageError, match="has transport='mail' and workers on several machines"):
         refit.meets(False)

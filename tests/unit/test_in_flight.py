@@ -177,7 +177,7 @@ def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None
     store.set("lost", "worker learner.0 died")
 
     def lose() -> None:
-        with pytest.raises(PeerLost, match=r"did not get through to all workers: lost: worker learner.0 died"):
+        with pytest.raises(PeerLost, match=r"did not reach all workers: lost: worker learner.0 died"):
             backend.serve(POLICY, [source.share(weights, gloo)], 3, route_of(store, "lost"))
 
     async def mend() -> None:
@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_change_neither_the_copy_nor_its_version() -> No
     backend.serve(POLICY, shares_of(backend.served_weights(POLICY)), 2)
     before = weight_hash(backend.served_weights(POLICY))
     wrong = {name: weights[:1] + 1 for name, weights in backend.served_weights(POLICY).items()}
-    with pytest.raises(StageError, match="weights are loaded only into the same architecture"):
+    with pytest.raises(StageError, match="weights only load into the same architecture"):
         backend.serve(POLICY, shares_of(wrong), 3)
     assert backend.served_version(POLICY) == 2
     assert weight_hash(backend.served_weights(POLICY)) == before

@@ -322,27 +322,30 @@ def test_bad_arguments_are_named(call, message):
     [
         (
             ClippedLoss(clip=(-0.1, 0.2)),
-            "clip=(-0.1, 0.2)); the ratio may fall by less than 1, and no bound is negative",
+            "clip=(-0.1, 0.2)); clip[0] is below 1, and neither bound is negative",
         ),
-        (ClippedLoss(clip=(1.0, 0.2)), "clip=(1.0, 0.2)); the ratio may fall by less than 1"),
-        (ClippedLoss(clip=0.2), "clip=0.2); it is two numbers, below and above 1. Fix: clip=(0.2, 0.2)"),
-        (ClippedLoss(clip=(0.2, NAN)), "it is two numbers"),
+        (ClippedLoss(clip=(1.0, 0.2)), "clip=(1.0, 0.2)); clip[0] is below 1"),
+        (
+            ClippedLoss(clip=0.2),
+            "clip=0.2); clip is two numbers, the distances below and above 1. Fix: clip=(0.2, 0.2)",
+        ),
+        (ClippedLoss(clip=(0.2, NAN)), "clip is two numbers"),
         (
             ClippedLoss(dual_clip=0.9),
-            "dual_clip=0.9); it bounds a ratio that is above 1, or is None. Fix: dual_clip=3.0",
+            "dual_clip=0.9); dual_clip is a number above 1, or None. Fix: dual_clip=3.0",
         ),
-        (ClippedLoss(ratio="group"), "ratio='group'); known are token, sequence. Fix: ratio='token'"),
-        (ClippedLoss(kl=-1), "kl=-1); the weight of the KL term is a number, 0 (none) or more. Fix: kl=0.0"),
+        (ClippedLoss(ratio="group"), "ratio='group'); valid values are token, sequence. Fix: ratio='token'"),
+        (ClippedLoss(kl=-1), "kl=-1); the KL weight is a number, 0 (none) or more. Fix: kl=0.0"),
         (ClippedLoss(kl="0.1"), "kl='0.1')"),
-        (ClippedLoss(kl_estimator="k4"), "kl_estimator='k4'); known are k1, k2, k3. Fix: kl_estimator='k3'"),
-        (ClippedLoss(kl_importance=1), "kl_importance=1); it is either applied or not"),
+        (ClippedLoss(kl_estimator="k4"), "kl_estimator='k4'); valid values are k1, k2, k3. Fix: kl_estimator='k3'"),
+        (ClippedLoss(kl_importance=1), "kl_importance=1); it is True or False"),
         (
             ClippedLoss(aggregation="mean"),
-            "known are token, sequence, sequence_sum, fixed_length. Fix: aggregation='to",
+            "valid values are token, sequence, sequence_sum, fixed_length. Fix: aggregation='to",
         ),
         (ClippedLoss(aggregation="fixed_length"), "aggregation='fixed_length') without max_tokens; it divides by"),
-        (ClippedLoss(max_tokens=0), "max_tokens=0); the longest response that is allowed has 1 token or more"),
-        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the weight of the entropy bonus is a number, 0 (none) or more"),
+        (ClippedLoss(max_tokens=0), "max_tokens=0); the maximum response length is a whole number, 1 or more"),
+        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the entropy weight is a number, 0 (none) or more"),
         (
             ClippedLoss(correction="tis"),
             "correction='tis'); a correction is a description: TruncatedIS, IcePop, Sequence",
@@ -350,20 +353,23 @@ def test_bad_arguments_are_named(call, message):
         (ClippedLoss(correction=TruncatedIS), "correction=the class TruncatedIS); a correction is a description"),
         (
             ClippedLoss(correction=TruncatedIS(cap=0)),
-            "TruncatedIS(cap=0); the cap of the weight is a number above 0. Fix",
+            "TruncatedIS(cap=0); cap is a number above 0. Fix",
         ),
-        (ClippedLoss(correction=TruncatedIS(level="group")), "TruncatedIS(level='group'); known are token, sequence"),
-        (ClippedLoss(correction=IcePop(low=2.0)), "IcePop(low=2.0, high=5.0); the bounds of the weight are numbers of"),
-        (ClippedLoss(correction=IcePop(level="all")), "IcePop(level='all'); known are"),
+        (
+            ClippedLoss(correction=TruncatedIS(level="group")),
+            "TruncatedIS(level='group'); valid values are token, sequence",
+        ),
+        (ClippedLoss(correction=IcePop(low=2.0)), "IcePop(low=2.0, high=5.0); the bounds are numbers with 0"),
+        (ClippedLoss(correction=IcePop(level="all")), "IcePop(level='all'); valid values are"),
         (ClippedLoss(correction=SequenceMask(low=0.5, high=0.9)), "SequenceMask(low=0.5, high=0.9); the bounds"),
         (
             CispoLoss(clip=0.2),
-            "CispoLoss(clip=0.2); it is two numbers, below and above 1, of which the first may be None",
+            "CispoLoss(clip=0.2); clip is two numbers, the distances below and above 1; the first may be None",
         ),
-        (CispoLoss(clip=None), "CispoLoss(clip=None); it is two numbers"),
-        (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); it is two numbers"),
-        (CispoLoss(clip=(1.5, 1.0)), "CispoLoss(clip=(1.5, 1.0)); the ratio may fall by 1 at most"),
-        (CispoLoss(kl=-1), "CispoLoss(kl=-1); the weight of the KL term"),
+        (CispoLoss(clip=None), "CispoLoss(clip=None); clip is two numbers"),
+        (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); clip is two numbers"),
+        (CispoLoss(clip=(1.5, 1.0)), "CispoLoss(clip=(1.5, 1.0)); clip[0] is at most 1"),
+        (CispoLoss(kl=-1), "CispoLoss(kl=-1); the KL weight"),
         (
             "grpo",
             "loss='grpo'; a loss is a description: ClippedLoss, CispoLoss, or your own class of PolicyLoss",
@@ -382,8 +388,11 @@ def test_problems(loss, text):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (ClippedLoss(kl=0.1, kl_estimator="k1"), "the gradient of k1 as a loss is 0 in expectation"),
-        (ClippedLoss(kl=0.1, kl_estimator="k2", kl_importance=True), "k2 alone has the gradient of the KL"),
+        (ClippedLoss(kl=0.1, kl_estimator="k1"), "as a loss, k1 has gradient 0 in expectation"),
+        (
+            ClippedLoss(kl=0.1, kl_estimator="k2", kl_importance=True),
+            "k2 has the gradient of the KL in expectation only without",
+        ),
     ],
 )
 def test_warnings(loss, text):

@@ -16,7 +16,7 @@ from pipeline.plan.planner import plan
 from pipeline.record.trace import Placed
 
 TASK = Task(stage="refit", step=1)
-APART = PeerLost(Problem(where="refit", what="it did not get through", why="w", fix="f"))
+APART = PeerLost(Problem(where="refit", what="the transfer failed", why="w", fix="f"))
 UNFIT = Unfit(Problem(where="vllm", what="its engine died", why="w", fix="f"))
 LEARNER, FIRST, SECOND = "learner.0", "sampler.0", "sampler.1"
 

@@ -51,9 +51,9 @@ def test_who_does_not_report_in_time_is_gone_and_told_when_it_comes(store: dist.
     assert settle(store, "1/0", (0, Report(0)), (1, Report(1)), wait_s=2.0) == [State(gone=(2,))] * 2
     assert 2.0 <= time.monotonic() - began_s < WAIT_S
     (error,) = settle(store, "1/0", (2, Report(2)))
-    assert isinstance(error, GroupError) and "refit, rank 2: the others go on without it" in str(error)
+    assert isinstance(error, GroupError) and "refit, rank 2: the others continued without it" in str(error)
     (error,) = settle(store, "2/", (2, Report(2)), wait_s=0.1)  # nobody is there any more
-    assert isinstance(error, GroupError) and "go on without it" in str(error)
+    assert isinstance(error, GroupError) and "continued without it" in str(error)
 
 
 def test_who_is_lost_at_the_other_end_of_a_transfer_is_not_waited_for(
@@ -110,5 +110,5 @@ def test_a_store_that_is_lost_is_told() -> None:
     one = Agreement(client, "t", 0, SENDERS)
     one.here("1/0")
     del served
-    with pytest.raises(GroupError, match=r"refit, rank 0: lost the store at which ranks agree .* Fix: serve it from a"):
+    with pytest.raises(GroupError, match=r"rank 0: lost the store that ranks agree through .* Fix: serve it from a"):
         one.settle("1/0", State(), range(2), Report(0), wait_s=WAIT_S)

@@ -32,7 +32,7 @@ def test_a_flag_decides_and_a_pull_between_machines_is_refused(transport: str) -
     refit = Refit(POLICY, **CPU, transport=transport)
     assert refit.path(True) is TRANSPORTS[transport] and refit.meets(True) == (transport in TOGETHER)
     if transport == "pull":
-        with pytest.raises(StageError, match="has transport='pull' and goes from one machine to another; the target"):
+        with pytest.raises(StageError, match="has transport='pull' and workers on several machines; this transport"):
             refit.meets(False)
     else:
         assert refit.meets(False) == refit.meets(True)

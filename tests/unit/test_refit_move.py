@@ -44,7 +44,7 @@ def test_a_copy_out_of_bounds_is_refused() -> None:
         Moves([copy], lambda _: short, lambda _: long)
     with pytest.raises(ValueError, match=r"destination buffer 'here' has 11 bytes; a copy reaches byte 12"):
         Moves([copy], lambda _: long, lambda _: long[:11])
-    with pytest.raises(ValueError, match="it has to be flat bytes"):
+    with pytest.raises(ValueError, match="it must be flat bytes"):
         Moves([copy], lambda _: long.view(torch.int32), lambda _: long)
 
 

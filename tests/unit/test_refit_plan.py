@@ -81,10 +81,10 @@ WHOLE = Layout(T, [[dense("w", whole((4, 4)), 2, "w")]])
 @pytest.mark.parametrize(
     ("source", "destination", "text"),
     [
-        (Layout({}, [[]]), WHOLE, "the destination wants 'w', which the source has not"),
+        (Layout({}, [[]]), WHOLE, "the destination needs 'w', which the source does not have"),
         (
             Layout({"w": Tensor((4, 4), "float32")}, [[]]), WHOLE,
-            "'w' is float32 [4, 4] at the source and bfloat16 [4, 4] at the destination: bytes are moved as they are, "
+            "'w' is float32 [4, 4] at the source and bfloat16 [4, 4] at the destination: bytes are copied as they are, "
             "never cast",
         ),
         (

@@ -66,7 +66,7 @@ def test_a_source_fills_the_places_and_nothing_else(pair: tuple[Layout, Layout],
 
 def test_a_source_of_another_length_is_refused() -> None:
     tensors, memory = {"t": Tensor((4,), "uint8")}, torch.zeros(4, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="buffer 'own' has 4 bytes, and its source 3"):
+    with pytest.raises(ValueError, match="buffer 'own' has 4 bytes, but its source has 3"):
         Sums(tensors, [dense("t", whole((4,)), 1, "own")], lambda _: memory, lambda _: memory[:3])
 
 

@@ -142,5 +142,5 @@ def test_who_plans_from_something_else_is_refused_before_anything_moves(store: A
     members = Members(store)
     answers = members.all(lambda i: members.carry(i, "gloo", "first", 1, wrong=i == 4))
     assert [type(answer) for answer in answers] == [ValueError] * 5
-    assert "refit, rank 0: ranks [4] plan from other layouts, or another version" in str(answers[0])
+    assert "refit, rank 0: ranks [4] plan from other layouts or another version" in str(answers[0])
     assert not any(memory.any() for memory in members.buffers[2:])

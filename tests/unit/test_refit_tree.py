@@ -89,12 +89,12 @@ def test_a_source_that_is_silent_is_replaced_and_told(found: Found) -> None:
     ranks = of(found, "silent")
     assert [own[0]["replans"] for rank, own in ranks.items() if rank in (4, 5)] == [1, 1]
     assert [version["wrong"] for rank in (4, 5) for version in ranks[rank]] == [[]] * 4
-    (told,) = ranks[3]
-    assert told == {
+    (outcome,) = ranks[3]
+    assert outcome == {
         "error": "GroupError",
         "held": 1,
-        "text": "refit, rank 2: the others go on without it, for it did not answer in time; what it holds may be of no "
-        "version. Fix: start it again, and refit from a new Tree",
+        "text": "refit, rank 2: the others continued without it because it did not answer in time; its weights may "
+        "belong to no version. Fix: restart it, and refit with a new Tree",
     }
 
 
@@ -107,7 +107,7 @@ def test_where_no_source_is_left_all_are_told(found: Found) -> None:
         4: ("NoSourceError", None),  # it has a part of version 2 already
         5: ("NoSourceError", 1),
     }
-    assert "ranks [2, 3]: nobody is left to give them the version (gone: [1]; did" in ended[4]["text"]
+    assert "ranks [2, 3]: no rank is left to send them the version (gone: [1]; failed" in ended[4]["text"]
 
 
 def test_receivers_go_on_without_the_trainer(found: Found) -> None:

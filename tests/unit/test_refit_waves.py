@@ -68,7 +68,7 @@ def test_everyone_gets_it_once_or_the_plan_is_refused(drawn: tuple[dict[int, int
     if reached == left:
         check(kind, state, trainer, waves(kind, state, trainer))
     else:
-        with pytest.raises(NoSourceError, match="nobody is left to give them the version"):
+        with pytest.raises(NoSourceError, match="no rank is left to send them the version"):
             waves(kind, state, trainer)
 
 
@@ -163,7 +163,7 @@ def test_what_ranks_report_is_the_state_behind_a_wave() -> None:
 def test_ranks_that_plan_from_different_layouts_are_told() -> None:
     reports = {0: Report(0, plan="a"), 1: Report(1, plan="b"), 2: Report(2, plan="a")}
     assert settled(State(), [0, 1, 2], reports, 1).refused == (
-        "refit, ranks [0, 2] and [1]: they plan from different layouts, or another version; every rank has to know the "
+        "refit, ranks [0, 2] and [1]: they plan from different layouts or versions; all ranks must use the "
         "same. Fix: the same model, layouts and version on all ranks"
     )
 
@@ -172,9 +172,10 @@ def test_a_refusal_says_who_lacks_it_and_why() -> None:
     with pytest.raises(NoSourceError) as refused:
         waves({2: 0, 3: 0, 4: 0, 5: 1}, State((5,), (2,), ((3, TRAINER), (3, 4), (4, TRAINER))))
     assert str(refused.value) == (
-        "refit, ranks [3, 4]: nobody is left to give them the version (gone: [2]; did not get it: 3 from the trainer, "
-        "3 from 4, 4 from the trainer); only a rank that holds exactly this version may give it on. Fix: start what is "
-        "gone again and refit from the trainer; ranks that are up but did not get it need a network between them"
+        "refit, ranks [3, 4]: no rank is left to send them the version (gone: [2]; failed transfers: 3 from the "
+        "trainer, 3 from 4, 4 from the trainer); only a rank that holds exactly this version can forward it. Fix: "
+        "restart the ranks that are gone and refit from the trainer; live ranks with failed transfers need a network "
+        "between them"
     )
 
 

@@ -62,7 +62,7 @@ def test_a_class_is_no_reward():
     stage = Reward(ShortEnough)
     assert problems(stage) == [
         f"{stage.location}: ShortEnough is a class; calling it makes an instance, not a reward. "
-        "Fix: give an instance: ShortEnough(...)"
+        "Fix: pass an instance: ShortEnough(...)"
     ]
 
 
@@ -299,8 +299,8 @@ def test_problems_of_the_settings(settings, text):
 def test_settings_that_do_nothing_are_refused():
     stage = Reward(exact_match, retries=1)
     assert problems(stage) == [
-        f"{stage.location}: Reward has concurrency, timeout_s or retries and no async function; they say how async "
-        "functions are called. Fix: leave them out"
+        f"{stage.location}: Reward has concurrency, timeout_s or retries and no async function; they apply to async "
+        "functions only. Fix: omit them"
     ]
 
 

@@ -166,11 +166,11 @@ def test_two_stages_share_one_model_of_a_worker():
 def test_a_text_that_is_too_long_or_empty_is_named():
     judge = opened()
     text = (
-        r"sample 1 of the task, '1\+1=x*': prompt and response are 65 tokens of the reward model 'judge'; .* 1 to 64 "
+        r"sample 1 of the task, '1\+1=x*': prompt and response have 65 tokens for the reward model 'judge'; .* 1 to 64 "
     )
     with pytest.raises(StageError, match=text):
         judge.scores(["1+1="] * 2, ["2", "x" * 61], chat=False, microbatch=0)
-    with pytest.raises(StageError, match="are 0 tokens"):
+    with pytest.raises(StageError, match="have 0 tokens"):
         judge.scores([""], [""], chat=False, microbatch=0)
 
 
@@ -185,13 +185,11 @@ def test_what_is_no_reward_model_is_refused(tmp_path, folder):
 
     policy = Model("policy", config=CONFIG, alphabet="bytes")
     save(build(policy, byte_tokenizer()), byte_tokenizer(), tmp_path / "policy")
-    with pytest.raises(
-        StageError, match=r"has no weights score.weight; a head that is not loaded would score at random"
-    ):
+    with pytest.raises(StageError, match=r"has no weights score.weight; a head that was not loaded scores at random"):
         opened(Model(str(tmp_path / "policy")))
     two = build(policy, byte_tokenizer(), AutoModelForSequenceClassification, num_labels=2)
     save(two, byte_tokenizer(), tmp_path / "two")
-    with pytest.raises(StageError, match="has 2 labels; the reward is one number a sample"):
+    with pytest.raises(StageError, match="has 2 labels; the reward is one number per sample"):
         opened(Model(str(tmp_path / "two")))
     (tmp_path / "config.json").write_text("{}")
     byte_tokenizer().save_pretrained(tmp_path)

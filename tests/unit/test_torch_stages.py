@@ -303,7 +303,7 @@ def test_a_transfer_that_changes_anything_is_an_error() -> None:
     sides = [stage.setup(context(LEARNER)), stage.setup(context(SAMPLER))]
     task = Task(stage="refit", step=2, version=2)
     sides[0](meeting, task)
-    with pytest.raises(StageError, match=r"refit: offered were weights with sha256 \w+, served are \w+"):
+    with pytest.raises(StageError, match=r"refit: offered weights have sha256 \w+, served weights \w+"):
         sides[1](meeting, task)
 
 
@@ -368,17 +368,16 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
-            "stage 'train' has minibatches=3 for 8 groups a batch; minibatches are equal runs of whole groups. "
+            "stage 'train' has minibatches=3 for 8 groups per batch; minibatches are equal runs of whole groups. "
             "Fix: minibatches=2 or 4",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, loss=ClippedLoss(clip=(-0.1, 0.2))),
-            "ClippedLoss(clip=(-0.1, 0.2)); the ratio may fall by less than 1, and no bound is negative. "
-            "Fix: clip=(0.2, 0.2)",
+            "ClippedLoss(clip=(-0.1, 0.2)); clip[0] is below 1, and neither bound is negative. Fix: clip=(0.2, 0.2)",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, schedule="step"),  # type: ignore[arg-type]
-            "stage 'train' has schedule='step'; known are constant, linear, cosine. Fix: schedule='constant'",
+            "stage 'train' has schedule='step'; valid values are constant, linear, cosine. Fix: schedule='constant'",
         ),
         (
             RefLogprobs(POLICY, on=LEARNER),
@@ -401,8 +400,8 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Refit(POLICY, source=WorkerGroup("a", backend="torch", gpus=1), target=SAMPLER),
-            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on a GPU and float32 weights "
-            "on a CPU. Fix: gpus on both worker groups, or on neither",
+            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on GPUs and float32 weights "
+            "on CPUs. Fix: gpus on both worker groups, or on neither",
         ),
     ],
 )

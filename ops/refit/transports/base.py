@@ -1,4 +1,4 @@
-"""What a transport is: one class with a name, the devices that it carries between, a sender and a receiver.
+"""The transport interface: a class with a name, supported devices, a sender and a receiver.
 
     class ByMail(Transport):
         name = "mail"
@@ -8,8 +8,8 @@
 
     Refit(policy, source=learner, target=sampler, transport=ByMail())
 
-An object of it is a description, which is sent to every worker. Loads no tensor library, since a check reads it:
-a transport of Sluice imports what moves bytes in `sender` and `receiver`. docs/your-own-transport.md has an example.
+An instance is a description that is sent to every worker. `--check` loads it, so this module loads no tensor library:
+Sluice's transports import theirs in `sender` and `receiver`. docs/your-own-transport.md has an example.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from ops.refit.transports.meeting import Meeting
 
 DEVICES = ("cpu", "cuda")
-Record = dict[str, float]  # numbers about one version, by name
+Record = dict[str, float]  # metrics of one version, by name
 
 
 class Transport(ABC):
-    """How weights get from the ranks of a trainer to those of a sampler.
+    """Moves weights from the ranks of a trainer to the ranks of a sampler.
 
-    name         of the transport; a step's metrics have `refit/path_NAME`
-    devices      what it carries between: "cpu" if both sides hold the model on CPUs, "cuda" if on GPUs
-    both_carry   whether sender and receiver work at the same time. If not, the receiver has all that it needs in what
-                 the sender offered. Both sides may then lie on the same GPUs, which groups over NCCL cannot
+    name         the transport's name; the metric is `refit/path_NAME`
+    devices      "cpu" if it works when both sides hold the model on CPUs, "cuda" if on GPUs
+    both_carry   whether sender and receiver run at the same time. If not, the sender's offer is all that the receiver
+                 needs, and both sides may share GPUs, which NCCL groups do not allow
     one_machine  whether all workers of both sides must be on one machine
-    by_loader    whether the sampler's own loader puts the tensors in place, instead of writing them there directly
+    by_loader    whether the sampler's own loader writes the tensors, instead of a direct write into its storage
 
     """
 
@@ -47,39 +47,39 @@ class Transport(ABC):
 
     @abstractmethod
     def sender(self) -> Sender:
-        """The end of a rank of the trainer. Called once for each model in a worker, and kept."""
+        """The sending end, for one trainer rank. Called once per model in a worker; the result is kept."""
 
     @abstractmethod
     def receiver(self) -> Receiver:
-        """The end of a rank of the sampler. Called once for each model in a worker, and kept."""
+        """The receiving end, for one sampler rank. Called once per model in a worker; the result is kept."""
 
 
 class Sender:
-    """A rank of the trainer."""
+    """The sending end, for one trainer rank."""
 
     def offer(self, memory: SharedMemory) -> Any:
-        """What all receivers get of a version, as `share.memory`. `memory.bytes` has this rank's part of it, flat bytes
+        """What all receivers get for a version, as `share.memory`. `memory.bytes` is this rank's part of it, flat bytes
         on the rank's device. May return anything that can be pickled.
 
-        By default it is the memory itself, which processes of the same machine open. Not called where `both_carry`.
+        The default returns the memory itself, which processes on the same machine open. Not called if `both_carry`.
         """
         return memory
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Send this rank's part of a version, which is in `meeting.buffers`. Called where `both_carry`."""
+        """Send this rank's part of a version from `meeting.buffers`. Called only if `both_carry`."""
         return {}
 
     def close(self) -> None:
-        """Give back what is open."""
+        """Release open resources."""
 
 
 class Receiver(ABC):
-    """A rank of the sampler."""
+    """The receiving end, for one sampler rank."""
 
     @abstractmethod
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Write this rank's part of a version into `meeting.buffers`; `shares` are those of all ranks of the trainer.
-        When it returns, the bytes are there. Returns `received_bytes`, and what else is worth a metric."""
+        """Write this rank's part of a version into `meeting.buffers`; `shares` are those of all trainer ranks. Returns
+        when the bytes are there, with `received_bytes` and any other metrics."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
-        """Give back what is open."""
+        """Release open resources."""

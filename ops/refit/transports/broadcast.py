@@ -1,8 +1,8 @@
-"""The common way, as a baseline: whole tensors are gathered on one rank and broadcast in buckets to all receivers.
+"""The common method, as a baseline: whole tensors are gathered on one rank and broadcast in buckets to all receivers.
 
-Several buckets are under way at a time, each on a stream of its own, so that gathering, sending and taking apart
-overlap (NVIDIA-NeMo/RL, pull request 1379). A pipeline stage keeps to its streams and stages take turns, so that one
-stage's tensors are gathered while another's are sent. A receiver gets all of the model, whatever part it needs.
+Several buckets are in flight, each on its own stream, so that gather, send and unpack overlap (NVIDIA-NeMo/RL, pull
+request 1379). A pipeline stage keeps to its streams and stages take turns, so one stage's tensors are gathered while
+another's are sent. A receiver gets the whole model, whatever part it needs.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ ALIGNED = 256
 
 
 class BroadcastSender(Sender):
-    """A rank of the trainer."""
+    """The sending end, for one trainer rank."""
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Gather on the root, which broadcasts."""
+        """Gather on the root, and broadcast from there."""
         meeting.finish(_carried(meeting))
         return {"received_bytes": 0.0}
 
 
 class BroadcastReceiver(Receiver):
-    """A rank of the sampler."""
+    """The receiving end, for one sampler rank."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Receive all of the model."""
+        """Receive the whole model."""
         meeting.finish(_carried(meeting))
         tensors = meeting.destination.tensors.values()
         return {"received_bytes": float(sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors))}
 
 
 def _carried(meeting: Meeting) -> StatelessGroup:
-    """Run this rank's buckets; a group that it is in."""
+    """Run this rank's buckets. Returns a group that it is in."""
     buckets = meeting.once(lambda: _joined(meeting))
     buckets.run()
     return buckets.group
@@ -74,26 +74,26 @@ class _Placed:
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """The byte after the last one."""
         return self.offset + self.size
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """Tensors of a bucket, with the stream that they have."""
+    """The tensors of a bucket and their stream."""
 
     stream: int
     tensors: list[_Placed]
 
     @property
     def size(self) -> int:
-        """Bytes of the bucket."""
+        """Size of the bucket in bytes."""
         return self.tensors[-1].end
 
 
 @dataclass
 class _Bucket:
-    """Some tensors' way through one rank: what it does before the broadcast, and after it."""
+    """One bucket on one rank: what the rank does before and after the broadcast."""
 
     memory: torch.Tensor
     sent: torch.Tensor | None = None  # to the root
@@ -103,10 +103,10 @@ class _Bucket:
 
 
 class Buckets:
-    """All buckets of one rank, the `number`-th of the senders or of the receivers. `senders` is a group of all senders,
-    whose rank 0 is the root; `receivers` one of the root and all receivers, in which the root is rank 0.
+    """All buckets of one rank, the `number`-th of the senders or of the receivers. `senders` is the group of all
+    senders, with the root as rank 0; `receivers` is the group of the root, as rank 0, and all receivers.
 
-    Raises ValueError for sizes that are no whole numbers above 0.
+    Raises ValueError for sizes that are not whole numbers above 0.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Buckets:
     ) -> None:  # fmt: skip
         for name, value in (("bucket_bytes", bucket_bytes), ("buckets", buckets)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it has to be a whole number above 0")
+                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
         self._number, self._receives, self._buffers = number, receives, buffers
         self._senders, self._receivers = senders, receivers
         self._device = next(iter(buffers.values())).device
@@ -133,13 +133,13 @@ class Buckets:
 
     @property
     def group(self) -> StatelessGroup:
-        """One that this rank is in."""
+        """A group that this rank is in."""
         group = self._receivers or self._senders
         assert group is not None
         return group
 
     def run(self) -> None:
-        """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
+        """Move this rank's part of a version. Done on return; on a GPU, in order on the current stream."""
         with in_order(list(self._slots.values())):
             for slot, bucket in self._buckets:
                 self._carry(self._slots[slot], bucket)
@@ -189,15 +189,15 @@ class Buckets:
         return self._buffers[copy.source_buffer]
 
     def _message(self, slot: int, peer: int, size: int) -> torch.Tensor:
-        """Memory for a message, which those of one slot share."""
+        """Memory for a message, shared by the messages of one slot."""
         if len(self._messages.get((slot, peer), ())) < size:
             self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._messages[slot, peer][:size]
 
 
 def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams: int) -> Iterable[_Turn]:
-    """Buckets of all tensors, each with its stream: those of a pipeline stage, which is all that the same senders hold,
-    on the same ones, and no other stage's on them where there are as many streams as stages."""
+    """Buckets of all tensors, each with its stream. A pipeline stage (all tensors held by the same senders) keeps to
+    its streams, and shares none with another stage if there are as many streams as stages."""
     holders: dict[str, tuple[int, ...]] = {}
     for rank, places in enumerate(source.ranks):
         for name in dict.fromkeys(place.tensor for place in places):
@@ -214,7 +214,7 @@ def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams
 
 
 def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[_Placed]]:
-    """Tensors with their places in buckets of at most `limit` bytes; one that is larger is alone."""
+    """Tensors and their places in buckets of at most `limit` bytes; a larger tensor gets a bucket of its own."""
     sizes = {name: tensor.item_bytes * size(whole(tensor.shape)) for name, tensor in tensors.items()}
     for names in lots(sizes, sizes.__getitem__, limit, ALIGNED):
         placed: list[_Placed] = []
@@ -230,5 +230,5 @@ def _place(tensors: Mapping[str, Tensor], placed: _Placed) -> Place:
 
 
 def _of(layout: Layout, tensors: Mapping[str, Tensor]) -> Layout:
-    """The same layout of some of its tensors."""
+    """The layout restricted to some of its tensors."""
     return Layout(tensors, [[place for place in places if place.tensor in tensors] for places in layout.ranks])

@@ -1,6 +1,6 @@
-"""The plain way, which every other one is compared with: whole tensors are put together, and cut again, one by one.
+"""The reference that all other transports are compared with: assembles whole tensors and slices them, one by one.
 
-No plan, no table and no kernel; every byte goes through the CPU. It is slow, and meant to be obviously right.
+No plan, no table, no kernel; every byte goes through the CPU. Slow, and meant to be obviously correct.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ CPU = torch.device("cpu")
 
 
 class GoldenReceiver(Receiver):
-    """Of shares that have bytes, or memory that can be read on the CPU."""
+    """Receives shares that are bytes, or memory readable on the CPU."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Bring this receiver's bytes. Done when it returns."""
+        """Write this receiver's bytes. Done on return."""
         moved_bytes, own = 0, _by_tensor(meeting.destination.ranks[meeting.number])
         given = [(bytes_of(share, CPU), _by_tensor(places)) for share, places in zip(shares, meeting.source.ranks)]
         for name, tensor in meeting.source.tensors.items():
@@ -48,7 +48,7 @@ def _index(place: Place) -> tuple[slice, ...]:
 
 
 def _view(memory: torch.Tensor, place: Place, tensor: Tensor) -> torch.Tensor:
-    """What lies in a place, in its shape."""
+    """The tensor in a place, in its shape."""
     typed = memory.view(getattr(torch, tensor.dtype))
     sizes = [stop - start for start, stop in place.box]
     strides = [stride // tensor.item_bytes for stride in place.strides]

@@ -1,4 +1,4 @@
-"""The transports that have a name, and what an object must have to be one. Loads no tensor library."""
+"""The named transports, and the check that an object is a transport. Loads no tensor library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
 
 
 class Golden(Transport):
-    """Whole tensors, put together one by one on the CPU: the oracle."""
+    """Whole tensors, assembled one by one on the CPU: the oracle."""
 
     name = "golden"
     by_loader = True
@@ -39,7 +39,7 @@ class Messages(Transport):
 
 
 class Pull(Transport):
-    """Every receiver reads the senders' memory, on one machine."""
+    """Each receiver reads the senders' memory, on one machine."""
 
     name = "pull"
     one_machine = True
@@ -54,7 +54,7 @@ class Pull(Transport):
 
 
 class Gloo(Transport):
-    """Each pair of ranks sends what the one lacks of the other, over gloo."""
+    """Each sender sends each receiver what it needs, over gloo."""
 
     name = "gloo"
     devices = ("cpu",)
@@ -79,7 +79,7 @@ class P2P(Gloo):
 
 
 class Broadcast(Transport):
-    """Whole tensors, gathered on one rank and sent to all."""
+    """Whole tensors, gathered on one rank and broadcast to all."""
 
     name = "broadcast"
     both_carry = True
@@ -96,7 +96,7 @@ class Broadcast(Transport):
 
 
 class Tree(Transport):
-    """In waves: a receiver that has all of a version gives it on."""
+    """Waves: a receiver that has all of a version forwards it."""
 
     name = "tree"
     devices = ("cpu",)
@@ -114,26 +114,27 @@ class Tree(Transport):
 
 
 OURS: tuple[Transport, ...] = (Golden(), Messages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
-TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in OURS}  # and those that are registered
+TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in OURS}  # plus registered ones
 
 
 def register(transport: Transport) -> None:
-    """Give a transport its name, so that `Refit(..., transport=NAME)` finds it. Raises ValueError if something is
-    missing or another transport has the name."""
+    """Register a transport under its name for `Refit(..., transport=NAME)`. Raises ValueError if it is incomplete or
+    the
+    name is taken."""
     if what := missing(transport):
         raise ValueError(f"{transport!r} cannot be registered: {what}")
     TRANSPORTS[transport.name] = transport
 
 
 def missing(transport: object) -> str:
-    """What an object lacks to be a transport, as a sentence; "" if nothing is missing. Of a transport that Sluice does
-    not have, sender and receiver are made once."""
+    """What an object lacks to be a transport, as a sentence; "" if nothing. Creates sender and receiver of a user's
+    transport once."""
     if transport in OURS:
         return ""
     if isinstance(transport, type):
-        return "it is a class, and a transport is an object of one"
+        return "it is a class; a transport is an instance"
     if not hasattr(transport, "name"):
-        return "it is no transport: it has no name"
+        return "it is not a transport: it has no name"
     for part in ("devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
         if not hasattr(transport, part):
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
@@ -143,7 +144,7 @@ def missing(transport: object) -> str:
 def _wrong(transport: Transport) -> str:
     kind, name = type(transport).__name__, transport.name
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier() or name == "auto":
-        return f"{kind} has name={name!r}; a name is a word of letters, digits, _ and -, and not 'auto'"
+        return f"{kind} has name={name!r}; a name consists of letters, digits, _ and -, and is not 'auto'"
     if name in TRANSPORTS and type(TRANSPORTS[name]) is not type(transport):
         return f"{kind} has name={name!r}, which another transport has"
     devices = transport.devices

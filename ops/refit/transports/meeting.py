@@ -1,12 +1,11 @@
-"""What one rank has for the versions that come: both layouts, its own memory, and, where both sides carry, the others.
+"""One rank's context for transfers: both layouts, its own memory and, if both sides carry, the other ranks.
 
     meeting = Meeting(device, number=0, receives=True)                 # this rank alone
-    meeting = Meeting(device, number=0, receives=True, where=where)    # with all others, at a store
+    meeting = Meeting(device, number=0, receives=True, where=where)    # with all others, through a store
     record = meeting.carry(version, source, destination, buffers, lambda: receiver.receive(meeting, shares, version))
 
-A transport plans, connects and allocates in `once`, and what it makes stays as long as the same processes meet with the
-same layouts and memory. Knows ranks and memory; it does not know who serves the store, nor what becomes of a rank that
-does not get through.
+A transport plans, connects and allocates in `once`; the result is kept as long as the same processes meet with the same
+layouts and memory. Knows ranks and memory, not who serves the store, nor what happens to a rank that fails.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from ops.refit.plan import Copy, build
 from ops.refit.waves import NoSourceError
 
 T = TypeVar("T")
-Record = dict[str, float]  # numbers about one version, by name
-ALONE = "this transport does not say both_carry, so nobody else takes part in its meetings"
+Record = dict[str, float]  # metrics of one version, by name
+ALONE = "this transport does not set both_carry, so no other rank takes part in its meetings"
 
 
 class Where(Protocol):
-    """Where processes meet: a store that somebody serves who outlives them, and a name that no other processes have,
-    nor these together with others. Once the store has something under that name, nobody waits here any more. No wait
-    takes longer than `deadline_s`."""
+    """Where processes meet: a store, served by a process that outlives them, and a name that is unique to this set of
+    processes. Once the store has an entry under that name, no rank here waits for others any more. No wait exceeds
+    `deadline_s`."""
 
     @property
     def host(self) -> str: ...
@@ -53,8 +52,8 @@ class Meeting:
     """One rank: the `number`-th of the senders or of the receivers of two layouts.
 
     `source` and `destination` are the layouts of all senders and of all receivers. `buffers` are this rank's own memory
-    by name, flat bytes on `device`: a sender reads them, a receiver writes them. `lookups` counts what was not there
-    from the version before; what is opened or connected outside `once` is added to it.
+    by name, flat bytes on `device`: a sender reads them, a receiver writes them. `lookups` counts what was not reused
+    from the previous version; add to it what is opened or connected outside `once`.
     """
 
     source: Layout
@@ -76,7 +75,7 @@ class Meeting:
         self._turn = 0
 
     def at(self, where: Where | None, number: int) -> Meeting:
-        """This one, or the next one of the same process, at another place; it takes the connection over."""
+        """This meeting or, for a new place, its successor in the same process, which takes over the connection."""
         if where == self.where and number == self.number and not self.is_over:
             return self
         self.leave()
@@ -87,49 +86,49 @@ class Meeting:
 
     @property
     def senders(self) -> int:
-        """How many there are."""
+        """Number of senders."""
         return len(self.source.ranks)
 
     @property
     def receivers(self) -> int:
-        """How many there are."""
+        """Number of receivers."""
         return len(self.destination.ranks)
 
     @property
     def rank(self) -> int:
-        """This rank's number among all: senders come first."""
+        """This rank among all: senders come first."""
         return self.senders + self.number if self.receives else self.number
 
     @property
     def store(self) -> dist.TCPStore:
-        """This process's own connection to the store where all meet."""
+        """This process's own connection to the shared store."""
         if self._client is None:
             raise RuntimeError(ALONE)
         return self._client
 
     @property
     def deadline_s(self) -> float:
-        """How long any wait may take."""
+        """The longest that any wait may take."""
         return self._joined.deadline_s
 
     @property
     def name(self) -> str:
-        """Of what these processes do with this memory: the same on all ranks, and no others have it."""
+        """Name of this set of processes and memory: the same on all ranks, and unique."""
         return f"{self._joined.name} {' '.join(self._marks)}"
 
     def carry(
         self, version: int, source: Layout, destination: Layout | None, buffers: Mapping[str, torch.Tensor],
         move: Callable[[], Record], marks: tuple[str, ...] = (),
     ) -> Record:  # fmt: skip
-        """Have this rank's part of a version moved by `move`, when all ranks are there. `marks` say from which memory
-        the senders send, and are the same on all ranks. Senders do not know the destination: the receivers say it.
+        """Wait for all ranks, then move this rank's part of a version with `move`. `marks` identify the senders' memory
+        and are the same on all ranks. Senders do not know the destination: the receivers provide it.
 
-        Adds to the record `lookups` and `move_ms`; and, where ranks meet, `meet_ms` until all were there and `plan_ms`
-        until they knew what to do (0 after the first versions). Raises GroupError where a rank did not come or get
-        through; ValueError where ranks do not plan from the same.
+        Adds `lookups` and `move_ms` to the record and, if ranks meet, `meet_ms` until all had arrived and `plan_ms` for
+        planning (0 after the first versions). Raises GroupError if a rank did not arrive or a transfer failed;
+        ValueError if ranks plan from different layouts or versions.
         """
         with ExitStack() as on_error:
-            on_error.callback(self.leave)  # so that nobody waits for a rank that does not go on
+            on_error.callback(self.leave)  # so that no rank waits for one that has failed
             self.buffers, self._marks, self._planned_s = buffers, marks, 0.0
             begun_s = met_s = time.perf_counter()
             if self.where is None:
@@ -158,7 +157,7 @@ class Meeting:
         return record | {name: 1e3 * part_s for name, part_s in times.items()}
 
     def once(self, make: Callable[[], T], key: object = None) -> T:
-        """What `make` returned the first time, with these layouts and this memory."""
+        """The first result of `make` for these layouts and this memory."""
         known = (key, *self._marks)
         if known not in self._kept:
             begun_s = time.perf_counter()
@@ -168,15 +167,15 @@ class Meeting:
         return self._kept[known]
 
     def copies(self) -> list[Copy]:
-        """What this receiver lacks of each sender's memory. Raises ValueError, naming the tensor, where the senders do
-        not have what it holds."""
+        """What this receiver needs from each sender. Raises ValueError, naming the tensor, if the senders lack part of
+        it."""
         return self.once(lambda: build(self.source, self.destination).copies(self.number), "copies")
 
     def write(self, memories: Mapping[int, torch.Tensor]) -> float:
-        """Write what this receiver needs of the memory of some senders: the bytes that each of them offered, flat, on
-        any device. Returns how many bytes were written."""
+        """Write what this receiver needs from some senders' memory: the bytes that each offered, flat, on any device.
+        Returns the number of bytes written."""
         written_bytes = 0
-        for rank, memory in memories.items():  # one after the other, so that one is on the device besides the model
+        for rank, memory in memories.items():  # sequential, so only one is on the device besides the model
             moves = self.moves({rank: memory.to(self.device)})
             moves.run()
             written_bytes += moves.size
@@ -184,7 +183,7 @@ class Meeting:
         return float(written_bytes)
 
     def moves(self, memories: Mapping[int, torch.Tensor]) -> Moves:
-        """From memory of senders that lies on this device into the buffers."""
+        """Moves from senders' memory on this device into the buffers."""
         return Moves(
             [copy for copy in self.copies() if copy.source in memories],
             lambda copy: memories[copy.source],
@@ -193,13 +192,13 @@ class Meeting:
         )
 
     def synchronize(self) -> None:
-        """Wait for what the device has to do."""
+        """Wait for the device's pending work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def group(self, ranks: tuple[int, ...] = ()) -> StatelessGroup:
-        """The group of these ranks, by default of all: over NCCL between GPUs, over gloo between CPUs. This rank is one
-        of them. The first call connects them."""
+        """The group of these ranks (default: all), this rank included: NCCL between GPUs, gloo between CPUs. The first
+        call connects them."""
         ranks = ranks or tuple(range(self.senders + self.receivers))
         if ranks not in self._groups:
             where = self._joined
@@ -211,15 +210,15 @@ class Meeting:
         return self._groups[ranks]
 
     def finish(self, group: StatelessGroup) -> None:
-        """Wait until what this rank sent and received in a group is done, unless a rank is known to be lost."""
+        """Wait until this rank's sends and receives in a group are done, unless a rank is known to be lost."""
         group.finish(self._joined.deadline_s, over=lambda: bool(self.store.check([self._joined.name])))
 
     def on_leaving(self, call: Callable[[], None]) -> None:
-        """Have something called when this rank leaves without the others."""
+        """Register a call for when this rank leaves without the others."""
         self._leaving.append(call)
 
     def leave(self) -> None:
-        """Leave, without the others, for good."""
+        """Leave for good, without the others."""
         for call in self._leaving:
             call()
         self._leaving, self._groups, self._kept, self.is_over = [], {}, {}, True
@@ -231,13 +230,13 @@ class Meeting:
         return self.where
 
     def _note(self, source: Layout, destination: Layout | None) -> None:
-        """What this rank alone has is the same as long as these objects are."""
+        """Note the layouts of a rank that is alone; new objects discard what was made for the old ones."""
         assert destination is not None
         if not self._known or self.source is not source or self.destination is not destination:
             self.source, self.destination, self._kept, self._known = source, destination, {}, True
 
     def _reach(self, where: Where) -> None:
-        """Reach the store, at the first version."""
+        """Connect to the store, at the first version."""
         if self._reached:
             return
         self._client = self._client or dist.TCPStore(
@@ -250,7 +249,7 @@ class Meeting:
         self.lookups += 1
 
     def _gather(self, version: int, source: Layout, destination: Layout | None) -> None:
-        """Meet all ranks, and see that they plan from the same. Raises ValueError where one does not."""
+        """Meet all ranks. Raises ValueError if one plans from a different layout or version."""
         if not self._known or (source is not self.source and source != self.source):
             self.source, self._kept, self._known = source, {}, True
             self.destination = self._agreed(destination)
@@ -263,16 +262,16 @@ class Meeting:
         self._asking.wait([f"meeting {self._joined.name}/{key}" for key in keys])
         said = [bytes(value).decode() for value in self._own.multi_get(keys)]
         if self._turn:
-            self._own.delete_key(f"{self._turn - 1} {self.rank}")  # all are past it
+            self._own.delete_key(f"{self._turn - 1} {self.rank}")  # all have passed it
         self._turn += 1
         if others := [each for each, other in enumerate(said) if other != plan]:
             raise ValueError(
-                f"refit, rank {self.rank}: ranks {others} plan from other layouts, or another version; every rank has "
-                "to know the same. Fix: the same model on all ranks"
+                f"refit, rank {self.rank}: ranks {others} plan from other layouts or another version; all ranks must "
+                "use the same. Fix: the same model on all ranks"
             )
 
     def _agreed(self, destination: Layout | None) -> Layout:
-        """The destination, which the first receiver says."""
+        """The destination layout, provided by the first receiver."""
         if destination is None:
             self._asking.wait([f"meeting {self._joined.name}/destination"])
             return msgspec.json.decode(self._own.get("destination"), type=Layout)

@@ -1,4 +1,4 @@
-"""Each rank's part as one message, whatever carries it: the receiver takes from it what it needs (pull.py)."""
+"""Sends each rank's part as one message; the receiver takes what it needs from it (pull.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ops.refit.transports.base import Sender
 
 
 class MessageSender(Sender):
-    """A rank of the trainer."""
+    """The sending end, for one trainer rank."""
 
     def offer(self, memory: SharedMemory) -> np.ndarray:
-        """The bytes."""
+        """The bytes, as an array."""
         return memory.bytes.to("cpu", copy=True).numpy()

@@ -1,7 +1,7 @@
-"""Every pair exchanges few long messages: the sender packs what a receiver lacks, and the receiver unpacks it.
+"""Each pair exchanges a few long messages: the sender packs what a receiver needs, and the receiver unpacks it.
 
-Between machines by NCCL ("p2p"), on the CPU by gloo ("gloo"). Both sides run it together. Several slots are in use at a
-time, so that packing, sending and unpacking overlap; all memory is there before the first version travels.
+Between machines over NCCL ("p2p"), on the CPU over gloo ("gloo"). Both sides run at the same time. Several slots are in
+use, so that packing, sending and unpacking overlap; all memory is allocated before the first version travels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ SLOT_BYTES, SLOTS = 192 << 20, 3
 
 
 class PackedSender(Sender):
-    """A rank of the trainer."""
+    """The sending end, for one trainer rank."""
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Send what each receiver lacks of this rank's memory."""
+        """Send each receiver what it needs from this rank's memory."""
         return _carried(meeting)
 
 
 class PackedReceiver(Receiver):
-    """A rank of the sampler."""
+    """The receiving end, for one sampler rank."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Receive what this rank lacks, from each sender."""
+        """Receive what this rank needs from each sender."""
         return _carried(meeting)
 
 
@@ -56,7 +56,7 @@ def _joined(meeting: Meeting) -> Exchange:
 
 @dataclass(frozen=True)
 class _Part:
-    """What travels to a peer or from it in a round: a message's memory, and the moves that fill it or empty it."""
+    """A message to or from a peer in one round: its memory, and the moves that fill or empty it."""
 
     peer: int
     memory: torch.Tensor
@@ -64,10 +64,10 @@ class _Part:
 
 
 class Exchange:
-    """One rank's part of copies between it and its peers, by their ranks in the group; both ends have the same copies.
+    """One rank's copies to or from its peers, by group rank; both ends have the same copies.
 
-    `buffers` are its own, flat bytes. A message is at most `message_bytes`, or one copy; `slots` of them a peer are in
-    memory.
+    `buffers` are its own, flat bytes. A message is at most `message_bytes`, or one copy; `slots` messages per peer are
+    in memory.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Exchange:
                     self._rounds[-1].append(_Part(peer, memory[peer][: message.size], moves))
 
     def run(self) -> None:
-        """Move this rank's part of a version. Done, on a GPU in order on the current stream, when it returns."""
+        """Move this rank's part of a version. Done on return; on a GPU, in order on the current stream."""
         with in_order(self._slots):
             for index, parts in enumerate(self._rounds):
                 slot, copies = self._slots[index % len(self._slots)], [part.moves for part in parts]
@@ -119,8 +119,8 @@ class Exchange:
         cls, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
         buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
     ) -> Exchange:  # fmt: skip
-        """That of the `number`-th of the senders or of the receivers of a plan. In the group, senders come first.
-        Messages of a round are `slot_bytes` together at most, or one copy each."""
+        """The exchange of a plan's `number`-th sender or receiver. In the group, senders come first. The messages of a
+        round total at most `slot_bytes`, or are one copy each."""
         pairs = _pairs(plan, number, receives, receivers)
         in_group = {peer if receives else senders + peer: copies for peer, copies in pairs.items()}
         share = slot_bytes // max(senders, receivers)
@@ -128,7 +128,7 @@ class Exchange:
 
 
 def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
-    """What this rank gives or gets, by peer; in the same order on both sides."""
+    """What this rank sends or receives, by peer; in the same order on both sides."""
     found: dict[int, list[Copy]] = {}
     for receiver in [number] if receives else range(receivers):
         for copy in plan.copies(receiver):
@@ -138,5 +138,5 @@ def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int,
 
 
 def _messages(copies: Sequence[Copy], limit: int) -> list[Message]:
-    """Copies in messages of at most `limit` bytes, or of one copy."""
+    """Group copies into messages of at most `limit` bytes, or of one copy."""
     return [Message(lot) for lot in lots(copies, lambda copy: copy.size, limit, ALIGNED)]

@@ -1,6 +1,6 @@
-"""Every receiver reads what it needs where it lies: on one machine, out of memory that the senders have opened to it.
+"""Each receiver reads what it needs in place, from memory that senders on the same machine share with it.
 
-Straight into the receiver's own storage, by one kernel on a GPU. The sender has nothing to do.
+Straight into the receiver's own storage, by one kernel on a GPU. The sender does nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ops.refit.share import Share, bytes_of
 from ops.refit.transports.base import Receiver
 from ops.refit.transports.meeting import Meeting, Record
 
-OPEN = 2  # versions whose memory stays open
+OPEN = 2  # versions kept open
 
 
 class PullReceiver(Receiver):
-    """Keeps what the shares of two versions have in common: the plan, the tables, opened memory."""
+    """Keeps the plan, the tables and the opened memory of the last two versions."""
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
-        self._moves: dict[tuple[object, ...], Moves] = {}  # by the memory that is read, of the last versions
+        self._moves: dict[tuple[object, ...], Moves] = {}  # by source memory, for the last versions
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Read this rank's part. Raises ValueError, naming the tensor, where the shares do not have what it holds."""
+        """Read this rank's part. Raises ValueError, naming the tensor, if the shares lack part of it."""
         if (copies := meeting.copies()) is not self._copies:
             self._copies, self._moves = copies, {}
         far = [rank for rank, share in enumerate(shares) if _is_far(share, meeting)]
@@ -39,11 +39,11 @@ class PullReceiver(Receiver):
         return {"received_bytes": float(sum(copy.size for copy in copies))}
 
     def close(self) -> None:
-        """Give opened memory back."""
+        """Release opened memory."""
         self._moves = {}
 
     def _near(self, meeting: Meeting, shares: Sequence[Share], ranks: Sequence[int]) -> Moves:
-        """Moves from what can be read in place."""
+        """Moves from memory that can be read in place."""
         memories = tuple(shares[rank].memory for rank in ranks)
         if memories not in self._moves:
             if len(self._moves) == OPEN:
@@ -54,7 +54,7 @@ class PullReceiver(Receiver):
 
 
 def _is_far(share: Share, meeting: Meeting) -> bool:
-    """Whether the kernel of this device cannot read it."""
+    """Whether this device's kernel cannot read the share."""
     if isinstance(share.memory, np.ndarray):
         return True
     kind = share.memory.device if isinstance(share.memory, Handle) else share.memory.bytes.device.type

@@ -1,21 +1,21 @@
-"""Fan-out in waves: a receiver that has a version gives it on to receivers of equal boxes, as ops.refit.waves says.
+"""Fan-out in waves: a receiver that has a version forwards it to receivers with equal boxes, as in ops.refit.waves.
 
     fanout = Fanout(trainer, sampler, store, number=0, receives=True, buffers=parameters)
     carried = fanout.run(version=7)                # on every rank of both sides, for every version
 
-For many receivers behind few senders: a sender gives to one receiver of a kind in a wave, and each receiver that has
-all of exactly this version is one more source. Ranks agree at `store`, a TCPStore that somebody serves who outlives
-them (ops.refit.agreement). Planned, connected and allocated is once: a warm refit looks nothing up.
+For many receivers and few senders: in each wave a sender sends to one receiver of a kind, and each receiver that has
+all of exactly this version is one more source. Ranks agree through `store`, a TCPStore served by a process that
+outlives them (ops.refit.agreement). After the first refit, nothing is planned, connected or allocated again.
 
 A rank that dies in a wave is noticed at the other end of its transfer: the connection breaks, or is silent for
-`deadline_s` (with NCCL it is always silent). All then know who is gone and who has the version, and plan what is left
-again, so receivers that lost their source get it from another one. A rank that died elsewhere is missed by the next
-version. Who is gone stays so: a process that is started again takes part in a new Fanout, of another `name`.
+`deadline_s` (with NCCL always the latter). All ranks then learn who is gone and who has the version, and replan the
+rest, so receivers that lost their source get another one. A rank that died elsewhere is noticed at the next version.
+A rank that is gone stays gone: a restarted process takes part in a new Fanout with another `name`.
 
-Each pair that exchanges anything has a group of its own, so that a broken end breaks no other transfer. With gloo that
-costs 5 ms at first use and, as long as the tree is there, 0.3 MB, 3 threads and 5 open files; with NCCL a communicator.
-Slots of a rank are `slots * slot_bytes` together at most, or one copy a message. To meet and each wave are 4 round
-trips to the store. The store is this process's own client, for the tree alone while a version travels.
+Each pair that communicates has its own group, so a broken peer breaks no other transfer. With gloo a group costs 5 ms
+at first use and, for the tree's lifetime, 0.3 MB, 3 threads and 5 open files; with NCCL, a communicator. A rank's slots
+total at most `slots * slot_bytes`, or one copy per message. Meeting takes 4 round trips to the store, and so does each
+wave. The store is this process's own client, used only by the tree while a version travels.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from ops.refit.transports.meeting import Meeting, Record
 from ops.refit.transports.packed import SLOT_BYTES, SLOTS, Exchange
 from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
 
-PATIENCE = 3  # deadlines that a wave may take
+PATIENCE = 3  # limit for a wave, in deadlines
 
 _log = logging.getLogger(__name__)
 
 
 class TreeSender(Sender):
-    """A rank of the trainer."""
+    """The sending end, for one trainer rank."""
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Give it to the first receivers."""
+        """Send the version to the first receivers."""
         return _carried(meeting, version)
 
 
 class TreeReceiver(Receiver):
-    """A rank of the sampler."""
+    """The receiving end, for one sampler rank."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Get it from a rank that has it, and give it on."""
+        """Receive the version from a rank that has it, and forward it."""
         return _carried(meeting, version)
 
 
 def _carried(meeting: Meeting, version: int) -> Record:
     fanout = meeting.once(lambda: _joined(meeting))
-    fanout.held = None  # another one may have written there since
+    fanout.held = None  # another transport may have written there since
     carried = fanout.run(version)
     names = ("received_bytes", "sent_bytes", "lookups", "waves", "replans")
     return {name: float(getattr(carried, name)) for name in names}
@@ -83,11 +83,11 @@ def _joined(meeting: Meeting) -> Fanout:
 
 @dataclass
 class Carried:
-    """What a refit was on one rank. `path` is how the version came: "direct" from the trainer, "tree" from a receiver,
-    "held" where it was there before; "trainer" on a sender. `wave` is the one in which it came, from 0, or -1; `waves`
-    is how many there were, and `replans` how often ranks were lost in one. `lookups` counts plans, connections and
-    messages that were not there from the version before. `meet_ms` is until all ranks were there, `move_ms` in this
-    rank's own transfers, `agree_ms` behind them until all had ended theirs."""
+    """The record of a refit on one rank. `path` is how the version arrived: "direct" from the trainer, "tree" from a
+    receiver, "held" if it was already there; "trainer" on a sender. `wave` is the wave in which it arrived, from 0, or
+    -1. `waves` is the number of waves, `replans` how often ranks were lost in one. `lookups` counts plans, connections
+    and messages not reused from the previous version. `meet_ms` is the wait until all ranks had arrived, `move_ms` this
+    rank's own transfers, `agree_ms` the wait until all others had finished theirs."""
 
     path: str
     wave: int = -1
@@ -103,7 +103,7 @@ class Carried:
 
 @dataclass(eq=False)
 class _Edge:
-    """What this rank sends to a peer in a wave, or receives from it."""
+    """What this rank sends to or receives from a peer in a wave."""
 
     sender: int
     receiver: int
@@ -113,13 +113,13 @@ class _Edge:
 
 
 class Fanout:
-    """One rank, as the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
-    senders come first. `buffers` are its own, flat bytes; `interface` is the network interface that it uses
-    (ops.comm.nic). `deadline_s` is how long a rank waits for the others before a version, and for any message; a
-    wave may take PATIENCE of them.
+    """One rank, the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
+    senders come first. `buffers` are its own, flat bytes; `interface` is the network interface to use (ops.comm.nic).
+    `deadline_s` limits the wait for the others before a version, and for any message; a wave may take PATIENCE times as
+    long.
 
     `held` is the version that a receiver has. Code that overwrites its buffers sets it to None. Raises ValueError,
-    naming the tensor, where the source does not have what the destination wants.
+    naming the tensor, if the source lacks part of the destination.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class Fanout:
         self._groups: dict[Pair, StatelessGroup] = {}
 
     def run(self, version: int) -> Carried:
-        """Move this rank's part of a version; it is there when it returns, on all receivers that are not gone.
+        """Move this rank's part of a version. On return, all receivers that are not gone have it.
 
-        Raises NoSourceError where a receiver lacks it and nobody is left to give it, on all ranks; GroupError on a rank
-        that the others went on without, or that lost the store; ValueError where ranks do not plan from the same. It
-        is over for this rank then.
+        Raises NoSourceError on all ranks if a receiver lacks it and no rank is left to send it; GroupError on a rank
+        that the others continued without, or that lost the store; ValueError if ranks plan from different layouts or
+        versions. The rank cannot continue after an error.
         """
         with ExitStack() as on_error:
-            on_error.callback(self.abandon)  # so that nobody waits for a rank that does not go on
+            on_error.callback(self.abandon)  # so that no rank waits for one that has failed
             record = self._run(version)
             on_error.pop_all()
         return record
 
     def close(self) -> None:
-        """Leave all groups. On GPUs every rank has to."""
+        """Leave all groups. On GPUs every rank must do so."""
         for group in self._groups.values():
             group.close()
         self._groups, self._plans = {}, {}
@@ -185,7 +185,7 @@ class Fanout:
                 return record
 
     def _met(self, version: int) -> State:
-        """Meet all ranks that are left; who has the version already."""
+        """Meet all remaining ranks and learn which have the version already."""
         self._turn += 1
         state = State(gone=self._gone)
         expected = [rank for rank in range(self._senders + len(self._kind)) if rank not in self._gone]
@@ -198,7 +198,7 @@ class Fanout:
         return state
 
     def _carried(self, version: int, wave: Wave, edges: Sequence[_Edge], state: State, record: Carried) -> State:
-        """The state behind a wave."""
+        """Run a wave. Returns the state after it."""
         stage = f"{self._turn}/{record.waves}"
         giver = next((source for receiver, source in wave if receiver == self._rank), None)
         expected = {rank for pair in wave for rank in pair if rank != TRAINER}
@@ -229,7 +229,7 @@ class Fanout:
         return state
 
     def _moved(self, stage: str, edges: Sequence[_Edge]) -> list[_Edge]:
-        """Carry edges out beside each other; which did not get through."""
+        """Run edges in parallel. Returns those that failed."""
         if not edges:
             return []
         with ThreadPoolExecutor(len(edges)) as pool:
@@ -265,12 +265,12 @@ class Fanout:
         )  # fmt: skip
 
     def _lost(self, stage: str, pair: Pair, error: RuntimeError) -> bool:
-        _log.warning("refit, version and wave %s: rank %d to %d did not get through: %s", stage, *pair, error)
+        _log.warning("refit, version and wave %s: the transfer from rank %d to %d failed: %s", stage, *pair, error)
         self._agreement.here(stage)
         return False
 
     def _drop(self, state: State) -> None:
-        """Forget what was planned and connected with ranks that are gone or were not reached."""
+        """Drop plans, and connections to ranks that are gone or unreachable."""
         self._gone, self._plans = state.gone, {}
         for sender, receiver in list(self._groups):
             source = TRAINER if sender < self._senders else sender
@@ -278,13 +278,13 @@ class Fanout:
                 self._groups.pop((sender, receiver)).abandon()
 
     def abandon(self) -> None:
-        """Leave all groups, without the others."""
+        """Leave all groups without the others."""
         for group in self._groups.values():
             group.abandon()
         self._groups, self._plans = {}, {}
 
     def _planned(self, state: State) -> list[tuple[Wave, list[_Edge]]]:
-        """The waves that are left, with this rank's part in each."""
+        """The remaining waves, with this rank's part in each."""
         places = [[] if rank in state.gone else own for rank, own in enumerate(self._source.ranks)]
         source, to, of_kinds = Layout(self._source.tensors, places), self._destination, set(self._kind.values())
         made = waves(self._kind, state, of_kinds if source == self._source else gives(source, to, self._kind))

@@ -1,7 +1,7 @@
-"""The megatron backend: Megatron-core, to score and to train on many ranks.
+"""The megatron backend: scores and trains on many ranks with Megatron-core.
 
-Megatron-core 0.16 warns, as it is imported, of each optional package that is absent, and while it runs of what newer
-versions of torch do otherwise. None of it concerns the user, so these warnings, and no others, are not shown.
+Megatron-core 0.16 warns at import about each missing optional package, and at run time about what newer torch versions
+deprecate. None of it concerns the user, so these warnings, and no others, are filtered.
 """
 
 import warnings

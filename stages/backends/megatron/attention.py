@@ -1,6 +1,6 @@
-"""Causal attention over rectangles and over packed rows, for Megatron-core's layers. Knows no model.
+"""Causal attention over rectangles and packed rows, for Megatron-core's layers. Knows no model.
 
-Legend: S positions, N samples (1 of a packed row), H heads of queries, G of keys and values, D entries of a head.
+Legend: S positions, N samples (1 for a packed row), H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CausalAttention(MegatronModule):
-    """The `core_attention` of a layer. A packed row's samples see only themselves; nothing of the size S x S is kept.
+    """The `core_attention` of a layer. A packed row's samples attend only to themselves; no S x S tensor is kept.
 
-    The row is not given in Megatron-core's packed format, so that rotary embeddings are looked up by position and not
-    sample by sample; where its samples begin stands in `packed_seq_params`.
+    The row is not in Megatron-core's packed format, so that rotary embeddings are looked up by position instead of
+    sample by sample; `packed_seq_params` holds the starts of its samples.
     """
 
     def __init__(self, config: TransformerConfig, **given: Any) -> None:
@@ -37,7 +37,7 @@ class CausalAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """[S, N, H * D]. The mask is always causal: no other one is given."""
+        """Returns [S, N, H * D]. The mask is always causal."""
         if packed_seq_params is None:
             return self._causal(query_SNHD, key_SNGD, value_SNGD).flatten(-2)
         if query_SNHD.is_cuda and query_SNHD.dtype in (torch.bfloat16, torch.float16):
@@ -54,7 +54,7 @@ class CausalAttention(MegatronModule):
     def _packed(
         self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        """One kernel over all samples of the row; it wants as many heads of keys and values as of queries."""
+        """One kernel over all samples of the row; it needs as many key-value heads as query heads."""
         repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
         made_SHD: Any = varlen_attn(
             query_S1HD[:, 0],

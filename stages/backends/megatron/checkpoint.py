@@ -1,8 +1,8 @@
-"""The exact state of a learner as safetensors files of each rank, and a small JSON; nothing runs code when it is read.
+"""Saves a learner's exact state as safetensors files per rank and a small JSON. Reading them executes no code.
 
-A rank writes its share of the master weights and moments, and one rank of each part the weights. The number of
-data-parallel ranks may differ when it is read again: shares are runs of a flattened parameter, and a rank reads from
-all files that overlap with its own. Knows Megatron-core's distributed optimizer; it does not know when it is called.
+Each rank writes its share of the master weights and moments; one rank per model part writes the weights. The number of
+data-parallel ranks may change between write and read: shares are ranges of a flattened parameter, and a rank reads from
+all files that overlap its own. Knows Megatron-core's distributed optimizer, not when it is called.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 
 _COUNTERS = "learner.json"
-_FILE_BYTES = 2 << 30  # of one file, which is on the host meanwhile
+_FILE_BYTES = 2 << 30  # size of one file; the host holds one at a time
 _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 
 
 def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
-    """All ranks call it together; when it returns, everything is written, `learner.json` last."""
+    """Write the state; all ranks call it together. On return everything is written, `learner.json` last."""
     groups, layout = network.groups, network.groups.layout
     for number, lot in enumerate(lots(_state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
         path = folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors"
@@ -47,7 +47,7 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
 
 
 def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank writes, by `kind:name:start`, where the tensors are."""
+    """What this rank writes, keyed by `kind:name:start`, on the tensors' device."""
     groups, table = network.groups, parameters(network.shape, network.part)
     for name, parameter in network.named_parameters():
         expert = network.part.expert if table[name].expert else 0
@@ -60,8 +60,8 @@ def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str
 
 @torch.no_grad()
 def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[str, int]:
-    """What `write` wrote, in place; returns the counters. Raises CheckpointError where files are missing or not whole,
-    or were written by ranks that divided the model otherwise."""
+    """Read what `write` wrote, in place. Returns the counters. Raises CheckpointError if files are missing or
+    incomplete, or were written with another division of the model."""
     try:
         written = json.loads((folder / _COUNTERS).read_text())
         _check_layout(folder, written["layout"], network)
@@ -74,14 +74,14 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
                     found.fill(kind, name, start, share)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            _problem(folder, str(error), f"it is {_COUNTERS} and the safetensors files of each rank, all whole")
+            _problem(folder, str(error), f"it is {_COUNTERS} and the safetensors files of each rank, all complete")
         ) from error
     _set_steps(optimizer, written["counters"]["updates"] - written["counters"]["skipped"])
     return written["counters"]
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """How many updates the moments are of; Transformer Engine's optimizer counts them by group."""
+    """Set the moments' update count; Transformer Engine's optimizer keeps it per group."""
     for each in optimizer.chained_optimizers:
         if isinstance(each.optimizer, torch.optim.AdamW):
             for held in each.optimizer.state.values():
@@ -92,8 +92,8 @@ def _set_steps(optimizer: Any, steps: int) -> None:
 
 
 def shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
-    """Of each parameter that this rank updates a share of: its name, where in the flattened parameter the share begins,
-    and the share's tensors by kind."""
+    """Yield, for each parameter that this rank updates a share of: its name, the share's start in the flattened
+    parameter, and the share's tensors by kind."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     for each in optimizer.chained_optimizers:
         for parameter, (group, position) in each.model_param_group_index_map.items():
@@ -102,13 +102,13 @@ def shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[st
             master = each.optimizer.param_groups[group]["params"][position]
             held = each.optimizer.state[master]
             found = {kind: held[kind] for kind in _MOMENTS}
-            if parameter.dtype != torch.float32:  # otherwise it is a view of the weight
+            if parameter.dtype != torch.float32:  # for float32 it is a view of the weight
                 found[_MASTER] = master
             yield names[parameter], start, found
 
 
 class _Found:
-    """The shares in all files that ranks with this rank's part of the model wrote."""
+    """The shares in all files written by ranks with this rank's part of the model."""
 
     def __init__(self, folder: Path, layout: list[int], network: Network, stack: ExitStack) -> None:
         data, tensor, pipeline, experts = layout
@@ -126,8 +126,8 @@ class _Found:
                         self.places.setdefault((kind, name), []).append((int(start), key, file))
 
     def fill(self, kind: str, name: str, start: int, share: torch.Tensor) -> None:
-        """`share`, which begins at `start` of the flattened parameter, from the files. Raises CheckpointError where
-        they do not have all of it."""
+        """Fill `share`, which begins at `start` of the flattened parameter, from the files. Raises CheckpointError if
+        part of it is missing."""
         left = len(share)
         for begin, key, file in self.places.get((kind, name), ()):
             held = file.get_slice(key)

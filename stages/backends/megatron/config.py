@@ -1,4 +1,4 @@
-"""A decoder as Megatron-core's configuration. Knows numbers and devices; builds nothing."""
+"""Translates a decoder into Megatron-core's configuration. Knows numbers and devices; builds nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.backends.model.decoder import Decoder
 
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
-    """The configuration of this rank. Raises StageError where the ranks do not divide the decoder."""
+    """This rank's configuration. Raises StageError if the ranks do not divide the decoder evenly."""
     if problems := list(_problems(decoder, groups, where)):
         raise StageError(*problems)
     on_cpu = groups.device.type == "cpu"
@@ -54,7 +54,7 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,  # the loss has its global normalizer already, so gradients are added up
+        calculate_per_token_loss=True,  # the loss is already normalized globally, so gradients are summed
         perform_initialization=False,
         use_cpu_initialization=on_cpu,
         gradient_accumulation_fusion=False,
@@ -65,7 +65,7 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
         persist_layer_norm=False,
         **mixture,
     )
-    # Refused together with the allgather dispatcher, for ranks of unequal lengths; here these agree on one length.
+    # Megatron-core refuses this with the allgather dispatcher, as lengths may differ; here ranks agree on one.
     made.variable_seq_lengths = True
     return made
 
@@ -82,21 +82,21 @@ def _problems(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]
         if number % ranks:
             yield Problem(
                 where=where,
-                what=f"the model's {what} are {number}, and {by}={ranks}",
-                why="each rank holds as much as the next",
+                what=f"{by}={ranks} does not divide the model's {what} ({number})",
+                why="all ranks hold equal parts",
                 fix=f"a {by} that divides {number}",
             )
     if groups.expert > 1 and not decoder.experts:
         yield Problem(
             where=where,
             what=f"expert_parallel={groups.expert}, and the model has no experts",
-            why="experts are what it divides",
-            fix="expert_parallel=1, or a mixture of experts",
+            why="it divides experts over ranks",
+            fix="expert_parallel=1, or a mixture-of-experts model",
         )
     if decoder.experts and layout.tensor > 1 and not groups.sequence_parallel:
         yield Problem(
             where=where,
             what=f"the model is a mixture of experts, and tensor_parallel={layout.tensor} on the CPU",
-            why="its tokens are then divided over the tensor-parallel ranks, which needs NCCL",
-            fix="tensor_parallel=1 and expert_parallel, or GPUs",
+            why="tokens are then divided over the tensor-parallel ranks, which needs NCCL",
+            fix="tensor_parallel=1 with expert_parallel, or GPUs",
         )

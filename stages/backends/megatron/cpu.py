@@ -1,7 +1,7 @@
-"""Lets Megatron-core compute on the CPU, where it asks for CUDA by name. Used on the CPU only, and only while it runs.
+"""Runs Megatron-core on the CPU although it asks for CUDA by name. Active only on the CPU, and only while it runs.
 
-Megatron-core 0.16 allocates with device="cuda", calls `.cuda()`, compares type names and waits for the device in its
-pipeline schedule, its gradient buffers and its optimizer. Inside `on_cpu()` those calls mean the CPU.
+Megatron-core 0.16 allocates with device="cuda", calls `.cuda()`, compares type names and synchronizes the device in its
+pipeline schedule, gradient buffers and optimizer. Inside `on_cpu()` those calls mean the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """While it is entered, CUDA means the CPU. Reentrant."""
+    """Inside this context, CUDA means the CPU. Reentrant."""
     device, wait = torch.cuda.current_device, torch.cuda.synchronize
     torch.cuda.current_device = _cpu  # type: ignore[assignment]
     torch.cuda.synchronize = _wait
@@ -28,7 +28,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Rewrites the device of factory calls, and what tensors say of themselves."""
+    """Rewrites the device of factory calls and the type that tensors report."""
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -38,7 +38,7 @@ class _CudaIsCpu(TorchFunctionMode):
         if kwargs:
             on_cuda = str(kwargs.get("device")).startswith("cuda")
             return func(*args, **{**kwargs, "device": "cpu"} if on_cuda else kwargs)
-        if func is torch.Tensor.type and len(args) == 1:  # compared with "torch.cuda.FloatTensor"
+        if func is torch.Tensor.type and len(args) == 1:  # Megatron-core compares it with "torch.cuda.FloatTensor"
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args)
 

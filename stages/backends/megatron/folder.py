@@ -1,6 +1,6 @@
-"""Weights between a Hugging Face folder and the ranks: each rank reads its own part; rank 0 writes, a tensor at a time.
+"""Loads and saves Hugging Face folders: each rank reads its own part; rank 0 writes, one tensor at a time.
 
-Knows safetensors and the table of names; it does not know what a model computes.
+Knows safetensors and the table of names, not what a model computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stages.backends.megatron.names import Parameter, Part, parameters
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.shards import INDEX, Shards
 
-_FILE_BYTES = 4 << 30  # of one file that is written
+_FILE_BYTES = 4 << 30  # size of one output file
 
 
 @torch.no_grad()
@@ -44,9 +44,9 @@ def gathered(
     groups: Groups,
     fused_norms: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors by their Hugging Face names, on the CPU, one parameter's after the other's; on rank 0.
+    """Yield whole tensors by Hugging Face name on rank 0, on the CPU, parameter by parameter.
 
-    All ranks go through it together; the others send what they hold and get nothing.
+    All ranks iterate together; the other ranks send what they hold and yield nothing.
     """
     layout = groups.layout
     for stage in range(layout.pipeline):
@@ -71,7 +71,7 @@ def gathered(
                 if first.copy or (expert and not first.expert):
                     continue
                 parts = [(rank, table[name]) for rank, table in zip(holders, tables)]
-                if parts[-1][1] == first:  # alike on all ranks
+                if parts[-1][1] == first:  # replicated on all ranks
                     parts = parts[:1]
                 yield from _assembled(name, parts, held, groups.ranks.rank)
 
@@ -82,7 +82,7 @@ def _assembled(
     held: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that one parameter's parts hold, on rank 0."""
+    """Assemble the tensors of one parameter from its parts, on rank 0."""
     whole: dict[str, torch.Tensor] = {}
     dtype = next(iter(held.values())).dtype
     for holder, parameter in parts:
@@ -102,9 +102,9 @@ def _assembled(
 
 
 def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Path, rank: int) -> None:
-    """Tensors as safetensors files of a few GiB and their index, beside the config and tokenizer of `origin`.
+    """Write tensors as safetensors files of a few GiB with their index, and copy config and tokenizer from `origin`.
 
-    All ranks call it; rank 0 writes, and holds one file's tensors at a time.
+    All ranks call it; rank 0 writes and holds one file's tensors at a time.
     """
     files: list[list[str]] = []
     total = 0

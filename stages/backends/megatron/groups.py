@@ -1,6 +1,6 @@
-"""The ranks of a worker group as Megatron-core's process groups. Knows processes; no model.
+"""Maps the ranks of a worker group to Megatron-core's process groups. Knows processes, no model.
 
-A worker that is alone has a world of one, so that Megatron-core finds its groups there too.
+A single worker gets a world of size one, so that Megatron-core finds its groups there too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stages.backends.megatron.names import Part
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """This rank's place, and the groups that it meets others in.
+    """This rank's position and its process groups.
 
-    `expert` is how many data-parallel ranks the experts are divided among.
+    `expert` is the number of data-parallel ranks that the experts are divided over.
     """
 
     ranks: Ranks
@@ -39,7 +39,7 @@ class Groups:
 
     @property
     def last(self) -> int:
-        """The rank that has the logits of this rank's replica: of its tensor-parallel position, the last stage."""
+        """The rank with the logits of this rank's replica: the last stage at the same tensor-parallel position."""
         return dist.get_process_group_ranks(self.process.pp)[-1]
 
     @property
@@ -49,11 +49,11 @@ class Groups:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks divide the sequence outside the matrix products; gloo cannot."""
+        """Whether tensor-parallel ranks divide the sequence outside the matrix products. Not possible with gloo."""
         return self.layout.tensor > 1 and self.device.type == "cuda"
 
     def part(self, rank: int | None = None) -> Part:
-        """Which part of a model a rank holds; this rank by default."""
+        """The part of a model that a rank (default: this one) holds."""
         rank = self.ranks.rank if rank is None else rank
         inside = self.layout.tensor * self.layout.context
         return Part(
@@ -71,18 +71,18 @@ class Groups:
         return stage * inside * self.layout.data + expert * inside + tensor
 
     def computing(self) -> AbstractContextManager[None]:
-        """What Megatron-core is called in."""
+        """The context for calls of Megatron-core."""
         return nullcontext() if self.device.type == "cuda" else on_cpu()
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """What the last stage has in `values`, in those of all stages of the replica."""
+        """Broadcast the last stage's `values` to all stages of the replica."""
         if self.layout.pipeline > 1:
             dist.broadcast(values, src=self.last, group=self.process.pp)
         return values
 
 
 def join(ranks: Ranks, expert: int, device: torch.device, seed: int) -> Groups:
-    """Make Megatron-core's groups, which are this process's: all ranks call it together, once."""
+    """Create Megatron-core's groups, which are global to the process. All ranks call it together, once."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -101,6 +101,6 @@ def join(ranks: Ranks, expert: int, device: torch.device, seed: int) -> Groups:
 
 
 def _timeout_minutes(device: torch.device) -> int:
-    """What the ranks agreed on when they met, rounded up."""
+    """The timeout that the ranks agreed on when they met, rounded up."""
     world: Any = dist.group.WORLD
     return max(1, math.ceil(world._get_backend(device).options._timeout.total_seconds() / 60))

@@ -1,9 +1,8 @@
-"""Optimizer updates of a network that lies on many ranks, and their exact state.
+"""Runs optimizer updates of a network spread over many ranks, and saves its exact state.
 
-Knows Megatron-core's gradient buffers and distributed optimizer; it does not know steps or stages. Gradients are added
-up over data-parallel ranks in float32, and each of these ranks updates its share of the weights, of float32 master
-weights where the network's are shorter. An update whose loss or gradient is not finite changes nothing, on any rank,
-and is counted.
+Knows Megatron-core's gradient buffers and distributed optimizer, not steps or stages. Gradients are summed over
+data-parallel ranks in float32; each of these ranks updates its share of the weights, in float32 master weights if the
+network's are lower precision. An update with a non-finite loss or gradient changes nothing on any rank, and is counted.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ class MegatronLearner:
                     use_distributed_optimizer=True,
                 ),
                 [self.buffered],
-                config_overrides={},  # weight decay is of all weights, also of norms and biases
+                config_overrides={},  # weight decay applies to all weights, norms and biases included
             )
             self._start()
 
     @torch.no_grad()
     def _start(self) -> None:
-        """The optimizer's state before the first update, which can be saved too."""
+        """Initialize the optimizer's state, so that it can be saved before the first update."""
         for each in self.optimizer.chained_optimizers:
             for held in each.get_parameters():
                 moments = {"exp_avg": torch.zeros_like(held), "exp_avg_sq": torch.zeros_like(held)}
@@ -79,7 +78,7 @@ class MegatronLearner:
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
     ) -> dict[str, float]:
-        """One optimizer update from the microbatches of `update`, on all ranks together."""
+        """Run one optimizer update from the microbatches of `update`, on all ranks together."""
         self.parking.arrive()
         with self.groups.computing():
             sums = self._backward(batch, loss, temperature, update, packed)
@@ -92,7 +91,7 @@ class MegatronLearner:
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
     ) -> dict[str, float]:
-        """Gradients of all microbatches; returns sums over the tokens of all ranks, and the loss."""
+        """Accumulate the gradients of all microbatches. Returns sums over the tokens of all ranks, and the loss."""
         self.buffered.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -153,24 +152,25 @@ class MegatronLearner:
         return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
 
     def park(self, room: int | None = None) -> None:
-        """Moments and master weights to the host, where they can be saved; gradients are forgotten. On a GPU no more
-        than it takes for `room` bytes to be free."""
+        """Move moments and master weights to the host, where they can be saved; gradients are dropped. On a GPU, moves
+        only
+        enough to free `room` bytes."""
         self.buffered.offload_grad_buffers(synchronize=self.groups.device.type == "cuda", empty_cache=False)
         shares = checkpoint.shares(self.network, self.optimizer)
         self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)
 
     def leave(self) -> None:
-        """And back, behind what does not need them."""
-        self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # waits for all streams
+        """Move them back, overlapped with work that does not need them."""
+        self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # synchronizes all streams
         self.parking.leave()
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer, exact to the bit; each rank writes its share."""
+        """Save weights and optimizer, bit-exact; each rank writes its share."""
         self.parking.arrive()
         checkpoint.write(folder, self.network, self.optimizer, {"updates": self.updates, "skipped": self.skipped})
 
     def restore(self, folder: Path) -> None:
-        """What `save` wrote into `folder`. Raises CheckpointError where a file is missing or is not whole."""
+        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
         self.parking.arrive()
         counters = checkpoint.read(folder, self.network, self.optimizer)
         self.updates, self.skipped = counters["updates"], counters["skipped"]

@@ -1,9 +1,9 @@
-"""A microbatch as the tensors of one pass: a packed row or a rectangle, and where in it logits are needed.
+"""Turns a microbatch into the tensors of one pass: a packed row or a rectangle, and where logits are needed.
 
-Both hold a sample as prompt and response without their last token, from position 0 on; causal attention never looks
-at padding, which is at the end. Knows token ids; no model.
+Both hold each sample as prompt and response without the last token, from position 0; padding is at the end, where
+causal attention never sees it. Knows token ids, no model.
 
-Legend: N samples, S positions of a row, P longest prompt, T longest response, R response tokens of all samples.
+Legend: N samples, S positions per row, P longest prompt, T longest response, R response tokens of all samples.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipeline.declare.sharding import Microbatch
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One pass.
+    """The inputs of one pass.
 
-    ids_NS, positions_S   of the inputs; N is 1 in a packed row
-    packed                where the samples of a packed row begin
-    keep_R, targets_R     where in [S * N], position by position, a response token is predicted, and which it is
-    lengths, width        of the responses, and of the rectangle that they are padded to
+    ids_NS, positions_S   input tokens and positions; N is 1 in a packed row
+    packed                the starts of a packed row's samples
+    keep_R, targets_R     indices in [S * N], position-major, at which response tokens are predicted, and the tokens
+    lengths, width        response lengths, and the width of the rectangle that they are padded to
     """
 
     ids_NS: torch.Tensor
@@ -38,17 +38,17 @@ class Row:
 
     @property
     def mask(self) -> torch.Tensor:
-        """[N, T], True where there is a response token."""
+        """[N, T], True for response tokens."""
         lengths_N1 = torch.tensor(self.lengths, device=self.keep_R.device)[:, None]
         return torch.arange(self.width, device=self.keep_R.device) < lengths_N1
 
     def rectangle(self, values_R: torch.Tensor) -> torch.Tensor:
-        """One value a response token, as [N, T]."""
+        """Reshape one value per response token to [N, T]."""
         return rectangle(values_R, self.lengths, self.width)
 
 
 def tokens_of(prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, *, packed: bool, multiple: int) -> int:
-    """Input tokens of the pass, padding included."""
+    """Number of input tokens of the pass, padding included."""
     if packed:
         return _up(sum(prompt_ids.lengths) + sum(response_ids.lengths) - len(prompt_ids), multiple)
     return len(prompt_ids) * _up(microbatch.prompt + microbatch.response - 1, multiple)
@@ -64,7 +64,7 @@ def row_of(
     least: int,
     device: torch.device,
 ) -> Row:
-    """The pass over these samples: of at least `least` tokens, and a number of positions that `multiple` divides."""
+    """The pass over these samples, padded to at least `least` tokens and a multiple of `multiple` positions."""
     made = _packed if packed else _padded
     return made(prompt_ids, response_ids, microbatch, multiple, least, device)
 
@@ -77,7 +77,7 @@ def _packed(
     size = _up(max(sum(lengths), least), multiple)
     ids_1S, positions_S = row.ids_1S, row.positions_1S[0]
     if spare := size - sum(lengths):
-        lengths.append(spare)  # padding is a sample of its own, which nothing is asked of
+        lengths.append(spare)  # padding is an extra sample without targets
         ids_1S = torch.cat([ids_1S, ids_1S.new_zeros(1, spare)], dim=1)
         positions_S = torch.cat([positions_S, torch.arange(spare)])
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)

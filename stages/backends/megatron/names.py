@@ -1,11 +1,11 @@
-"""Where each parameter of a Megatron rank lies in a Hugging Face folder: one table, read in both directions.
+"""Maps each parameter of a Megatron rank to tensors of a Hugging Face folder: one table for loading and saving.
 
     table = parameters(decoder, Part(tensor=1, tensors=2))
     for piece in table["decoder.layers.0.self_attention.linear_qkv.weight"].pieces:
-        parameter[piece.inside] = folder[piece.name][piece.box]        # loading; the other way round is saving
+        parameter[piece.inside] = folder[piece.name][piece.box]        # loading; swap the sides to save
 
-Arithmetic only: no tensors, no processes. A rank holds the layers of its pipeline stage, its experts, and of each
-matrix its tensor-parallel part. Megatron-core lays the tensors of Hugging Face out in five ways, see `Kind`.
+Arithmetic only: no tensors, no processes. A rank holds the layers of its pipeline stage, its experts, and its
+tensor-parallel part of each matrix. Megatron-core lays out Hugging Face tensors in five ways, see `Kind`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Literal
 from stages.backends.model.decoder import Decoder
 
 Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
-# whole    the tensor, on every tensor-parallel rank
-# rows     a run of its rows
-# columns  a run of its columns
-# stacked  a run of rows of each of several tensors, one below the other: gate and up of SwiGLU
-# grouped  of queries, keys and values: for each key-value head its query heads, its key and its value
+# whole    the whole tensor, on every tensor-parallel rank
+# rows     a range of its rows
+# columns  a range of its columns
+# stacked  a range of rows from each of several tensors, stacked: gate and up of SwiGLU
+# grouped  queries, keys and values: for each key-value head its query heads, its key and its value
 DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "stacked": 0, "grouped": 0}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter of Megatron-core and the tensors of Hugging Face that it is made of. {layer} and {expert} count from
-    the first of the rank on the left, from the first of the model on the right."""
+    """A Megatron-core parameter and the Hugging Face tensors that it consists of. On the left, {layer} and {expert}
+    count
+    within the rank; on the right, within the model."""
 
     parameter: str
     kind: Kind
@@ -71,7 +72,7 @@ LAST = (
     Rule("decoder.final_layernorm.weight", "whole", ("model.norm.weight",)),
     Rule("output_layer.weight", "rows", ("lm_head.weight",), lambda decoder: not decoder.tied),
 )
-TIED = Rule("output_layer.weight", "rows", ("model.embed_tokens.weight",))  # where the first stage is another rank
+TIED = Rule("output_layer.weight", "rows", ("model.embed_tokens.weight",))  # if the first stage is on another rank
 FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer that follows them
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -80,9 +81,9 @@ FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Which part of a model a rank holds: its position among the ranks of each kind, and how many there are.
+    """The part of a model that a rank holds: its index and the number of ranks in each kind of parallelism.
 
-    `fused_norms` says whether norms lie inside linear layers (Transformer Engine)."""
+    `fused_norms` is whether norms are inside linear layers (Transformer Engine)."""
 
     tensor: int = 0
     tensors: int = 1
@@ -95,7 +96,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a Hugging Face tensor of `shape`, and the row of the parameter where it begins."""
+    """A box of a Hugging Face tensor of `shape`, and the parameter row where it starts."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,12 +106,12 @@ class Piece:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it lies in the tensor."""
+        """Its slice of the tensor."""
         return (slice(*self.rows), *([slice(*self.columns)] if self.columns else []))
 
     @property
     def inside(self) -> slice:
-        """Where it lies in the parameter, which has all its columns."""
+        """Its slice of the parameter, over all columns."""
         return slice(self.at, self.at + self.rows[1] - self.rows[0])
 
 
@@ -118,9 +119,8 @@ class Piece:
 class Parameter:
     """A parameter of one rank. Rows that no piece fills are padding.
 
-    `divided` says along which dimension tensor-parallel ranks divide it, None where they all hold the same. `expert` is
-    True where other ranks of the expert-parallel group hold other experts; `copy` where another rank's parameter is the
-    original."""
+    `divided` is the dimension that tensor-parallel ranks divide, None if it is replicated. `expert` is True if other
+    ranks of the expert-parallel group hold other experts; `copy` if the original is on another rank."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -130,7 +130,7 @@ class Parameter:
 
 
 def padded_vocab(decoder: Decoder, tensors: int) -> int:
-    """Rows of an embedding that `tensors` ranks divide evenly."""
+    """Embedding rows, padded so that `tensors` ranks divide them evenly."""
     return -(-decoder.vocab // tensors) * tensors
 
 
@@ -181,7 +181,7 @@ def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
 def _laid_out(
     rule: Rule, decoder: Decoder, part: Part, names: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Shape and pieces of the parameter, of tensors with these names."""
+    """Shape and pieces of a parameter made of the named tensors."""
     match rule.kind:
         case "whole":
             shape = _whole(names[0], decoder)

@@ -1,9 +1,8 @@
-"""One rank's part of a decoder, built of Megatron-core's modules; and logprobs from its hidden states.
+"""One rank's part of a decoder, built from Megatron-core modules, and logprobs from its hidden states.
 
-Knows layers and process groups; it does not know where weights come from, nor what is trained.
+Knows layers and process groups, not where weights come from or what is trained.
 
-Legend: S positions, N samples, H entries of a token's state, R response tokens, V this rank's part of the vocabulary,
-D entries of a head.
+Legend: S positions, N samples, H hidden size, R response tokens, V this rank's part of the vocabulary, D head size.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from stages.backends.model.decoder import Decoder
 
 
 def has_transformer_engine(groups: Groups) -> bool:
-    """Whether layers are Transformer Engine's, which needs a GPU."""
+    """Whether layers come from Transformer Engine, which needs a GPU."""
     return groups.device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 class Network(GPTModel):
-    """This rank's part. Its output are hidden states, of the last stage after the final norm; `logprobs` does the rest,
-    so that logits are computed only where a response token is predicted."""
+    """This rank's part. It outputs hidden states (on the last stage after the final norm); `logprobs` does the rest, so
+    logits are computed only where response tokens are predicted."""
 
     def __init__(self, decoder: Decoder, config: TransformerConfig, groups: Groups) -> None:
         part = replace(groups.part(), fused_norms=has_transformer_engine(groups))
@@ -55,7 +54,7 @@ class Network(GPTModel):
             config=config,
             transformer_layer_spec=_block(decoder, config, part),
             vocab_size=padded_vocab(decoder, part.tensors),
-            max_sequence_length=0,  # only learned positions need it
+            max_sequence_length=0,  # needed for learned positions only
             pre_process=part.stage == 0,
             post_process=part.stage == part.stages - 1,
             share_embeddings_and_output_weights=decoder.tied,
@@ -64,15 +63,16 @@ class Network(GPTModel):
         )
         self.shape, self.groups, self.part = decoder, groups, part
         self.frequencies_D = rotary_frequencies(decoder).to(groups.device)
-        # Megatron-core marks weights as divided where it initializes them, and biases always. These are loaded; without
-        # the mark, the norm of the gradient would count one rank's part only.
+        # Megatron-core marks weights as divided when it initializes them, and biases always. These weights are loaded;
+        # without the mark, the gradient norm would count only one rank's part.
         table = parameters(decoder, part)
         for name, parameter in self.named_parameters():
             if (dim := table[name].divided) is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
     def forward(self, row: Row) -> torch.Tensor:
-        """[S, N, H], or its tensor-parallel share of S. A later stage takes its input from `set_input_tensor`."""
+        """Returns [S, N, H], or its tensor-parallel share of S. Later stages get their input from
+        `set_input_tensor`."""
         hidden_SNH = None
         if self.pre_process:
             hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
@@ -85,7 +85,7 @@ class Network(GPTModel):
         )
 
     def logprobs(self, hidden_SNH: torch.Tensor, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of each response token, [R]; of the last stage."""
+        """Logprob and entropy of each response token, [R]; on the last stage."""
         group = self.groups.process.tp
         if self.config.sequence_parallel:
             hidden_SNH = gather_from_sequence_parallel_region(hidden_SNH, group=group)
@@ -93,7 +93,7 @@ class Network(GPTModel):
             hidden_SNH = copy_to_tensor_model_parallel_region(hidden_SNH, group=group)
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         first = self.part.tensor * len(weight_VH)
-        weight_VH = weight_VH[: max(1, self.shape.vocab - first)]  # what is behind is padding
+        weight_VH = weight_VH[: max(1, self.shape.vocab - first)]  # the rest is padding
         logits_RV = linear(hidden_SNH.flatten(0, 1)[row.keep_R], weight_VH)
         return logprobs_and_entropy(
             logits_RV,
@@ -104,13 +104,13 @@ class Network(GPTModel):
         )
 
     def recompute(self) -> None:
-        """From now on keep only the inputs of layers, and compute what is inside again in the backward pass."""
+        """From now on, keep only layer inputs and recompute activations in the backward pass."""
         for layer in self.decoder.layers:
             layer.recomputes = True
 
 
 def rotary_frequencies(decoder: Decoder) -> torch.Tensor:
-    """[D / 2] in radians a position, as transformers computes them."""
+    """Rotary frequencies [D / 2], in radians per position, as transformers computes them."""
     exponent = torch.arange(0, decoder.head_dim, 2, dtype=torch.int64).float() / decoder.head_dim
     plain = 1.0 / (decoder.rope_base**exponent)
     if (rope := decoder.rope) is None:
@@ -121,7 +121,7 @@ def rotary_frequencies(decoder: Decoder) -> torch.Tensor:
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient Megatron-core adds up over ranks that each have a part of the sequence."""
+    """RMSNorm whose gradient Megatron-core sums over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -129,23 +129,23 @@ class Norm(torch.nn.RMSNorm):
 
 
 class Router(TopKRouter):
-    """The router without Transformer Engine, which Megatron-core's gating calls for."""
+    """A router without Transformer Engine, which Megatron-core's gating requires."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., experts]"""
+        """Returns [..., experts]."""
         return linear(input, self.weight)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Nothing: no expert has a bias. The base class compiles a function to find that out."""
+        """Does nothing, since no expert has a bias. The base class would compile a function to find that out."""
 
 
 class Layer(TransformerLayer):
-    """A layer that can forget its activations and compute them again."""
+    """A layer that can drop its activations and recompute them."""
 
     recomputes = False
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """As its base class."""
+        """Like the base class."""
         if self.recomputes and torch.is_grad_enabled():
             return checkpoint(
                 super().forward, *given, use_reentrant=False, preserve_rng_state=False, **named
@@ -154,7 +154,7 @@ class Layer(TransformerLayer):
 
 
 def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> TransformerBlockSubmodules:
-    """What the layers of one stage are made of."""
+    """The module specification of one stage's layers."""
     experts = decoder.experts or None
     if part.fused_norms:
         from megatron.core.extensions.transformer_engine import TENorm

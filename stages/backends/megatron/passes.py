@@ -1,5 +1,5 @@
-"""Forward and backward passes over microbatches, through all stages of a pipeline. Knows Megatron-core's schedules; it
-does not know losses.
+"""Runs forward and backward passes over microbatches through all pipeline stages. Knows Megatron-core's schedules, not
+losses.
 
 Legend: R response tokens of a microbatch.
 """
@@ -31,10 +31,11 @@ def run(
     *,
     backward: bool,
 ) -> list[Any]:
-    """Pass each row through the model, one forward one backward. `rows` make them when their turn comes.
+    """Pass each row through the model, one forward, one backward (1F1B). `rows` create the rows when they are needed.
 
-    `finish(number, row, hidden)` runs where logits are, on the last stage. Without `backward` its results are returned;
-    with it, it returns (loss, result), and gradients are added to those of the model. Other stages get an empty list.
+    `finish(number, row, hidden)` runs on the last stage, which has the logits. Without `backward`, its results are
+    returned; with it, it returns (loss, result), and gradients accumulate in the model. Other stages return an empty
+    list.
     """
     groups = network.groups
     waiting = iter(enumerate(rows))
@@ -52,7 +53,7 @@ def run(
             data_iterator=waiting,
             model=model,
             num_microbatches=len(rows),
-            seq_length=1,  # each stage tells the next one the shape of what it sends
+            seq_length=1,  # each stage sends the shape of its output to the next
             micro_batch_size=1,
             forward_only=not backward,
             collect_non_loss_data=not backward,
@@ -78,7 +79,7 @@ def _finished(
 def rows_of(
     prompt_ids: Ragged, response_ids: Ragged, microbatches: Sequence[Microbatch], groups: Groups, *, packed: bool
 ) -> list[Callable[[], Row]]:
-    """What makes the row of each microbatch. Ranks that share experts agree on its tokens, all of them together."""
+    """Functions that create each microbatch's row. Ranks that share experts first agree on its tokens, collectively."""
     multiple = groups.layout.tensor if groups.sequence_parallel else 1
     cuts = [(part(prompt_ids, each.samples), part(response_ids, each.samples), each) for each in microbatches]
     least = [0] * len(microbatches)
@@ -94,7 +95,7 @@ def rows_of(
 
 
 def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float) -> Ragged:
-    """Logprobs of the response tokens, float32, at most 0, on the CPU, in the order of the samples; on all ranks."""
+    """Logprobs of the response tokens on all ranks: float32, at most 0, on the CPU, in sample order."""
     groups = network.groups
     microbatches = [microbatch for update in shard.updates for microbatch in update.microbatches]
 

@@ -1,8 +1,8 @@
-"""Where a Megatron rank holds the tensors of the model: its table of names as boxes in memory. Arithmetic only.
+"""Where a Megatron rank holds the model's tensors: its table of names as boxes in memory. Arithmetic only.
 
     layout = Layout(tensors(decoder, "bfloat16"), [places(decoder, part, 2) for part in parts])
 
-A buffer is a parameter, by Megatron-core's name, in one piece of memory.
+A buffer is a contiguous parameter, by Megatron-core's name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stages.backends.model.experts import of_expert
 
 
 def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
-    """All tensors of the model, those of a layer's experts together."""
+    """All tensors of the model, with a layer's experts stacked."""
     found: dict[str, Tensor] = {}
     for parameter in parameters(decoder, Part()).values():
         for piece in parameter.pieces:
@@ -26,7 +26,7 @@ def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
 
 
 def places(decoder: Decoder, part: Part, item_bytes: int) -> list[Place]:
-    """What a rank holds. Padding is in no place."""
+    """The places that a rank holds. Padding belongs to no place."""
     found: list[Place] = []
     for buffer, parameter in parameters(decoder, part).items():
         row_bytes = item_bytes * prod(parameter.shape[1:])
@@ -37,6 +37,6 @@ def places(decoder: Decoder, part: Part, item_bytes: int) -> list[Place]:
             if expert is None:
                 found.append(Place(name, box, buffer, piece.at * row_bytes, strides))
             else:
-                own = (row_bytes * parameter.shape[0], *strides)  # alone in its parameter: nothing steps over experts
+                own = (row_bytes * parameter.shape[0], *strides)  # one expert per parameter: no stride over experts
                 found.append(Place(name, ((expert, expert + 1), *box), buffer, piece.at * row_bytes, own))
     return found

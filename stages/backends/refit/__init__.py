@@ -1,1 +1,1 @@
-"""The backends' ends of a refit: what a sampler receives, and both sides of a meeting."""
+"""The refit ends that backends share: the source for trainers, the target for samplers."""

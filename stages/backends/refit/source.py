@@ -1,8 +1,8 @@
-"""A rank of a refit's source, as trainers have it: it offers its part of a version, or sends it if both sides carry.
+"""One rank of a refit's source, used by trainers: offers its part of a version, or sends it if both sides carry.
 
 source = Source(device, rank, tensors, places, parameters)
 share = source.share(parameters, TRANSPORTS["gloo"])       # for each version
-source.carry(shares_of_all_ranks, version, route)          # where both sides carry
+source.carry(shares_of_all_ranks, version, route)          # if both sides carry
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stages.backends.interface import Route
 
 
 class Source:
-    """The `rank`-th of its worker group, with its parameters of a model."""
+    """The `rank`-th worker of its group, with its parameters of a model."""
 
     def __init__(
         self, device: torch.device, rank: int, tensors: Mapping[str, Tensor], places: Sequence[Place],
@@ -35,14 +35,14 @@ class Source:
         self._device = device
 
     def share(self, parameters: Mapping[str, torch.Tensor], transport: Transport) -> Share:
-        """What the contiguous parameters are now, as this transport offers it."""
+        """Publish the current values of contiguous parameters, as this transport offers them."""
         if transport.both_carry:
             return self._shares.publish(parameters, lambda memory: memory.mark)
         return self._shares.publish(parameters, self._sender(transport).offer)
 
     def carry(self, shares: Sequence[Share], version: int, route: Route) -> None:
-        """Send this rank's part of a version. `shares` are those of all ranks of the source. Raises PeerLost where
-        another worker did not get through."""
+        """Send this rank's part of a version. `shares` are those of all source ranks. Raises PeerLost if another worker
+        failed."""
         name, sender = route.transport.name, self._sender(route.transport)
         marks = marks_of(shares)
         meeting = self._meetings.get(name) or Meeting(self._device, self._rank, receives=False, where=route.meeting)
@@ -63,17 +63,17 @@ class Source:
 
 
 def marks_of(shares: Sequence[Share]) -> list[Mark]:
-    """Where each rank of the source sends from."""
+    """The mark of the memory that each source rank sends from."""
     return [share.memory for share in shares if isinstance(share.memory, Mark)]
 
 
 def peer_lost(what: object) -> PeerLost:
-    """The error of a worker whose version did not get through."""
+    """The error for a version that did not reach all workers."""
     return PeerLost(
         Problem(
             where="refit",
-            what=f"a version did not get through to all workers: {what}",
-            why="both sides carry it together, and none of them died",
-            fix="resume from the last checkpoint; if it comes again, repair the network, or choose another transport",
+            what=f"a version did not reach all workers: {what}",
+            why="both sides transfer it together, and no worker died",
+            fix="resume from the last checkpoint; if it happens again, repair the network or choose another transport",
         )
     )

@@ -1,11 +1,11 @@
-"""A rank of a refit's target, as samplers have it: it receives a version from the shares of all ranks of the source,
-and adds up what it holds then.
+"""One rank of a refit's target, used by samplers: receives a version from the shares of all source ranks and computes
+the checksums of the result.
 
     target = Target(tensors, places_of_a_replicas_ranks, rank, parameters)
     received = target.receive(shares, version, PULL)           # in place
-    sha256 = acknowledged(shares, [received.summed, ...])      # of the ranks that hold one copy together
+    sha256 = acknowledged(shares, [received.summed, ...])      # over the ranks of one copy
 
-Knows places and memory; it does not know engines.
+Knows places and memory, not engines.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from stages.backends.refit.source import marks_of
 
 @dataclass(frozen=True)
 class Received:
-    """What came of a version on one rank: checksums of all that it holds; and bytes, what was not there from the
-    version before (`lookups`: plans, tables, memory, connections), and the milliseconds of each part."""
+    """The result of a version on one rank: checksums of everything it holds, and a record: bytes, `lookups` (plans,
+    tables, memory and connections not reused from the previous version), and milliseconds of each part."""
 
     summed: Summed
     record: dict[str, float]
 
 
 class NotAsOfferedError(StageError):
-    """What is served is not what was offered."""
+    """The served weights differ from the offered ones."""
 
 
 class Target:
-    """One rank of a replica, which is one of `replicas` that hold the model alike. `ranks` are the places of a
-    replica's ranks, `held` this one's tensors by the buffers of its places: contiguous, and where they are for good."""
+    """One rank of one of `replicas` equal replicas. `ranks` are the places of a replica's ranks; `held` are this rank's
+    tensors by buffer, contiguous and at fixed addresses."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], ranks: Sequence[Sequence[Place]], rank: int,
@@ -54,16 +54,16 @@ class Target:
         self._buffers, self._tensors, self._ranks = buffers, tensors, ranks
         self._rank, self._replica, self._all = rank, replica, tuple(range(replicas))
         self._checked: Layout | None = None
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # of the replicas that take part
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # by participating replicas
         self._receivers: dict[str, Receiver] = {}  # by the transport's name
         self._meetings: dict[str, Meeting] = {}
         self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
 
     def receive(self, shares: Sequence[Share], version: int, route: Route) -> Received:
-        """Write this rank's part of the version, and add up what is there then.
+        """Write this rank's part of the version and compute the checksums.
 
-        Raises StageError, before a byte is written, where the model that is offered is another one; GroupError where
-        another rank did not get through.
+        Raises StageError, before writing a byte, if the offered model is a different one; GroupError if another rank
+        failed.
         """
         if (layout := layout_of(shares)) is not self._checked:
             check_same(self._tensors, layout.tensors)
@@ -82,14 +82,14 @@ class Target:
         return Received(summed, record)
 
     def close(self) -> None:
-        """Give opened memory back, and leave meetings."""
+        """Release opened memory and leave meetings."""
         for receiver in self._receivers.values():
             receiver.close()
         for meeting in self._meetings.values():
             meeting.leave()
 
     def _met(self, name: str, route: Route) -> tuple[Layout, Meeting]:
-        """The layout of all replicas that take part, and the meeting in which this rank is one of theirs."""
+        """The layout of all participating replicas, and this rank's meeting."""
         replicas = self._all if route.meeting is None else route.meeting.targets
         if replicas not in self._layouts:
             self._layouts = {replicas: Layout(self._tensors, list(self._ranks) * len(replicas))}
@@ -106,30 +106,30 @@ def check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Non
             raise StageError(
                 Problem(
                     where=f"weight {name!r}",
-                    what=f"this model has {_shown(wanted.get(name))} and is given {_shown(given.get(name))}",
-                    why="weights are loaded only into the same architecture and dtype",
+                    what=f"this model has {_shown(wanted.get(name))} and receives {_shown(given.get(name))}",
+                    why="weights only load into the same architecture and dtype",
                     fix="the same Model on both sides, on the same kind of device",
                 )
             )
 
 
 def slowest(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One record for several ranks: bytes together, and the largest of everything else."""
+    """One record for several ranks: the sum of bytes, and the maximum of everything else."""
     names = {name for record in records for name in record}
     join = {name: sum if name.endswith("_bytes") else max for name in names}
     return {name: join[name](record.get(name, 0.0) for record in records) for name in sorted(names)}
 
 
 def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed], offered: str = "") -> str:
-    """The hash of what the ranks of one copy hold; `offered` is that of the shares, where it is known already. Raises
-    NotAsOfferedError where they differ."""
+    """The hash of the weights that the ranks of one copy hold; `offered` is the hash of the shares, if already known.
+    Raises NotAsOfferedError if they differ."""
     offered = offered or digest_of(shares)
     try:
         found = digest(layout_of(shares).tensors, ranks)
     except ValueError as error:
         raise NotAsOfferedError(_broken(str(error))) from error
     if found != offered:
-        raise NotAsOfferedError(_broken(f"offered were weights with sha256 {offered[:12]}, served are {found[:12]}"))
+        raise NotAsOfferedError(_broken(f"offered weights have sha256 {offered[:12]}, served weights {found[:12]}"))
     return found
 
 
@@ -142,5 +142,5 @@ def _broken(what: str) -> Problem:
         where="refit",
         what=what,
         why="rollout must sample from exactly the weights that were trained",
-        fix="resume from the last checkpoint; if it comes again, the transfer is broken",
+        fix="resume from the last checkpoint; if it happens again, the transfer is broken",
     )

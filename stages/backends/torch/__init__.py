@@ -1,1 +1,1 @@
-"""The reference backend: any Hugging Face causal language model, on the CPU or one GPU a worker."""
+"""The reference backend: any Hugging Face causal language model, on the CPU or one GPU per worker."""

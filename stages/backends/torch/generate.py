@@ -1,8 +1,8 @@
-"""Samples responses token by token. Knows a network and random numbers; it does not know stages, text or refits.
+"""Samples responses token by token. Knows a network and random numbers, not stages, text or refits.
 
-The random number of (sample, token) is given, and the token is where it falls in the cumulative distribution over
-the vocabulary, so a sample depends on its own numbers only. Each distinct prompt is computed once, and its key-value
-cache is then shared out to its samples.
+The random number of each (sample, token) is given and selects a token by the cumulative distribution over the
+vocabulary, so a sample depends only on its own numbers. Each distinct prompt is prefilled once; its KV cache is then
+copied to its samples.
 
 Legend: N samples, G groups, B rows in the network (distinct prompts first, unfinished samples later), P prompt,
 T response, S prompt and response so far, V vocabulary.
@@ -32,7 +32,7 @@ def generate(
     pad: int,
     version: int = 0,
 ) -> Generation:
-    """Responses to N prompts at once: `decode` of one group that all of them are in."""
+    """Sample responses to N prompts: `decode` with all of them in one group."""
     events = decode(
         network,
         prompt_ids,
@@ -59,12 +59,12 @@ def decode(
     version: Callable[[], int],
     unwanted: Callable[[int], bool] = lambda group: False,
 ) -> Iterator[Decoded | Cancelled | None]:
-    """Responses to N prompts, token by token: one item a token, with the groups that ended at it, None where none did.
+    """Sample responses to N prompts. Yields one item per token: the groups that ended with it, or None.
 
-    `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it. Each `group_size` prompts are
-    a group. Between two items the weights of the network may change in place: `version()`, asked at each forward pass,
-    stamps the tokens drawn from its logits, and the cache of earlier tokens stays as it is. There too, groups that
-    became `unwanted` are closed, which is one item more.
+    `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it. Each `group_size` prompts
+    form a group. Between two items the network's weights may change in place: `version()`, read at each forward pass,
+    stamps the tokens drawn from its logits, and the cache of earlier tokens is kept. Groups that became `unwanted` are
+    also closed there, which yields one extra item.
     """
     stamp = version()
     cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
@@ -82,7 +82,7 @@ def decode(
             yield Cancelled(samples.give_up(given_up))
         if not samples.running:
             return
-        if samples.open * 2 <= len(rows_B):  # finished rows cost as much as open ones; copying the cache costs once
+        if samples.open * 2 <= len(rows_B):  # finished rows cost as much as open ones; compacting the cache costs once
             keep = (~samples.closed_N[rows_B]).nonzero()[:, 0]
             cache.batch_select_indices(keep)
             rows_B, chosen_B, next_B = rows_B[keep], chosen_B[keep], next_B[keep]
@@ -100,9 +100,9 @@ def decode(
 
 
 class _Samples:
-    """The N samples of a decode batch so far, in groups of `size`: tokens, logprobs, and who is still running.
+    """The N samples of a decode batch so far, in groups of `size`: tokens, logprobs, and which are still open.
 
-    `running` are the groups with an open sample, ascending; `open` is how many samples are.
+    `running` are the groups with an open sample, ascending; `open` is the number of open samples.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class _Samples:
         self.logprobs_NT = torch.zeros(count, max_tokens, device=device)
         self.lengths_N = torch.zeros(count, dtype=torch.long, device=device)
         self.closed_N = torch.zeros(count, dtype=torch.bool, device=device)
-        self.versions_T: list[int] = []  # one forward pass computes a token of all samples
+        self.versions_T: list[int] = []  # one forward pass computes one token of every sample
         self.running, self.open = list(range(count // size)), count
 
     def add(self, rows_B: torch.Tensor, chosen_B: torch.Tensor, logprobs_B: torch.Tensor, version: int) -> None:
-        """The next token of these samples; of one that is closed already it is left out."""
+        """Add the next token of these samples, except those already closed."""
         t = len(self.versions_T)
         open_B = ~self.closed_N[rows_B]
         self.tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, self.pad)
@@ -127,7 +127,7 @@ class _Samples:
         self.versions_T.append(version)
 
     def ended(self, *, last: bool) -> tuple[int, ...]:
-        """The groups that run no more, of those that ran when it was last asked; at the `last` token all of them."""
+        """The groups that ended since the last call; at the `last` token, all that remain."""
         open_G = (~self.closed_N).view(-1, self.size).sum(-1).tolist()
         before = self.running
         self.running = [] if last else [group for group in before if open_G[group]]
@@ -135,13 +135,13 @@ class _Samples:
         return tuple(group for group in before if last or not open_G[group])
 
     def give_up(self, groups: Sequence[int]) -> dict[int, int]:
-        """Close groups that are running; the tokens of their longest samples, which are those that are open."""
+        """Close running groups. Returns the length of each one's longest samples, which are the open ones."""
         self.closed_N.view(-1, self.size)[list(groups)] = True
         self.ended(last=False)
         return dict.fromkeys(groups, len(self.versions_T))
 
     def made(self, groups: Sequence[int]) -> Generation:
-        """The samples of these groups, as they are now."""
+        """The samples of these groups so far."""
         everything = len(groups) * self.size == len(self.closed_N)
         rows = slice(None) if everything else torch.tensor(samples_of(groups, self.size), device=self.closed_N.device)
         lengths, width = self.lengths_N[rows].tolist(), len(self.versions_T)
@@ -157,7 +157,7 @@ class _Samples:
 def _prefill(
     network: PreTrainedModel, prompt_ids: Ragged, pad: int
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Cache and next-token logits [N, V] of N prompts, the mask [N, P] where any is padded, and the lengths [N]."""
+    """Cache and next-token logits [N, V] of N prompts, the mask [N, P] if any is padded, and the lengths [N]."""
     prompts, prompt_of = _distinct(prompt_ids)
     of_sample = torch.tensor(prompt_of, device=network.device)
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
@@ -181,7 +181,7 @@ def _prefill(
 
 
 def _distinct(prompt_ids: Ragged) -> tuple[list[torch.Tensor], list[int]]:
-    """The distinct prompts in order of first appearance, and which of them each sample has."""
+    """The distinct prompts in order of first appearance, and each sample's index into them."""
     place: dict[tuple[int, ...], int] = {}
     rows = prompt_ids.rows()
     index = [place.setdefault(tuple(row.tolist()), len(place)) for row in rows]

@@ -1,4 +1,4 @@
-"""What the torch backend asks of a worker group. Loads no torch."""
+"""The torch backend's requirements for a worker group. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pipeline.errors import Problem
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
-    """What keeps the group from computing with torch alone."""
+    """Reasons why the group cannot use the torch backend."""
     if group.model_parallel > 1:
         yield Problem(
             where=where,
-            what=f"worker group {group.name!r} holds a model on {group.model_parallel} workers together",
-            why=f"the backend {group.backend!r} has a whole model a worker, or a share of each layer (fully_sharded)",
+            what=f"worker group {group.name!r} divides a model over {group.model_parallel} workers",
+            why=f"a worker of backend {group.backend!r} holds a whole model, or a share of each layer (fully_sharded)",
             fix="tensor_parallel=1, context_parallel=1, pipeline_parallel=1",
         )
     if group.fully_sharded and group.data_parallel < 2:
         yield Problem(
             where=where,
             what=f"worker group {group.name!r} is fully_sharded and has {group.workers} worker",
-            why="weights are divided over data-parallel workers",
+            why="weights are sharded over data-parallel workers",
             fix="workers=2 or more, or fully_sharded=False",
         )
     if group.fully_sharded and group.colocated is not None:
         yield Problem(
             where=where,
             what=f"worker group {group.name!r} is fully_sharded and colocated",
-            why="the divided state of its optimizer cannot be moved to the host",
+            why="sharded optimizer state cannot be moved to the host",
             fix="fully_sharded=False, or GPUs of its own",
         )
     if group.gpus > group.workers:

@@ -1,9 +1,10 @@
-"""Optimizer updates of one network: policy loss, gradient accumulation, clipping, AdamW, and its exact state.
+"""Runs optimizer updates of one network (policy loss, gradient accumulation, clipping, AdamW) and saves its exact
+state.
 
-Knows tensors; it does not know steps, stages or weights' readers. The loss of a minibatch is normalised by counts over
-the whole minibatch of all ranks, so it does not depend on how it is cut into shards and microbatches; gradients are
-added up over ranks. Weights below float32 have a float32 master copy, which the optimizer updates. An update whose loss
-or gradient is not finite changes nothing, on any rank, and is counted.
+Knows tensors, not steps, stages or who reads the weights. The loss of a minibatch is normalized by counts over the
+whole minibatch of all ranks, so it does not depend on the split into shards and microbatches; gradients are summed over
+ranks. Weights below float32 have a float32 master copy, which the optimizer updates. An update with a non-finite loss
+or gradient changes nothing on any rank, and is counted.
 
 Legend: N samples, T longest response.
 """
@@ -61,14 +62,14 @@ class TorchLearner:
         )
         if settings.checkpoint_activations:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            for module in network.modules():  # a layer recomputes in training mode only; dropout inside it stays off
+            for module in network.modules():  # layers recompute only in training mode; dropout inside stays off
                 if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
     ) -> dict[str, float]:
-        """One optimizer update from the microbatches of `update`, on all ranks together."""
+        """Run one optimizer update from the microbatches of `update`, on all ranks together."""
         self.parking.arrive()
         sums: dict[str, float] = {}
         for microbatch in update.microbatches:
@@ -91,7 +92,7 @@ class TorchLearner:
         microbatch: Microbatch,
         packed: bool = False,
     ) -> dict[str, float]:
-        """Adds the gradient of one microbatch; returns sums over its tokens, and its share of the loss."""
+        """Accumulate the gradient of one microbatch. Returns sums over its tokens, and its share of the loss."""
         made = predict(
             self.network,
             part.prompt_ids,
@@ -150,19 +151,20 @@ class TorchLearner:
                 self.parameters[name].copy_(master)
 
     def park(self, room: int | None = None) -> None:
-        """Moments and master weights to the host; they can be saved there. On a GPU no more than it takes for `room`
-        bytes to be free."""
+        """Move moments and master weights to the host, where they can be saved. On a GPU, moves only enough to free
+        `room` bytes."""
         masters = [master for name, master in self.masters.items() if master is not self.parameters[name]]
         states = (value for state in self.optimizer.state.values() for value in state.values())
         self.parking.park([*masters, *states], room)
 
     def leave(self) -> None:
-        """And back, behind what does not need them."""
+        """Move them back, overlapped with work that does not need them."""
         self.parking.leave()
 
     def save(self, folder: Path) -> None:
-        """safetensors and JSON; nothing that executes code when it is read. All ranks gather, rank 0 writes: what is
-        written does not depend on how many there are."""
+        """Save as safetensors and JSON; reading them executes no code. All ranks gather and rank 0 writes, so the files
+        do
+        not depend on the number of ranks."""
         self.parking.arrive()
         state = {}
         for name, master in self.masters.items():
@@ -178,7 +180,7 @@ class TorchLearner:
         (folder / _COUNTERS).write_text(json.dumps({"updates": self.updates, "skipped": self.skipped}))
 
     def restore(self, folder: Path) -> None:
-        """What `save` wrote into `folder`. Raises CheckpointError where a file is missing or is not whole."""
+        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
         self.parking.arrive()
         try:
             named = load_file(folder / _WEIGHTS)
@@ -189,7 +191,7 @@ class TorchLearner:
                 Problem(
                     where=str(folder),
                     what=f"the learner's state cannot be read: {error}",
-                    why=f"it is {_WEIGHTS}, {_OPTIMIZER} and {_COUNTERS}, all three whole",
+                    why=f"it is {_WEIGHTS}, {_OPTIMIZER} and {_COUNTERS}, all complete",
                     fix="resume from another checkpoint",
                 )
             ) from error

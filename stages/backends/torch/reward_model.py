@@ -3,7 +3,7 @@
     judge = open_reward_model(Model("folder"), dtype=torch.bfloat16, device=torch.device("cuda"))
     judge.scores(["1+1="], ["2"], chat=True, microbatch=16)          # float32 [1], on the CPU
 
-It knows texts and scores; it does not know the policy. Legend: N samples of a pass, S longest of them in tokens.
+Knows texts and scores, not the policy. Legend: N samples of a pass, S tokens of the longest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from stages.backends.model.padding import pad_right
 
 
 def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> RewardModelOnDevice:
-    """Loads or builds it, in eval mode. Raises StageError where it cannot be loaded or gives no single score."""
+    """Load or build a reward model, in eval mode. Raises StageError if it cannot be loaded or has not exactly one
+    label."""
     tokenizer = load_tokenizer(model)
     network: Any
     if model.config is not None:
@@ -41,7 +42,7 @@ def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device)
                 _problem(
                     model,
                     f"the model {model.source!r} has no weights {', '.join(lacking)}",
-                    "a head that is not loaded would score at random",
+                    "a head that was not loaded scores at random",
                 )
             )
     if network.config.num_labels != 1:
@@ -49,7 +50,7 @@ def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device)
             _problem(
                 model,
                 f"the model {model.source!r} has {network.config.num_labels} labels",
-                "the reward is one number a sample",
+                "the reward is one number per sample",
             )
         )
     return RewardModelOnDevice(model, network.to(device=device, dtype=dtype).eval().requires_grad_(False), tokenizer)
@@ -65,11 +66,11 @@ class RewardModelOnDevice:
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int) -> torch.Tensor:
-        """One score a sample, float32, in their order.
+        """One float32 score per sample, in order.
 
-        A pass holds samples of like length; the padding on its right is masked, so a score does not depend on
-        `microbatch` (0 is all at once) but for rounding. A model whose config names no padding token cannot tell
-        padding from text: its samples are scored one by one. Raises StageError for a text longer than the model reads.
+        A pass holds samples of similar length; right padding is masked, so a score does not depend on `microbatch` (0
+        means all at once) except for rounding. A model without a padding token in its config cannot tell padding from
+        text: its samples are scored one by one. Raises StageError for a text that exceeds the model's length limit.
         """
         rows = self._encoded(prompts, responses, chat)
         pad = self.network.config.get_text_config().pad_token_id
@@ -113,14 +114,14 @@ def _conversation(prompt: str, response: str) -> list[dict[str, str]]:
 
 
 def _problem(model: Model, what: str, why: str) -> Problem:
-    fix = "a reward model that was saved with its head, num_labels=1 and, for chat=True, a chat template"
+    fix = "a reward model saved with its head, num_labels=1 and, for chat=True, a chat template"
     return Problem(where=str(model.location), what=what, why=why, fix=fix)
 
 
 def _unfit(model: Model, index: int, text: str, tokens: int, longest: int | None) -> Problem:
     return Problem(
         where=f"sample {index} of the task, {text[:60]!r}",
-        what=f"prompt and response are {tokens} tokens of the reward model {model.source!r}",
-        why=f"it reads 1 to {longest} tokens" if longest is not None else "it reads 1 token or more",
-        fix="a smaller max_tokens of the rollout, or a reward model for longer texts",
+        what=f"prompt and response have {tokens} tokens for the reward model {model.source!r}",
+        why=f"it accepts 1 to {longest} tokens" if longest is not None else "it needs at least 1 token",
+        fix="a smaller max_tokens in the rollout, or a reward model for longer texts",
     )

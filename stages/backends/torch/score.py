@@ -1,6 +1,6 @@
-"""Logits and logprobs of given responses. Knows a network and token ids; it does not know what they are for.
+"""Computes logits and logprobs of given responses. Knows a network and token ids, not what they are for.
 
-A pass computes one microbatch, padded to a rectangle or packed into one row; both give the same numbers per token.
+A pass computes one microbatch, padded to a rectangle or packed into one row; both give the same values per token.
 
 Legend: N samples, P prompt tokens, T response tokens, S = P + T - 1, V vocabulary, R response tokens in a row.
 """
@@ -22,9 +22,9 @@ from stages.backends.model.padding import pad_left, pad_right
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What a pass says of the response tokens: logits / temperature and ids, both [N, T] or both [1, R].
+    """A pass's output for the response tokens: logits / temperature and ids, both [N, T] or both [1, R].
 
-    `lengths` and `width` say how [1, R] becomes the rectangle [N, T]; `mask_NT` is True where there is a token.
+    `lengths` and `width` map [1, R] to the rectangle [N, T]; `mask_NT` is True for tokens.
     """
 
     logits: torch.Tensor
@@ -35,7 +35,7 @@ class Predicted:
     packed: bool
 
     def rectangle(self, values: torch.Tensor) -> torch.Tensor:
-        """One value a token, shaped as `ids`, as [N, T]."""
+        """Reshape one value per token, shaped like `ids`, to [N, T]."""
         return rectangle(values[0], self.lengths, self.width) if self.packed else values
 
 
@@ -49,7 +49,7 @@ def predict(
     pad: int,
     packed: bool = False,
 ) -> Predicted:
-    """One pass over the samples of a microbatch. Only the logits of response positions are computed."""
+    """Run one pass over a microbatch. Computes logits of response positions only."""
     lengths, width = response_ids.lengths, microbatch.response
     device = network.device
     if packed:
@@ -72,7 +72,7 @@ def predict(
 def _padded(
     network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padding on the left of a prompt is masked; on the right of a response attention is causal and needs no mask."""
+    """Left padding of prompts is masked; right padding of responses needs no mask, as attention is causal."""
     device, P, T = network.device, microbatch.prompt, microbatch.response
     ids_NT = pad_right(response_ids, pad, T).to(device)
     inputs_NS = torch.cat([pad_left(prompt_ids, pad, P).to(device), ids_NT[:, :-1]], dim=1)
@@ -91,7 +91,7 @@ def _padded(
 def score(
     network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float, pad: int
 ) -> Ragged:
-    """Logprobs of the response tokens, float32, at most 0, on the CPU, in the order of the samples."""
+    """Logprobs of the response tokens: float32, at most 0, on the CPU, in sample order."""
     rows: dict[int, torch.Tensor] = {}
     for update in shard.updates:
         for microbatch in update.microbatches:

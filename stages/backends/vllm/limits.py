@@ -1,4 +1,4 @@
-"""What the vLLM backend asks of a worker group. Loads no vLLM."""
+"""The vLLM backend's requirements for a worker group. Loads no vLLM."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pipeline.errors import Problem
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
-    """What keeps the group from sampling with vLLM."""
+    """Reasons why the group cannot sample with vLLM."""
     for name, kind in (
-        ("pipeline_parallel", "one layer after the other on several workers"),
-        ("context_parallel", "one sequence on several workers"),
-        ("expert_parallel", "the experts of a mixture on several replicas"),
+        ("pipeline_parallel", "layers over several workers"),
+        ("context_parallel", "a sequence over several workers"),
+        ("expert_parallel", "experts over several replicas"),
     ):
         if getattr(group, name) > 1:
             yield Problem(
                 where=where,
                 what=f"worker group {group.name!r} has {name}={getattr(group, name)}",
                 why=f"the backend {group.backend!r} divides a model by tensor_parallel only, not {kind}",
-                fix=f"{name}=1, and tensor_parallel for a model that is too large for one worker",
+                fix=f"{name}=1, and tensor_parallel if the model is too large for one worker",
             )
     if group.fully_sharded:
         yield Problem(
             where=where,
             what=f"worker group {group.name!r} is fully_sharded",
-            why="that divides the state of an optimizer, and sampling has none",
-            fix="fully_sharded=False, and tensor_parallel for a model that is too large for one worker",
+            why="it shards optimizer state, and sampling has none",
+            fix="fully_sharded=False, and tensor_parallel if the model is too large for one worker",
         )
     if group.gpus not in (0, group.workers):
         yield Problem(
             where=where,
             what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
-            why=f"a worker of the backend {group.backend!r} is one GPU, or none of them has one",
+            why=f"each worker of the backend {group.backend!r} has one GPU, or none has",
             fix=f"gpus={group.workers}, or gpus=0 with the CPU build of vLLM",
         )

@@ -1,5 +1,5 @@
-"""What `collective_rpc` can call in vLLM's workers. `Loader` becomes a part of vLLM's worker class, one a rank; with it
-comes the weight transfer engine."""
+"""Methods that `collective_rpc` calls in vLLM's workers. vLLM mixes `Loader` into its worker class, one per rank;
+importing it registers the weight transfer engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WeightTransferEngineFactory.register_engine(transfer.NAME, transfer.__name__, tr
 
 
 class Loader:
-    """The worker's own names are those that do not begin with "sluice"."""
+    """Mixin for vLLM's worker. Names that do not begin with "sluice" are the worker's own."""
 
     device: torch.device
     weight_transfer_engine: transfer.Transfer
@@ -27,11 +27,11 @@ class Loader:
     finish_weight_update: Callable[[], None]
 
     def sluice_bytes_in_use(self) -> int:
-        """Of this rank's GPU, by all processes."""
+        """Bytes in use on this rank's GPU, by all processes."""
         return bytes_in_use(self.device)
 
     def sluice_logprobs(self, lengths: dict[str, int], others: list[str]) -> list[bytes]:
-        """Of the tokens of requests that have ended, float32. `others` are requests of which nobody wants them."""
+        """Float32 logprobs of finished requests' tokens. `others` are requests whose logprobs are not needed."""
         return logprobs_of(lengths, others)
 
     def sluice_differing(self) -> list[str]:
@@ -39,9 +39,8 @@ class Loader:
         return self.weight_transfer_engine.differing()
 
     def sluice_receive(self, offered: dict[str, Any], names: list[str]) -> bytes:
-        """A version, by the three calls that vLLM has for it, in one, since each takes a way to every rank and back.
-        Returns `weights.Answer`, encoded. None of these requests runs meanwhile, so their tokens are those that the
-        old weights computed."""
+        """Receive a version: vLLM's three calls in one, since each would be a round trip to all ranks. Returns
+        `weights.Answer`, encoded. No request runs meanwhile, so all their tokens are from the old weights."""
         self.start_weight_update()
         self.update_weights(offered)
         self.finish_weight_update()

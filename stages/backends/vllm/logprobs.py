@@ -1,8 +1,8 @@
-"""Logprobs of the tokens that were chosen: they stay on the device until somebody asks. Knows names and tensors.
+"""Keeps logprobs of the chosen tokens on the device until they are requested. Knows names and tensors.
 
-vLLM hands logprobs out token by token and request by request; a table is read once a group.
+vLLM returns logprobs token by token and request by request; this table is read once per group.
 
-Legend: B rows of a batch, R rows of the table, one a request, T its tokens.
+Legend: B rows of a batch, R rows of the table (one per request), T tokens of a request.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-ROWS = 64  # that the table begins with
+ROWS = 64  # initial size of the table
 
 
 class Logprobs:
-    """The table. Its rows are given by name and are free again when they were taken or forgotten."""
+    """The table. A request gets a row by name; the row is free again after `take` or `forget`."""
 
     def __init__(self) -> None:
         self._table_RT = torch.empty((0, 0))
@@ -23,7 +23,7 @@ class Logprobs:
         self._free: list[int] = []
 
     def row(self, name: str, tokens: int, device: torch.device) -> int:
-        """The row of a request, which may write at most so many tokens."""
+        """The row of a request that has at most `tokens` tokens."""
         if name not in self._rows:
             if not self._free or tokens > self._table_RT.shape[1]:
                 self._grow(tokens, device)
@@ -31,18 +31,18 @@ class Logprobs:
         return self._rows[name]
 
     def write(self, rows_B: torch.Tensor, places_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
-        """Of one token a row."""
+        """Write one token's logprob per row."""
         self._table_RT[rows_B, places_B] = logprobs_B
 
     def take(self, lengths: Mapping[str, int]) -> list[bytes]:
-        """The first so many logprobs of each request, as float32; their rows are free then."""
+        """The first `lengths[name]` logprobs of each request, as float32. Frees their rows."""
         rows = [self._rows[name] for name in lengths]
         table_BT = self._table_RT[rows, : max(lengths.values(), default=0)].cpu().numpy()
         self.forget(lengths)
         return [row_T[:length].tobytes() for row_T, length in zip(table_BT, lengths.values())]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free the rows of requests that nobody will ask for; one without a row has none to free."""
+        """Free the rows of requests whose logprobs are not needed; names without a row are ignored."""
         self._free += [self._rows.pop(name) for name in names if name in self._rows]
 
     def _grow(self, tokens: int, device: torch.device) -> None:

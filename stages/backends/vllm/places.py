@@ -1,10 +1,10 @@
-"""Where a rank of vLLM holds the tensors of the model, as vLLM 0.26 to 0.32 lay them out. Arithmetic only.
+"""Where a vLLM rank holds the model's tensors, in the layout of vLLM 0.26 to 0.32. Arithmetic only.
 
     layout = Layout(tensors, [places(decoder, rank, ranks, 2) for rank in range(ranks)])
 
-A buffer is a parameter by vLLM's name, in one piece of memory. Queries, keys and values lie one below the other, as do
-gate and up; keys and values of which there are fewer than ranks are held by several of them; embeddings are padded to
-whole shares of 64 rows (vllm/model_executor/layers: linear.py, vocab_parallel_embedding.py, fused_moe/layer.py).
+A buffer is a contiguous parameter, by vLLM's name. Queries, keys and values are stacked, and so are gate and up;
+key-value heads are replicated if there are fewer than ranks; embeddings are padded to a multiple of 64 rows
+(vllm/model_executor/layers: linear.py, vocab_parallel_embedding.py, fused_moe/layer.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from math import prod
 from ops.refit.layout import Box, Place, Tensor
 from stages.backends.model.decoder import Decoder
 
-VOCAB_SHARES = 64  # rows of an embedding are a multiple of
+VOCAB_SHARES = 64  # embedding rows are a multiple of this
 
 
 def places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> list[Place]:
-    """What one of `ranks` tensor-parallel ranks holds. Padding is in no place."""
+    """The places of one of `ranks` tensor-parallel ranks. Padding belongs to no place."""
     return list(_places(decoder, rank, ranks, item_bytes))
 
 
@@ -30,7 +30,7 @@ def _places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> Iterato
         return size // ranks * rank, size // ranks * (rank + 1)
 
     def one(buffer: str, box: Box) -> Iterator[Place]:
-        """A tensor of the same name."""
+        """The place of a tensor of the same name."""
         yield from _stacked(buffer, [(buffer, box)], item_bytes)
 
     vocab = _vocab(decoder.vocab, rank, ranks)
@@ -74,7 +74,7 @@ def _places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> Iterato
 
 
 def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
-    """All tensors of the model, those of a layer's experts together: what one rank alone holds."""
+    """All tensors of the model, with a layer's experts stacked, as a single rank holds them."""
     return {p.tensor: Tensor(tuple(stop for _, stop in p.box), dtype) for p in places(decoder, 0, 1, 1)}
 
 
@@ -94,7 +94,7 @@ def shapes(decoder: Decoder, ranks: int) -> dict[str, tuple[int, ...]]:
 
 
 def _stacked(buffer: str, tensors: Sequence[tuple[str, Box]], item_bytes: int, along: int = 0) -> Iterator[Place]:
-    """Boxes of several tensors, one behind the other along a dimension of the parameter."""
+    """Boxes of several tensors, concatenated along a dimension of the parameter."""
     extents = [[stop - start for start, stop in box] for _, box in tensors]
     shape = [*extents[0]]
     shape[along] = sum(extent[along] for extent in extents)

@@ -1,4 +1,4 @@
-"""Samples on their way through an engine, from one thread to another. Knows no engine and no model."""
+"""Requests of samples that are passed between threads. Knows no engine and no model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A sample on its way. `spans` are pairs (first token, version); None is the weights of the folder."""
+    """A sample in progress. `spans` are pairs (first token, version); version None means the folder's weights."""
 
     position: int
     name: str
     prompt: Sequence[int]
     params: Any
     tokens: list[int] = field(default_factory=list)
-    logprobs: np.ndarray | None = None  # float32, one a token; none where it was aborted
+    logprobs: np.ndarray | None = None  # float32, one per token; None if aborted
     ended: str | None = None
     unwanted: bool = False
     llm: AsyncLLM | None = None
@@ -31,11 +31,11 @@ class Request:
 
     @property
     def whole(self) -> bool:
-        """Whether it came to its own end."""
+        """Whether it finished without being aborted."""
         return self.ended not in (None, "abort")
 
     def versions(self) -> list[int | None]:
-        """One a token."""
+        """The version of each token."""
         made: list[int | None] = []
         for start, version in self.spans:
             made[start:] = [version] * (len(self.tokens) - start)

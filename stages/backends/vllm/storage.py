@@ -1,8 +1,8 @@
-"""A rank's parameters inside vLLM as a refit writes them: in place, or through what vLLM makes of them.
+"""Where a refit writes a rank's parameters inside vLLM: in place, or into staging memory that vLLM then processes.
 
-Most lie where the table of places says, and are written there. On the CPU vLLM computes with packed matrices: there a
-version is received beside them, and packed anew. Tensors without a rule are received whole and go through vLLM's own
-loader. Knows modules and memory; it does not know who sends.
+Most parameters are where the table of places says, and are written there. On the CPU vLLM computes with packed
+matrices: a version is received into separate memory and repacked. Tensors without a rule are received whole and go
+through vLLM's own loader. Knows modules and memory, not who sends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from stages.backends.vllm import places as table
 
 
 class Storage:
-    """Of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, that the table does not hold for; without a
-    decoder there is no table, and all that is `offered` goes through the loader."""
+    """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong.
+    Without
+    a decoder there is no table, and everything `offered` goes through the loader."""
 
     def __init__(
         self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
@@ -40,14 +41,14 @@ class Storage:
             self.held[_whole(name)] = torch.empty(self.tensors[name].shape, dtype=dtype, device=device)
 
     def places(self, rank: int) -> list[Place]:
-        """Where a rank has what, in `held`."""
+        """A rank's places, as buffers of `held`."""
         shapes = {name: self.tensors[name].shape for name in self.loaded}
         beside = [dense(name, whole(shape), self._dtype.itemsize, _whole(name)) for name, shape in shapes.items()]
         return self._ruled(rank) + beside
 
     @torch.no_grad()
     def finish(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
-        """All of it is there: have vLLM make of it what it computes with. `load` is vLLM's own loader."""
+        """Have vLLM process the received weights; call it when all have arrived. `load` is vLLM's own loader."""
         if self.loaded:
             load(self._singles())
         if self._device.type == "cpu" and self._decoder is not None:
@@ -60,7 +61,7 @@ class Storage:
         return [place for place in places if place.buffer not in self._by_loader]
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters by vLLM's names: its own memory, or on the CPU memory beside it."""
+        """Parameters by vLLM's names: vLLM's own memory, or separate memory on the CPU."""
         assert self._decoder is not None
         shapes = {n: s for n, s in table.shapes(self._decoder, self._ranks).items() if n not in self._by_loader}
         if self._device.type == "cpu":
@@ -69,7 +70,7 @@ class Storage:
         return {name: live[name].data for name in shapes}
 
     def _pack(self) -> None:
-        """Give every module what was received as its parameters, and have it packed."""
+        """Give each module the received parameters and have vLLM pack them."""
         known = {id(parameter): name for name, parameter in _parameters(self._network).items()}
         fresh = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in self.held.items()}
         for prefix, module in self._network.named_modules():
@@ -81,7 +82,7 @@ class Storage:
             method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "process_weights_after_loading"):
                 method.process_weights_after_loading(module)
-                if kernel := getattr(method, "moe_kernel", None):  # vLLM packs experts the first time only
+                if kernel := getattr(method, "moe_kernel", None):  # vLLM packs experts only the first time
                     kernel.fused_experts.process_weights_after_loading(module)
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,11 +94,12 @@ def differing(
     network: nn.Module, decoder: Decoder, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device,
     folder: Path,
 ) -> list[str]:  # fmt: skip
-    """Parameters, by vLLM's names, for which the table does not hold: those that are not there, have another shape, or
-    have other numbers than the folder, in the first, the middle and the last row of a place.
+    """Parameters, by vLLM's names, for which the table is wrong: they are missing, have another shape, or differ from
+    the
+    folder in the first, middle or last row of a place.
 
-    To be asked before the first refit, when vLLM's own loader has put there what the folder has. Of packed parameters,
-    on the CPU, only names can be compared.
+    Call it before the first refit, while the parameters are what vLLM's own loader read from the folder. For packed
+    parameters, on the CPU, only names can be compared.
     """
     live, shards = _parameters(network), Shards(folder)
     if device.type == "cpu":
@@ -140,7 +142,7 @@ def _parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name in vLLM 0.26; later ones have the experts one module further in."""
+    """A parameter's name in vLLM 0.26; later versions nest the experts one module deeper."""
     return name.replace(".experts.routed_experts.", ".experts.")
 
 

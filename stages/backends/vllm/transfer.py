@@ -1,8 +1,7 @@
-"""A rank's end of a refit, as one of vLLM's weight transfer engines: it reads what the trainer's ranks offer and writes
-it where the parameters lie. vLLM makes one in each worker; its name there is `NAME`.
+"""One rank's receiving end of a refit, as a vLLM weight transfer engine: reads what the trainer ranks offer and writes
+it into the parameters. vLLM creates one in each worker, under the name `NAME`.
 
-It is asked to init once an engine, and for each version to start, update and finish, as all of vLLM's are; then
-`answer` says what came of it.
+vLLM calls init once per engine, and start, update and finish for each version; then `answer` returns the result.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ class Joined(WeightTransferInitInfo):
 
 @dataclass
 class Offered(WeightTransferUpdateInfo):
-    """`Weights.plain`: the shares of all trainer ranks, each a layout and what stands for the memory; the transport, by
-    its name or pickled; and the meeting of one in which both sides carry."""
+    """`Weights.plain`: the shares of all trainer ranks, each a layout and a reference to memory; the transport, by name
+    or
+    pickled; and, if both sides carry, the meeting."""
 
     shares: list[Any]
     version: int
@@ -65,7 +65,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._received, self._lost = None, ""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a version; complete on every device when it returns."""
+        """Receive a version. Complete on every device on return."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Offered) -> None:
@@ -91,7 +91,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._received.record["through_loader"] = float(len(self._storage.loaded))
 
     def answer(self, tokens: dict[str, int]) -> Answer:
-        """Of the last version."""
+        """The result of the last version."""
         if self._lost:
             return Answer(lost=self._lost)
         assert self._storage is not None
@@ -116,7 +116,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
             self._target.close()
 
     def _prepare(self, shares: list[Share], *, by_loader: bool) -> None:
-        """Find the parameters; `by_loader` has all of them go through vLLM's own loader."""
+        """Find the parameters; `by_loader` sends all of them through vLLM's own loader."""
         ranks, joined = self.parallel_config.tensor_parallel_size, self._joined
         storage = Storage(
             self.model, None if by_loader else self._decoder(), ranks, by_loader=joined.by_loader,

@@ -1,4 +1,4 @@
-"""A version of the weights as plain values, for vLLM's workers, and back there. Knows no engine."""
+"""Converts a version of the weights to plain values for vLLM's workers, and back. Knows no engine."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Weights:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank says of a version: its `Received`, the tensors that went through vLLM's loader, and how many tokens
-    each request has; or why the version did not get through."""
+    """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, and the token count of
+    each request; or why the transfer failed."""
 
     received: Received | None = None
     loaded: list[str] = []
@@ -70,13 +70,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Pickled(msgspec.Struct, frozen=True, array_like=True, tag="pickled"):
-    """What a sender of the user's own has offered."""
+    """The offer of a user's sender."""
 
     content: bytes
 
 
 def shares_from(plain: Sequence[Sequence[Any]]) -> list[Share]:
-    """The shares, in a worker of vLLM: without checksums, which the engine's owner compares."""
+    """The shares inside a vLLM worker, without checksums: the engine's owner compares those."""
     found = []
     for layout, value in plain:
         memory: Any = msgspec.convert(value, Handle | Mark | Pickled)
@@ -85,7 +85,7 @@ def shares_from(plain: Sequence[Sequence[Any]]) -> list[Share]:
 
 
 def route_from(transport: str | bytes, meeting: dict[str, Any] | None) -> Route:
-    """How they come, in a worker of vLLM."""
+    """The route of a version inside a vLLM worker."""
     known: Transport = TRANSPORTS[transport] if isinstance(transport, str) else cloudpickle.loads(transport)
     return Route(known, msgspec.convert(meeting, Meeting | None))
 
@@ -94,7 +94,7 @@ NOTHING = Summed(b"", b"")
 
 
 def pickled(value: object) -> bytes:
-    """An object with its class, if that is of the user's own: vLLM's workers cannot import it."""
+    """Pickle an object, with its class if that is the user's: vLLM's workers cannot import it."""
     with _by_value(type(value).__module__):
         return cloudpickle.dumps(value)
 
@@ -122,7 +122,7 @@ def _landed(content: np.ndarray) -> SharedMemory:
 
 
 def _plain(memory: Any) -> Any:
-    """Memory as its handle; a mark; or anything else, pickled."""
+    """Memory as its handle, a mark as it is, anything else pickled."""
     handle = memory.handle if isinstance(memory, SharedMemory) else memory
     known = handle if isinstance(handle, Handle | Mark) else Pickled(pickled(memory))
     return msgspec.to_builtins(known, builtin_types=(bytes,))
