@@ -5,9 +5,10 @@ python -m benchmarks.async [--steps 30] [--tails 0.5,1.0,1.5] [--out FILE]
 The quickstart on Ray and TransferQueue, each group handed on some time after it was sampled (lognormal with the same
 mean for every tail weight, benchmarks/delayed.py: it stands for long responses). Arms: synchronous; then max_staleness
 1, 2 and 4, each waiting for slow groups or dropping them, weights swapped in flight; and max_staleness 1 with drained
-refits. The same seed everywhere, so a group is as slow in every arm. Reported: steps a second after the first five, age
-of trained tokens in versions, reward of the samples that were trained on in the last third, and the groups that were
-lost, by how slow they were: of the quickest half, of the next 40 %, and of the slowest 10 % of those that were sampled.
+refits. The same seed everywhere, so a group is as slow in every arm. Reported: steps per second after the first five,
+age of trained tokens in versions, reward of the samples that were trained on in the last third, and the groups that
+were lost, by how slow they were: of the quickest half, of the next 40 %, and of the slowest 10 % of those that were
+sampled.
 
 Aim: at the heaviest tail max_staleness 1 is at least 1.5 x as fast as synchronous.
 """

@@ -118,7 +118,7 @@ async def _at_once(output: Output) -> Output:
 
 
 def _by_group(output: Output, task: Task, size: int) -> list[tuple[int, Output]]:
-    """An output as one a group, each with the group's position in the task; -1 is for what has no samples."""
+    """An output as one per group, each with the group's position in the task; -1 is for what has no samples."""
     parts = [(-1, Output(cancelled=output.cancelled))] if output.cancelled else []
     if not output.columns:
         return parts

@@ -3,7 +3,7 @@
 python -m benchmarks.packing [--quick] [--out FILE]
 
 Lengths are drawn: prompts uniform, one for 8 samples; responses uniform, lognormal with sigma 1.0, or short with a long
-minority. Every way keeps the same budget of tokens a microbatch.
+minority. Every way keeps the same budget of tokens per microbatch.
 
     runs           runs of the batch in canonical order, a run of ranks each, padded to the longest of a microbatch
     sorted         sorted by length and dealt out in turn, runs of that, padded to the longest of a microbatch
@@ -182,7 +182,7 @@ def main() -> None:
                 common = {"lengths": kind, "samples": samples, "ranks": ranks, "least": -(-bound // ranks)}
                 rows += [common | measure(way, drawn, ranks, 1 if options.quick else 3) for way in WAYS]
     notes = (
-        f"{BUDGET:,} tokens a microbatch; prompts up to {LONGEST_PROMPT}, responses up to {LONGEST_RESPONSE}. "
+        f"{BUDGET:,} tokens per microbatch; prompts up to {LONGEST_PROMPT}, responses up to {LONGEST_RESPONSE}. "
         "'least' is tokens / budget / ranks, rounded up: with equal counts no way has fewer microbatches a rank."
     )
     report("packing", rows, list(rows[0]), notes, options.out)

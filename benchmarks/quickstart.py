@@ -42,7 +42,7 @@ def run(task: str, seed: int, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "wall s": round(wall_s, 1),
         "steps": lines[-1]["step"],
-        "ms a step": round(statistics.median(steps_s) * 1e3, 1),
+        "ms per step": round(statistics.median(steps_s) * 1e3, 1),
         "warm start": scores[0],
         "exact match": scores[-1],
         "gain": round(scores[-1] - scores[0], 3),

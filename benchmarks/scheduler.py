@@ -1,4 +1,4 @@
-"""How many decisions a second the scheduler takes, with 100 to 100,000 groups in flight.
+"""How many decisions per second the scheduler takes, with 100 to 100,000 groups in flight.
 
 python -m benchmarks.scheduler [--quick] [--out FILE]
 

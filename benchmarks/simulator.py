@@ -11,8 +11,8 @@ alone other configurations are predicted, and then run:
     late, drop       groups come late, max_staleness=2, on_stale="drop", in-flight refit
     asleep, ...      the same two where nothing computes, so that a busy machine does not disturb them
 
-Aim: the predicted seconds a step within 15 % of the measured ones. Speed: 1,024 rollout workers for 100 steps of 1,024
-groups in under 30 s of one core. A loop of 5 million additions beside it says how fast that core is.
+Aim: the predicted seconds per step within 15 % of the measured ones. Speed: 1,024 rollout workers for 100 steps of
+1,024 groups in under 30 s of one core. A loop of 5 million additions beside it says how fast that core is.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
 
 
 def pace(run: Path, record: Path) -> float:
-    """CPU seconds a task of the trainer in a run over those in its record, which has the same tasks: whether the
+    """CPU seconds per task of the trainer in a run over those in its record, which has the same tasks: whether the
     machine itself was slower."""
     took_s = []
     for path in (run, record):

@@ -1,4 +1,4 @@
-"""Seconds a step of the quickstart's GRPO: by hand, in process, on Ray and TransferQueue, and TRL's trainer.
+"""Seconds per step of the quickstart's GRPO: by hand, in process, on Ray and TransferQueue, and TRL's trainer.
 
 python -m benchmarks.step_time [--steps 40] [--rounds 3] [--threads 2] [--out FILE]
 
@@ -179,7 +179,7 @@ def main() -> None:
         rows.append(
             {
                 "contender": name,
-                "ms a step": round(step_s * 1e3, 1),
+                "ms per step": round(step_s * 1e3, 1),
                 "rounds": spread,
                 "x by hand, tuned": step_s / base_s,
             }

@@ -1,4 +1,4 @@
-"""What the web view costs beside a run: CPU seconds a minute with no page, 1 and 20, and memory over a long replay.
+"""What the web view costs beside a run: CPU seconds per minute with no page, 1 and 20, and memory over a long replay.
 
 python -m benchmarks.view [--seconds 60] [--events-per-s 200] [--spans 300000] [--out FILE]
 
@@ -63,7 +63,7 @@ class Page(threading.Thread):
 
 
 def live(pages: int, seconds: float, events_per_s: float) -> dict[str, Any]:
-    """The cost while a run writes so many events a second and so many pages are open."""
+    """The cost while a run writes so many events per second and so many pages are open."""
     plan, events = simulated(steps=int(seconds * events_per_s / 30) + 50, max_staleness=1)
     tick_s = 0.1
     batch = max(1, round(events_per_s * tick_s))
@@ -140,7 +140,7 @@ def main() -> None:
     rows = [live(pages, options.seconds, options.events_per_s) for pages in PAGES]
     found = replay(options.spans)
     notes = (
-        f"A simulated run that writes {options.events_per_s:g} events a second for {options.seconds:g} s; "
+        f"A simulated run that writes {options.events_per_s:g} events per second for {options.seconds:g} s; "
         f"mib_per_page is what a page received. Replay with one page: {found['spans']} spans, memory of the server in "
         f"MiB after each tenth {found['memory_mib']}, growth over the second half "
         f"{100 * found['second_half_growth']:.1f} %."

@@ -6,7 +6,7 @@ The logits are never gathered: ranks exchange a few numbers a row. A block of ro
 half-precision logits have no second copy in the forward pass, and in the backward pass only their gradient. Without a
 group it computes on one rank. Knows no model.
 
-Legend: R rows, one a token; V this rank's part of the vocabulary, from token `first` on.
+Legend: R rows, one per token; V this rank's part of the vocabulary, from token `first` on.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
     out.print(found.report.critical_path.sentence, markup=False)
     if steps.seconds:
         text = (
-            f"{steps.mean:.3f} s a step in the mean, {steps.median:.3f} s in the median, of {len(steps.seconds)} steps"
+            f"{steps.mean:.3f} s per step in the mean, {steps.median:.3f} s in the median, "
+            f"of {len(steps.seconds)} steps"
         )
         out.print(f"{text} behind the first {len(steps.warm_up)}", markup=False)
     by_stage = found.report.critical_path.by_stage
@@ -151,7 +152,7 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
         out.print()
         for hint in advice.hints:
             out.print(f"{hint.times:.2f} x  {hint.text}   {hint.command}", markup=False)
-        ratio = f"simulated as it was {advice.simulated_s:.3f} s a step, measured {advice.measured_s:.3f} s"
+        ratio = f"simulated as it was {advice.simulated_s:.3f} s per step, measured {advice.measured_s:.3f} s"
         out.print(f"{ratio}: {advice.base}", markup=False)
     for note in (*notes, *(advice.notes if advice else ())):
         out.print(f"note: {note}", markup=False)
@@ -186,7 +187,7 @@ def _idle(groups: Iterable[Idle]) -> Table:
 
 def _print_comparison(found: Comparison) -> None:
     out = console.console()
-    table = _table("seconds a step", found.first, found.second, "difference")
+    table = _table("seconds per step", found.first, found.second, "difference")
     rows = {"step": found.step_s, "step, median": found.step_median_s}
     rows |= found.stages | {f"on the path: {stage}": pair for stage, pair in found.path.items()}
     for name, pair in rows.items():

@@ -1,6 +1,6 @@
 """Every error that Sluice raises on purpose, and the one shape that its text has.
 
-A `Problem` says where, what, why and how to mend it. Errors carry one or more problems, print one line
+A `Problem` says where, what, why and how to fix it. Errors carry one or more problems, print one line
 each, and end the command line with an exit code that is not 0.
 """
 
@@ -56,7 +56,7 @@ def told(error: BaseException, limit: int = 300) -> str:
 
 
 class SluiceError(Exception):
-    """Base of all errors that are the user's to mend. `problems` is never empty; `exit_code` is never 0."""
+    """Base of all errors that are the user's to fix. `problems` is never empty; `exit_code` is never 0."""
 
     exit_code = 1
 
@@ -90,7 +90,7 @@ def user_error(error: Exception, *, stage: str, where: str, when: str) -> Sluice
             where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
             what=f"stage {stage!r} {when}: {told(error)}",
             why=f"the stage of {where} raised" if own else "code that it calls raised",
-            fix="mend the stage, then resume" if own else "mend what it is given; the traceback is in RUN/logs",
+            fix="fix the stage, then resume" if own else "fix what it is given; the traceback is in RUN/logs",
         )
     )
 

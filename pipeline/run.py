@@ -290,7 +290,7 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     if steps:
         print(f"resume: {_resume_command(asked, run_dir)}   (from step {steps[-1]})", file=sys.stderr)
     else:
-        print("resume: no checkpoint was written yet; start anew", file=sys.stderr)
+        print("resume: no checkpoint was written yet; start again", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ python -m benchmarks.gpu.refit [--models 4B 8B 30B-A3B] [--timed 20] [--trace FO
 Half of the GPUs hold a model as Megatron-core's ranks do, the other half take it as vLLM's ranks do, each in a process
 that sees its own GPU only, as under Ray. Values say which tensor and where in it they belong. Transports run in turn, a
 round of each at a time, after 5 rounds that are not counted; a round's time is that of the slowest rank, from a barrier
-to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes a second that a receiver got;
-`publish` is what the trainer does before a pull: it copies its part into memory that others open and adds it up. Every
-destination is poisoned before the first round of a transport, and its checksum compared with the senders' after the
-last. `--trace` writes what one more `p2p` and `broadcast` do on each rank's streams, and reports how much of packing or
-taking apart is hidden behind another message (`hidden_percent`, of each rank).
+to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes per second that a receiver
+got; `publish` is what the trainer does before a pull: it copies its part into memory that others open and adds it up.
+Every destination is poisoned before the first round of a transport, and its checksum compared with the senders' after
+the last. `--trace` writes what one more `p2p` and `broadcast` do on each rank's streams, and reports how much of
+packing or taking apart is hidden behind another message (`hidden_percent`, of each rank).
 
 Aims (8 H200): pull at 345 GB/s a receiver or more, 365 where runs are long; 4B TP2 PP2 -> TP4 in 5.8 ms.
 """

@@ -120,11 +120,11 @@ def main() -> None:
         took_s = next(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("took "))
         row = {"contender": contender, "s": round(took_s, 4)}
         if contender != "choice":
-            row |= {"tokens/s": round(tokens / took_s), "ms a token of all": round(1000 * took_s / options.tokens, 2)}
+            row |= {"tokens/s": round(tokens / took_s), "ms per token of all": round(1000 * took_s / options.tokens, 2)}
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
         notes = f"{options.groups} x {options.samples} samples of {options.tokens} tokens, {options.model}."
-        report("gpu.rollout", rows, ["contender", "s", "tokens/s", "ms a token of all"], notes, options.out)
+        report("gpu.rollout", rows, ["contender", "s", "tokens/s", "ms per token of all"], notes, options.out)
 
 
 if __name__ == "__main__":

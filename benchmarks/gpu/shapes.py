@@ -31,7 +31,7 @@ DEADLINE_S = 600.0
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is sampled: a model, and groups of samples of so many tokens."""
+    """The flags that say what is sampled: a model, and groups of samples of that many tokens."""
     parser.add_argument("--model", choices=SHAPES, default="0.6B")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)

@@ -4,7 +4,7 @@ python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--stal
                               [--transport auto] [--steps 4] [--out FILE]
 
 Every response has all its tokens, since a random model hardly ever ends one. Reported, as means over the steps behind
-the first: seconds a step and of each stage, tokens/s a GPU in rollout (response tokens) and in training (prompt and
+the first: seconds per step and of each stage, tokens/s per GPU in rollout (response tokens) and in training (prompt and
 response tokens, previous-policy logprobs included), model FLOP utilisation of training (no padding, no recomputation;
 dense bfloat16 peak), the share of the time in which neither engine works, and the mismatch of rollout and trainer
 logprobs. `--colocated` has sampler and learner on the same GPUs, in turns; then also the seconds of a step in which

@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] [--out FILE]
 
-The same model, prompts, numbers of samples and tokens, two updates a batch, no reference model, bfloat16, truncated
+The same model, prompts, numbers of samples and tokens, two updates per batch, no reference model, bfloat16, truncated
 importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's default, and sleeps while TRL trains.
 """
 

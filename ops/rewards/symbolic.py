@@ -127,7 +127,7 @@ class OpenMathVerify:
                 raise SampleError(index, f"math-verify failed (on_error=0.0 counts it as wrong): {error}")
             return float(self._description.on_error)
         if reply[0] == "answer":
-            raise SampleError(index, f"the answer cannot be read: {reply[1]}; mend this row, or filter it out")
+            raise SampleError(index, f"the answer cannot be read: {reply[1]}; fix this row, or filter it out")
         return float(reply[0] == "right")
 
 

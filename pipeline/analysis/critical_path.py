@@ -122,7 +122,7 @@ def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Seque
     samplers = [stage for stage in plan.stages if stage.reads_back]
     waiting = samplers if first in {stage.name for stage in trainers} else trainers
     for stage in waiting[:1]:
-        text += f"; {stage.name} waited {_idle(tasks, stage, ends_s[0], ends_s[-1]) / (len(ends_s) - 1):.2f} s a step"
+        text += f"; {stage.name} waited {_idle(tasks, stage, ends_s[0], ends_s[-1]) / (len(ends_s) - 1):.2f} s per step"
     return text
 
 

@@ -210,10 +210,10 @@ class Waits:
 
     def worked_until(self, number: int, at_s: float) -> float:
         """When a task had finished what was acknowledged at `at_s`: a stream puts some groups before others."""
+        ended_s = min(at_s, max(span.end_s for span in self._tasks.ran[number]))
         if self._stages[self._tasks.submitted[number].stage].shape == "stream":
-            put_s = [put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s]
-            return max(put_s, default=at_s)
-        return min(at_s, max(span.end_s for span in self._tasks.ran[number]))
+            return max((put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s), default=ended_s)
+        return ended_s
 
     def _made(self, there: Done | None, cause: str, field: str = "") -> list[Reason]:
         if there is None or there[1] not in self._tasks.ran:

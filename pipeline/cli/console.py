@@ -50,7 +50,7 @@ def print_plan(plan: Plan) -> None:
         placement.add_row(group.name, group.backend, str(group.workers), str(group.gpus), " ".join(group.stages))
     out.print(placement)
     out.print()
-    edges = Table("field", "from", "bytes a step", "cleared after", box=None, padding=(0, 2, 0, 0))
+    edges = Table("field", "from", "bytes per step", "cleared after", box=None, padding=(0, 2, 0, 0))
     for life in plan.lifetimes:
         edge = next((edge for edge in plan.edges if edge.field == life.field), None)
         edges.add_row(life.field, life.writer, _volume(plan, edge), " ".join(life.readers) or "nobody reads it")

@@ -53,7 +53,7 @@ class GraphFile:
                     where=_deepest(error, self.path),
                     what=f"graph() raised {told(error)}",
                     why="the descriptions in it must be valid",
-                    fix=_call_fix(error, self.module) or "mend that line, or the flag behind it",
+                    fix=_call_fix(error, self.module) or "fix that line, or the flag behind it",
                 )
             ) from error
         if not isinstance(graph, Graph):
@@ -133,14 +133,14 @@ def _import(path: Path) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        where, text, fix = _deepest(error, path), str(error), "mend that line"
+        where, text, fix = _deepest(error, path), str(error), "fix that line"
         name = (error.name or "") if isinstance(error, ImportError) else ""
         if theirs := hidden(name, folders):
             raise GraphError(_rename(where, name, theirs)) from error
         if isinstance(error, SyntaxError):
             where, text = f"{error.filename}:{error.lineno}", error.msg
         elif isinstance(error, ModuleNotFoundError):
-            fix = f"install {error.name}, or mend that line"
+            fix = f"install {error.name}, or fix that line"
         raise GraphError(
             Problem(
                 where=where,

@@ -382,7 +382,7 @@ def _check_address(address: str, trusted_network: bool) -> None:
     if not trusted_network and not ipaddress.ip_address(address).is_loopback:
         raise broken(
             "data plane", f"TransferQueue would listen on {address}",
-            "its sockets unpickle what they receive, so whoever reaches them runs code",
+            "its sockets unpickle what they receive, so anyone who reaches them can run code",
             "start Ray on a loopback address, or pass --trusted-network where only trusted machines reach the address",
         )  # fmt: skip
 

@@ -80,7 +80,7 @@ class Field:
 
     @property
     def per_step(self) -> bool:
-        """One entry a step instead of one a sample."""
+        """One entry per step instead of one per sample."""
         return not self.dims
 
     def agrees_with(self, other: Field) -> bool:

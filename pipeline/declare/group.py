@@ -72,7 +72,7 @@ class WorkerGroup(_Located):
     backend    who computes: the name of one that comes with Sluice ("torch", "vllm", "megatron"), "python" for plain
                functions, or a `Backend` of your own; then `own` holds it, and this is its name
     workers    ranks: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
-               together, each on its share of the batch. None is one a GPU, and one without GPUs
+               together, each on its share of the batch. None is one per GPU, and one without GPUs
     gpus       of the whole group, divided evenly over its workers
     cpus       of each worker, for Ray's placement
     threads    torch threads of each worker; 0 leaves torch's choice

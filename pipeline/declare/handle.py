@@ -70,10 +70,10 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
 class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     """A handle on the columns of some samples. Frozen; every method returns a new handle.
 
-    keys              one a sample, distinct, `{admission:08d}_g{i:03d}`
+    keys              one per sample, distinct, `{admission:08d}_g{i:03d}`
     partition_id      the namespace they lie in
     fields            names that are present for every key
-    lengths           ragged dimension -> entries, one a key ("T" are response tokens)
+    lengths           ragged dimension -> entries, one per key ("T" are response tokens)
     placements        where the keys lie; `placement_of[field]` indexes them
     tags              one dict of small values a key
     extra_info        one dict a handle; never shared between instances
@@ -105,7 +105,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Response tokens, one a key."""
+        """Response tokens, one per key."""
         return self.lengths.get("T", ())
 
     def placement(self, field: str) -> Placement:

@@ -66,7 +66,7 @@ class Layout:
         return tuple(rank for rank in range(self.size) if self.replica(rank) == replica)
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the model as `rank`, one a replica: gradients are summed over them."""
+        """The ranks with the same part of the model as `rank`, one per replica: gradients are summed over them."""
         inside = self.tensor * self.context
         stage = rank // (inside * self.data) * (inside * self.data)
         return tuple(stage + replica * inside + rank % inside for replica in range(self.data))
@@ -215,7 +215,7 @@ class Ranks:
                     where=f"rank {self.rank}",
                     what=f"rank {leader}, which fetches for it, failed: {described}",
                     why="one rank of a replica fetches for all",
-                    fix="mend what the error of that rank says",
+                    fix="fix what the error of that rank says",
                 )
             )
         columns: Columns = {}

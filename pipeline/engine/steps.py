@@ -1,4 +1,4 @@
-"""The numbers of each step as it ends: into metrics.jsonl, the trace, and to whoever listens."""
+"""The numbers of each step as it ends: into metrics.jsonl, the trace, and to a listener."""
 
 from __future__ import annotations
 

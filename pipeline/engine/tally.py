@@ -53,7 +53,7 @@ class Tally:
                 self._add(step, metrics, weight)
 
     def report(self, task: Task, metrics: dict[str, float], samples: int, groups: Sequence[int]) -> None:
-        """What a task says of so many samples, those of `groups`; 0 for one that has none.
+        """What a task says of that many samples, those of `groups`; 0 for one that has none.
 
         What a stage of the pool says waits for the step that claims the groups.
         """

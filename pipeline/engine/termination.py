@@ -27,7 +27,7 @@ class Termination:
         self._before: Any = None
 
     def install(self) -> None:
-        """Take SIGTERM over, also from whoever took it in the meantime."""
+        """Take SIGTERM over, also from a handler installed in the meantime."""
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._take)
             if self._before is None:

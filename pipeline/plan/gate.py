@@ -1,7 +1,7 @@
 """The gate of a graph: the one stage that keeps or drops whole groups, and which stages wait for what it keeps. Pure.
 
 A stage with a `gate` field writes that field for the groups that it keeps. What it depends on runs before the gate and
-sees every group that is sampled; every other stage that reads or writes samples is behind it and waits for the field,
+sees every group that is sampled; every other stage that reads or writes samples follows it and waits for the field,
 which it is not given unless it reads it. What a process outside the graph writes comes before the gate: nobody outside
 can know what was dropped, so the gate decides on a group when all of that has arrived.
 """
@@ -24,7 +24,7 @@ ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no
 _ROUNDS = at_least(
     "max_rounds",
     2,
-    why="it is a whole number: the first round is the batch itself, and what was dropped is sampled anew in later ones",
+    why="it is a whole number: the first round is the batch, and later ones replace what was dropped",
     fix=10,
 )
 

@@ -25,7 +25,7 @@ from pipeline.plan.structure import structure
 
 
 def with_samples(graph: Graph) -> tuple[Stage, ...]:
-    """The graph's stages and the one that keeps texts and rewards for whoever looks at the run."""
+    """The graph's stages and the one that keeps texts and rewards for people who look at the run."""
     stages = graph.all_stages()
     kept = tuple(
         field

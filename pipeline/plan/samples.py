@@ -25,7 +25,7 @@ DIGITS = 3  # behind the point, of what is kept a number a token
 
 @dataclass(frozen=True)
 class KeepSamples(Stage):
-    """One JSON line a sample in `samples/step_NNNNNN.jsonl`."""
+    """One JSON line per sample in `samples/step_NNNNNN.jsonl`."""
 
     fields: tuple[Field, ...]
     keep: int
@@ -62,7 +62,7 @@ class KeepSamples(Stage):
 
 
 def keep_vocabulary(run_dir: RunDir, pieces: Sequence[bytes]) -> None:
-    """Writes what each token adds to a text, for whoever reads the ids that are kept.
+    """Writes what each token adds to a text, for readers of the kept ids.
 
     In JSON: a list, by id, of texts in which a character stands for a byte.
     """

@@ -123,7 +123,7 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
 
 
 def _damage(folder: Path) -> Problem | None:
-    fix = "resume from another step (--resume STEP), or start anew in another folder"
+    fix = "resume from another step (--resume STEP), or start again in another folder"
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
         return Problem(where=str(folder), what="manifest.json is not there", why=why, fix=fix)

@@ -194,7 +194,7 @@ class Board:
         return reduce(or_, (self._bits[field] for field in fields), 0)
 
     def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
-        """Groups are dropped: whoever waits for them lets go, who works on them does when it acknowledges.
+        """Groups are dropped: stages that wait for them let go at once, those that work on them when they acknowledge.
 
         Returns those that nobody holds any more.
         """
@@ -218,7 +218,7 @@ class Board:
         return cleared
 
     def lessen(self, reader: Reader, groups: int) -> None:
-        """So many groups of a stage were dropped and will not be handed out to it."""
+        """This many groups of a stage were dropped and will not be handed out to it."""
         if reader.total is not None and reader.stage.name in self.before_gate:
             reader.total -= groups
 

@@ -117,7 +117,7 @@ class Workers:
         return replica
 
     def streamed(self, replica: int, groups: int, *, over: bool) -> None:
-        """So many groups of a stream on this replica have ended, and perhaps the stream itself."""
+        """That many groups of a stream on this replica have ended, and perhaps the stream itself."""
         self._stream(replica, -groups)
         self.streams -= over
 
@@ -214,7 +214,7 @@ class Grants:
         running.left.clear()
         task, workers = running.task, self._workers[running.reader.stage.groups[0]]
         if running.reader.stage.shape == "stream" and workers.taking and task.replica is not None:
-            workers.late.add(task.replica)  # whoever takes its place has what was served before
+            workers.late.add(task.replica)  # its replacement has the version served before
         self._free(running, len(left), lost=True)
         return left
 

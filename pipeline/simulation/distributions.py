@@ -1,10 +1,10 @@
 """Distributions of seconds as a user writes them, and random numbers that are a function of what they are for.
 
     parse("lognormal(1.0, 0.8)")              mean 1 s, sigma 0.8 of the logarithm
-    parse("0.2 + 0.001/sample @ 2")           0.2 s and 1 ms a sample, on two cores
+    parse("0.2 + 0.001/sample @ 2")           0.2 s and 1 ms per sample, on two cores
     parse("uniform(0.1, 0.3) + 0.05/group")
 
-Terms are added. A number, or a distribution, is seconds a task; for a stream they are until a group comes. `@ CORES`
+Terms are added. A number, or a distribution, is seconds per task; for a stream they are until a group comes. `@ CORES`
 says that it computes on so many cores; without it the time is spent waiting. Nothing is evaluated as code.
 """
 
@@ -83,7 +83,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     cores: float = 0.0
 
     def draw(self, *, groups: int, samples: int, seed: int, counters: tuple[int, ...]) -> float:
-        """Seconds for so many groups and samples; the random number is that of `seed` and `counters`."""
+        """Seconds for that many groups and samples; the random number is that of `seed` and `counters`."""
         took_s = self.per_sample_s * samples + self.per_group_s * groups
         for i, term in enumerate(self.terms):
             took_s += term.parameters[0] if term.kind == "constant" else term.draw(uniform(seed, *counters, i))

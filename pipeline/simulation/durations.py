@@ -51,7 +51,7 @@ class StageTimes(Protocol):
     """The seconds of one stage."""
 
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
-        """Of a map or a transfer on so many samples and tokens a worker."""
+        """Of a map or a transfer on that many samples and tokens per worker."""
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
         """Of a stream on the groups of `task`."""

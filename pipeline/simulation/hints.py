@@ -43,7 +43,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
-    """`measured_s` and `simulated_s` are seconds a step of the run and of its simulation as it was, by the command
+    """`measured_s` and `simulated_s` are seconds per step of the run and of its simulation as it was, by the command
     `base`. `hints` is empty where no change is worth it, or nothing can be simulated: `notes` says why."""
 
     measured_s: float

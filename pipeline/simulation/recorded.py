@@ -184,7 +184,7 @@ class _Spans:
         return covered_s
 
     def behind(self, start_s: float, seconds: float) -> float:
-        """When so many seconds that no span covers have passed since `start_s`."""
+        """When that many seconds that no span covers have passed since `start_s`."""
         at_s = start_s
         for place in range(bisect_left(self._ends, start_s), len(self._spans)):
             begun_s, ended_s = self._spans[place]

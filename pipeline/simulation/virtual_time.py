@@ -32,7 +32,7 @@ class Clock:
         heapq.heappush(self._timers, (at_s, next(self._order), call, arguments))
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Call this so many seconds from now."""
+        """Call this that many seconds from now."""
         heapq.heappush(self._timers, (self.now_s + seconds, next(self._order), call, arguments))
 
     def run(self) -> bool:

@@ -147,7 +147,7 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
             yield Problem(
                 where=f"--speed {name}={factor:g}x",
                 what="it is no factor",
-                why="a stage is so many times as fast, above 0",
+                why="a stage is that many times as fast, above 0",
                 fix=f"--speed {name}=2x",
             )
     if change.refit_s is not None and not 0 <= change.refit_s < float("inf"):
@@ -161,7 +161,7 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         yield Problem(
             where=f"--groups {change.groups}",
             what="it is neither a number of groups nor a factor",
-            why="a batch has so many groups, or so many times those of the run",
+            why="a batch has that many groups, or that many times those of the run",
             fix="--groups 64, or --groups 8x",
         )
 

@@ -79,7 +79,7 @@ class _Wire:
     def __init__(self, writer: str, reader: str, fields: tuple[str, ...]) -> None:
         self.writer, self.reader, self.fields = writer, reader, fields
         self.text = label(fields)
-        self.places: list[_Place] = []  # one a row, from below the writer to above the reader
+        self.places: list[_Place] = []  # one per row, from below the writer to above the reader
 
 
 def label(fields: Sequence[str]) -> str:

@@ -64,9 +64,9 @@ class Generation:
 
     The logprobs are those of softmax(logits / temperature) over the *whole* vocabulary, also where top_k or top_p
     restricted the choice: `score` at the same temperature gives the same numbers. Greedy uses temperature 1.
-    `versions` (int32, one a token) are the policy versions whose weights computed the logits that the tokens were drawn
-    from. Where it rises within a response, the torch backend keeps the keys and values of the tokens before, which are
-    the older weights'; vLLM computes them again.
+    `versions` (int32, one per token) are the policy versions whose weights computed the logits that the tokens were
+    drawn from. Where it rises within a response, the torch backend keeps the keys and values of the tokens before,
+    which are the older weights'; vLLM computes them again.
     """
 
     response_ids: Ragged

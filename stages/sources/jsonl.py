@@ -74,7 +74,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
         if line.startswith(b"\x1f\x8b"):
             reason, fix = "it is compressed", "decompress the file"
         elif where.endswith(":1") and line.lstrip().startswith(b"["):
-            fix = "write the objects of a JSON list one a line: jq -c '.[]' list.json > train.jsonl"
+            fix = "write the objects of a JSON list one per line: jq -c '.[]' list.json > train.jsonl"
         raise StageError(
             Problem(
                 where=where,

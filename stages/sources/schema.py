@@ -228,7 +228,7 @@ def _mistyped(where: str, column: str, made: Field, reason: str) -> StageError:
         where,
         f"column {column!r} {reason}",
         f"the field {made.name!r} is {made.dtype}, dims {made.dims!r}",
-        f"give each row {wanted}; or mend the Field in extra=",
+        f"give each row {wanted}; or fix the Field in extra=",
     )
 
 

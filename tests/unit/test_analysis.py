@@ -165,7 +165,7 @@ def test_the_path_of_a_synchronous_step_is_the_step():
     assert path.by_stage == pytest.approx({"rollout": 5 / 3, "train": 0.5, "logprobs": 0.3, "refit": 0.2})
     assert path.steps[2] == pytest.approx({"rollout": 3.0, "train": 0.5, "logprobs": 0.3, "refit": 0.2})
     assert path.by_cause == pytest.approx({"field": 5 / 3 + 0.3 + 0.2, "weights": 0.5})
-    assert path.sentence == "rollout-bound: 62 % of the step; train waited 2.17 s a step"
+    assert path.sentence == "rollout-bound: 62 % of the step; train waited 2.17 s per step"
 
 
 def test_time_on_the_way_is_the_drivers():
@@ -183,7 +183,7 @@ def test_a_stage_that_another_must_not_run_beside_is_waited_for():
     path = analyse(record.events, planned(), warm_up=1).critical_path
     assert path.by_stage == pytest.approx({"evaluate": 5.0, "refit": 0.2})
     assert path.by_cause["fence"] == pytest.approx(5.0)
-    assert path.sentence == "evaluate-bound: 96 % of the step; train waited 4.70 s a step"
+    assert path.sentence == "evaluate-bound: 96 % of the step; train waited 4.70 s per step"
 
 
 def test_a_task_that_queues_in_its_process_waits_for_what_runs_there():

@@ -35,13 +35,13 @@ sampler       torch    1        0     rollout refit evaluate
 learner       torch    1        0     logprobs train refit
 host          python   1        0     prompts reward samples
 
-field            from      bytes a step  cleared after
-prompt           prompts   256 B         rollout reward samples
-response         rollout   256 B         reward logprobs samples
-reward           reward    32 B          train samples
-logprobs         logprobs  8 x 4 B x T   train
-trained_weights  train     -             refit
-served_weights   refit     -             rollout evaluate
+field            from      bytes per step  cleared after
+prompt           prompts   256 B           rollout reward samples
+response         rollout   256 B           reward logprobs samples
+reward           reward    32 B            train samples
+logprobs         logprobs  8 x 4 B x T     train
+trained_weights  train     -               refit
+served_weights   refit     -               rollout evaluate
 
 logprobs waits for train of the step before: sees the weights of the step before
 train waits for logprobs of the same step: the weights must not change under it

@@ -5,16 +5,26 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from pipeline.analysis.critical_path import NOBODY, critical_path, step_paths
 from pipeline.record.history import Tasks, step_ends
+from pipeline.simulation.virtual_run import Fault
 from tests.examples import few
-from tests.unit.records import records
+from tests.unit.records import records, simulated
 from tests.unit.test_analysis import Record, planned, step
 
 
+def streams_that_put_nothing():
+    """A run in which a task waited for a stream whose groups were all dropped."""
+    return simulated(
+        steps=4, sampler=2, seed=46, max_staleness=1, on_stale="drop", refit="in_flight",
+        faults=lambda task: Fault(kind="after_put") if task.number % 7 == 0 and not task.attempt else None,
+    )  # fmt: skip
+
+
 @settings(deadline=None, max_examples=few(60))
+@example(streams_that_put_nothing())
 @given(records())
 def test_spans_tile_each_step_and_lie_in_their_tasks(record):
     made, events = record

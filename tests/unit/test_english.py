@@ -19,7 +19,7 @@ INSTEAD = {  # what is not written, and what is
     r"\banew\b": "again",
     r"\bwhoever\b": "the caller, or whatever it is",
     r"\bwhosoever\b": "the caller, or whatever it is",
-    r"\bso many (bytes|tokens|groups|samples|steps|rows|seconds|times)\b": "that many, or the number itself",
+    r"\bso many (bytes|tokens|groups|samples|steps|rows|seconds|times)\b(?!.* (that|and so many) )": "that many",
     r"\b(is|are) behind (it|them|us)\b": "is done",
     r"\b(seconds|ms|milliseconds|metrics|updates|steps|tokens|tok|decisions|events|bytes|line|lines) an? "
     r"(step|second|minute|sample|token|group|GPU|worker|rank|machine)\b": "per",

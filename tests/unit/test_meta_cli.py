@@ -141,7 +141,7 @@ def test_each_kind_of_error_has_its_exit_code(live, monkeypatch, error, code):
 
     monkeypatch.setattr(Engine, "execute", execute)
     ended, _, err = command(live, "graph.py", *LOCAL)
-    assert (ended, err) == (code, f"{PROBLEM}\nresume: no checkpoint was written yet; start anew\n")
+    assert (ended, err) == (code, f"{PROBLEM}\nresume: no checkpoint was written yet; start again\n")
     assert re.search(rf"\b{code}\b", run.__doc__)
 
 

@@ -26,7 +26,7 @@ function Both({ value, words }) {
       <ul class="keys"><li><${Swatch} colour="var(--c0)" />${value.first}: ${value.sentences[0]}</li><li><${Swatch} colour="var(--c1)" />${value.second}: ${value.sentences[1]}</li></ul>
       ${value.changes.length ? html`<div class="scroll"><table><thead><tr><th>What</th><th>Name</th><th>${value.first}</th><th>${value.second}</th></tr></thead>
         <tbody>${value.changes.map((one, n) => html`<tr key=${n}><td>${one.kind}</td><td class="wrap">${one.name}${one.what ? ` · ${one.what}` : ""}</td><td class="wrap mono">${shown(one.before)}</td><td class="wrap mono">${shown(one.after)}</td></tr>`)}</tbody></table></div>` : html`<p class="lead">The graphs and their flags are the same.</p>`}<//>
-    <${Card} title="Seconds a step"><div class="scroll"><table><thead><tr><th>Stage</th><th class="num">${value.first}</th><th class="num">${value.second}</th><th class="num">Change</th></tr></thead>
+    <${Card} title="Seconds per step"><div class="scroll"><table><thead><tr><th>Stage</th><th class="num">${value.first}</th><th class="num">${value.second}</th><th class="num">Change</th></tr></thead>
       <tbody>${[["step, mean", value.step_s], ["step, median", value.step_median_s], ...stages].map(([name, pair]) => html`<tr key=${name}><td>${name}</td><td class="num">${seconds(pair.first)}</td><td class="num">${seconds(pair.second)}</td><td class="num">${change(pair)}</td></tr>`)}</tbody></table></div><//>
     <h2 class="section">Metrics</h2><div class="grid">${ordered.map((name) => {
       const steps = Object.keys(value.metrics[name]).map(Number).sort((a, b) => a - b);
