@@ -148,12 +148,12 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
     for name in names:
         record, change = RUNS[name]
         rounds_told = [predicted(path, change) for path in runs[record]]
-        told = [one for reports in rounds_told for one in reports]
+        message = [one for reports in rounds_told for one in reports]
         real = [read(path) for path in runs[name]]
         told_s = [statistics.fmean(one.steps.mean for one in reports) for reports in rounds_told]
         real_s = [one.steps.mean for one in real]
-        dropped = [100 * statistics.fmean(one.dropped.share for one in reports) for reports in (told, real)]
-        age = [statistics.fmean(one.staleness.mean for one in reports) for reports in (told, real)]
+        dropped = [100 * statistics.fmean(one.dropped.share for one in reports) for reports in (message, real)]
+        age = [statistics.fmean(one.staleness.mean for one in reports) for reports in (message, real)]
         error = statistics.median(told_s) / statistics.median(real_s) - 1
         paces = [pace(mine, other) for mine, other in zip(runs[name], runs[record])]
         rows.append(
@@ -166,7 +166,7 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
                 "rounds, predicted ms": " ".join(f"{1e3 * one:.0f}" for one in told_s),
                 "rounds, measured ms": " ".join(f"{1e3 * one:.0f}" for one in real_s),
                 "pace": " ".join(f"{one:.2f}" for one in paces),
-                "busy, predicted": _busy(told),
+                "busy, predicted": _busy(message),
                 "busy, measured": _busy(real),
                 "staleness": "{:.2f} / {:.2f}".format(*age),
                 "dropped %": "{:.1f} / {:.1f}".format(*dropped),

@@ -90,9 +90,9 @@ def main() -> None:
                 rows.append(run(seed, arm, Path(folder) / str(len(rows))))
                 print(rows[-1], file=sys.stderr, flush=True)
     last, half = medians(rows, "exact match"), medians(rows, "half-way")
-    told = "; ".join(f"{arm} {half[arm]:.3f} half-way, {last[arm]:.3f} at the end" for arm in ARMS)
+    message = "; ".join(f"{arm} {half[arm]:.3f} half-way, {last[arm]:.3f} at the end" for arm in ARMS)
     notes = (
-        f"Medians of {options.seeds} seeds: {told}. max_staleness 2 is {abs(last['k=2'] - last['sync']):.3f} from "
+        f"Medians of {options.seeds} seeds: {message}. max_staleness 2 is {abs(last['k=2'] - last['sync']):.3f} from "
         "synchronous; aim: within 0.03."
     )
     report("staleness", rows, list(rows[0]), notes, options.out)

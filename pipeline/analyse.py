@@ -175,13 +175,13 @@ def _idle(groups: Iterable[Idle]) -> Table:
     table = _table("worker group", "idle", "waiting for")
     for group in groups:
         parts = [part for part in group.parts if part.seconds >= WORTH * group.wall_s][:SHOWN]
-        told = [
+        message = [
             f"{100 * part.seconds / group.wall_s:.0f} % {part.field or part.stage or part.cause}"
             + (f" ({part.stage})" if part.field else f" ({part.cause})" if part.stage else "")
             for part in parts
         ]
         share = group.idle_s / group.wall_s if group.wall_s else 0.0
-        table.add_row(group.group, f"{100 * share:.0f} %", ", ".join(told) or "-")
+        table.add_row(group.group, f"{100 * share:.0f} %", ", ".join(message) or "-")
     return table
 
 

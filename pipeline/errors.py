@@ -49,7 +49,7 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def told(error: BaseException, limit: int = 300) -> str:
+def message_of(error: BaseException, limit: int = 300) -> str:
     """The class and the text of an error for a message: one line, cut at `limit`."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -88,7 +88,7 @@ def user_error(error: Exception, *, stage: str, where: str, when: str) -> Sluice
     return StageError(
         Problem(
             where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
-            what=f"stage {stage!r} {when}: {told(error)}",
+            what=f"stage {stage!r} {when}: {message_of(error)}",
             why=f"the stage of {where} raised" if own else "code that it calls raised",
             fix="fix the stage, then resume" if own else "fix what it is given; the traceback is in RUN/logs",
         )

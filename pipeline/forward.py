@@ -114,8 +114,8 @@ class _Forwarder:
 
 def describe(run: Path) -> Described:
     """A run as services know it. Raises GraphError where it is no run directory."""
-    told = run_json(run)
-    if not told:
+    message = run_json(run)
+    if not message:
         raise GraphError(
             Problem(
                 where=str(run),
@@ -124,13 +124,13 @@ def describe(run: Path) -> Described:
                 fix="name a folder that a run made",
             )
         )
-    name, started = run.resolve().name, str(told.get("started", ""))
+    name, started = run.resolve().name, str(message.get("started", ""))
     known = hashlib.sha256(f"{name} {started}".encode()).hexdigest()[:8]
-    flags = told.get("args")
+    flags = message.get("args")
     return Described(
         name=name,
         key=re.sub(r"[^\w-]", "-", name)[:48] + f"-{known}",
-        graph=str(told.get("graph", "")) or name,
+        graph=str(message.get("graph", "")) or name,
         flags=flags if isinstance(flags, dict) else {},
     )
 

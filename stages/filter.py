@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.stage import Gate
-from pipeline.errors import Problem, shown, told
+from pipeline.errors import Problem, message_of, shown
 from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
 from stages.vocabulary import KEPT, REWARD, field_named
 
@@ -145,7 +145,7 @@ class Filter(Stage):
             try:
                 keep = rule(**inputs)
             except Exception as error:
-                raise StageError(_failure(rule, f"raised {told(error)}", inputs, group)) from error
+                raise StageError(_failure(rule, f"raised {message_of(error)}", inputs, group)) from error
             if not isinstance(keep, bool | numpy.bool_):
                 raise StageError(_failure(rule, f"returned {short(keep)}", inputs, group))
             return None if keep else f"{name_of(rule)}() is False"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline import Field
-from pipeline.errors import Problem, shown, told, user_error
+from pipeline.errors import Problem, message_of, shown, user_error
 from stages.losses import PolicyLoss, Scored
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: 
     except Exception as error:  # noqa: BLE001 - user code
         return Problem(
             where=user_error(error, stage="", where=where, when="").problems[0].where,
-            what=f"{owner} raised {told(error)}",
+            what=f"{owner} raised {message_of(error)}",
             why="the check ran the formula once, on two samples of two tokens",
             fix="fix the formula; scored has the fields of stages.Scored",
         )

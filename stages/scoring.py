@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any
 
 from pipeline import StageError
-from pipeline.errors import Problem, told
+from pipeline.errors import Problem, message_of
 
 RewardFunction = Callable[..., Any]
 LARGEST = (2 - 2**-23) * 2.0**127  # float32
@@ -111,7 +111,7 @@ class _Call:
         try:
             value = self.target(**self.inputs)
         except Exception as error:
-            raise StageError(self.failure(f"raised {told(error)}")) from error
+            raise StageError(self.failure(f"raised {message_of(error)}")) from error
         return self.checked(value)
 
     async def awaited(self, calls: AsyncCalls, gate: asyncio.Semaphore) -> float:
@@ -126,7 +126,7 @@ class _Call:
             if not running.done() or running.cancelled():
                 what = f"gave no answer in {calls.timeout_s:g} s"
             elif cause := running.exception():
-                what = f"raised {told(cause)}"
+                what = f"raised {message_of(cause)}"
             else:
                 return self.checked(running.result())
             if attempt < calls.retries:
@@ -177,8 +177,10 @@ def _batch(
         index = getattr(error, "index", None)
         if isinstance(index, int) and 0 <= index < size:
             inputs = {name: column[index] for name, column in columns.items()}
-            raise StageError(_failure(function, f"raised {told(error)}", inputs, sample(index), where)) from error
-        raise StageError(_failure(function, f"raised {told(error)}", columns, f"{size} samples", where)) from error
+            raise StageError(_failure(function, f"raised {message_of(error)}", inputs, sample(index), where)) from error
+        raise StageError(
+            _failure(function, f"raised {message_of(error)}", columns, f"{size} samples", where)
+        ) from error
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
         raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples", where))
     calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample, where) for i in range(size))

@@ -85,12 +85,12 @@ def measured(engine: str, options: Namespace, path: str, gpus: list[str], rounds
         tensor_parallel_size=options.tensor, gpu_memory_utilization=options.memory,
     )  # fmt: skip
     shapes = wire.recv()
-    told: dict[str, Any] = {
+    message: dict[str, Any] = {
         "names": list(shapes), "shapes": list(shapes.values()), "dtype_names": ["bfloat16"] * len(shapes)
     }  # fmt: skip
     meeting: dict[str, Any] = {}
     if engine == "nccl":
-        told["packed"] = True
+        message["packed"] = True
         meeting = {"master_address": LOOPBACK, "master_port": port, "rank_offset": 1, "world_size": world}
     llm.init_weight_transfer_engine({"init_info": meeting})
     found = []
@@ -102,9 +102,9 @@ def measured(engine: str, options: Namespace, path: str, gpus: list[str], rounds
         times.append(time.perf_counter())
         wire.send("now")
         if engine == "ipc":
-            llm.update_weights({"update_info": told | {"ipc_handles_pickled": wire.recv()}})
+            llm.update_weights({"update_info": message | {"ipc_handles_pickled": wire.recv()}})
         else:
-            llm.update_weights({"update_info": dict(told)})
+            llm.update_weights({"update_info": dict(message)})
             wire.recv()
         times.append(time.perf_counter())
         llm.finish_weight_update()

@@ -71,12 +71,12 @@ def _window(run: OpenedRun, ends: list[tuple[float, int]], made: Report, step: i
         return (ends[-1 - count][0], ends[-1][0], count) if count else (0.0, 0.0, 0)
     found = next((place for place, (_, number) in enumerate(ends) if number == step and place), None)
     if found is None:
-        told = f"{ends[1][1] + 1} to {ends[-1][1] + 1}" if len(ends) > 1 else "none"
+        message = f"{ends[1][1] + 1} to {ends[-1][1] + 1}" if len(ends) > 1 else "none"
         raise GraphError(
             Problem(
                 where=f"--step {step + 1}",
                 what=f"that step is not in the record of {run.name}",
-                why=f"the steps that have ended since the run was last started: {told}",
+                why=f"the steps that have ended since the run was last started: {message}",
                 fix=f"--step {ends[-1][1] + 1}" if len(ends) > 1 else "wait for the first step to end",
             )
         )

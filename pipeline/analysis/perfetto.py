@@ -152,8 +152,8 @@ class _Events:
                     process, used = self._groups.get(event.group, RUN), {"memory_bytes": event.memory_bytes}
                     yield self._slice(what, process, thread, event.start_s, event.end_s, used)
                 case trace.Checkpointed():
-                    told = {"folder": event.folder, "size_bytes": event.size_bytes}
-                    yield self._slice("checkpoint", RUN, DRIVER, event.start_s, event.end_s, told)
+                    message = {"folder": event.folder, "size_bytes": event.size_bytes}
+                    yield self._slice("checkpoint", RUN, DRIVER, event.start_s, event.end_s, message)
                 case trace.Published():
                     yield self._instant(f"version {event.version}", event.at_s)
                     yield self._counter("policy version", event.at_s, event.version)
@@ -175,8 +175,8 @@ class _Events:
         """The critical path of the last start, as consecutive slices."""
         for path in paths:
             for span in path.spans:
-                told = {"step": path.step + 1, "cause": span.cause, "field": span.field, "task": span.task}
-                yield self._slice(span.stage, RUN, PATH, span.start_s, span.end_s, told)
+                message = {"step": path.step + 1, "cause": span.cause, "field": span.field, "task": span.task}
+                yield self._slice(span.stage, RUN, PATH, span.start_s, span.end_s, message)
 
     def _thread(self, event: trace.Ran) -> int:
         lane = self._lanes.get((self._starts.number, event.task, event.group, event.worker), 0)
@@ -186,11 +186,11 @@ class _Events:
         return round(1e6 * self._starts.seconds(at_s), 3)
 
     def _slice(
-        self, name: str, process: int, thread: int, start_s: float, end_s: float, told: dict[str, Any]
+        self, name: str, process: int, thread: int, start_s: float, end_s: float, message: dict[str, Any]
     ) -> dict[str, Any]:
         start = self._micros(start_s)
         took = max(0.0, round(self._micros(end_s) - start, 3))
-        return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start, "dur": took, "args": told}
+        return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start, "dur": took, "args": message}
 
     def _instant(self, name: str, at_s: float) -> dict[str, Any]:
         return {"ph": "i", "s": "p", "name": name, "pid": RUN, "tid": DRIVER, "ts": self._micros(at_s)}

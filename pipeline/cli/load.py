@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.cli.flags import Flag, flags_of, line_of, plain
 from pipeline.declare.graph import Graph
-from pipeline.errors import GraphError, Problem, SluiceError, told
+from pipeline.errors import GraphError, Problem, SluiceError, message_of
 from pipeline.precedence import PACKAGES, hidden
 
 _WRONG_CALL = re.compile(
@@ -51,7 +51,7 @@ class GraphFile:
             raise GraphError(
                 Problem(
                     where=_deepest(error, self.path),
-                    what=f"graph() raised {told(error)}",
+                    what=f"graph() raised {message_of(error)}",
                     why="the descriptions in it must be valid",
                     fix=_call_fix(error, self.module) or "fix that line, or the flag behind it",
                 )

@@ -104,8 +104,8 @@ def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:
     import torch
 
     tensor = isinstance(rows[0], torch.Tensor)
-    told = {"dtype": rows[0].dtype if tensor else None, "shape": rows[0].shape if tensor else None}
+    message = {"dtype": rows[0].dtype if tensor else None, "shape": rows[0].shape if tensor else None}
     if not tensor or isinstance(rows, torch.Tensor):
-        return {**told, "is_nested": False, "is_non_tensor": not tensor}
+        return {**message, "is_nested": False, "is_non_tensor": not tensor}
     shapes = {index: tuple(row.shape) for index, row in zip(indexes, rows)}
-    return {**told, "is_nested": True, "is_non_tensor": False, "per_sample_shapes": shapes}
+    return {**message, "is_nested": True, "is_non_tensor": False, "per_sample_shapes": shapes}

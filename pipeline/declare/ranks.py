@@ -167,11 +167,11 @@ class Ranks:
         """
         values = self.gather(value)
         if any(other != values[0] for other in values):
-            told = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+            message = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
             raise StageError(
                 Problem(
                     where=what,
-                    what=f"the data-parallel ranks were given different work ({told})",
+                    what=f"the data-parallel ranks were given different work ({message})",
                     why="they meet once a microbatch, and a rank with fewer would leave the others waiting",
                     fix="shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)",
                 )

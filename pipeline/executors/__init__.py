@@ -94,11 +94,11 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
         for name, value in result.metrics.items():
             whole.metrics[name] = whole.metrics.get(name, 0.0) + share * value
     if len(acknowledged) > 1 and not whole.error:
-        told = ", ".join(f"version {version} {sha256[:12]}" for version, sha256 in sorted(acknowledged))
+        message = ", ".join(f"version {version} {sha256[:12]}" for version, sha256 in sorted(acknowledged))
         whole.error = StageError(
             Problem(
                 where=f"stage {task.stage!r}, step {task.step + 1}",
-                what=f"its workers acknowledge different weights: {told}",
+                what=f"its workers acknowledge different weights: {message}",
                 why="all workers of a group hold the same model",
                 fix="resume from the last checkpoint; if it comes again, the transfer is broken",
             )

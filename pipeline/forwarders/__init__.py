@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pipeline.errors import GraphError, Problem, told
+from pipeline.errors import GraphError, Problem, message_of
 
 SERVICES = ("tensorboard", "wandb", "mlflow")  # each a module here, a package, a flag and an extra
 PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
@@ -83,7 +83,7 @@ def failure(service: str, where: str, error: Exception) -> GraphError:
     return GraphError(
         Problem(
             where=f"--{service} {where}",
-            what=told(error),
+            what=message_of(error),
             why="the service did not take it; the run has all of it in metrics.jsonl",
             fix=f"python -m pipeline.forward RUN --{service} {where}, which goes on behind the last step",
         )

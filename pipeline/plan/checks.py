@@ -12,7 +12,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import Model
 from pipeline.declare.parameters import Rule, at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage, kept_by
-from pipeline.errors import Problem, told
+from pipeline.errors import Problem, message_of
 from pipeline.plan.gate import gate_problems
 from pipeline.plan.group_checks import group_problems, group_values
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
@@ -68,7 +68,7 @@ def _own(stage: Stage, graph: Graph) -> list[Problem]:
         return [
             Problem(
                 where=str(stage.location),
-                what=f"check() of stage {stage.name!r} raised {told(error)}",
+                what=f"check() of stage {stage.name!r} raised {message_of(error)}",
                 why="a parameter has a type that the stage does not expect, or its check() is wrong",
                 fix=f"fix the parameters of {type(stage).__name__}(...)",
             )

@@ -457,11 +457,13 @@ class Scheduler:
         reasons = Counter(step.refused).most_common(3)
         others = len(step.refused) - sum(count for _, count in reasons)
         sampled = len(step.groups) + (len(step.refused) if step is self._board.pool else 0)
-        told = ", ".join(f"{count} ({reason})" for reason, count in reasons) + (f", {others} others" if others else "")
+        message = ", ".join(f"{count} ({reason})" for reason, count in reasons) + (
+            f", {others} others" if others else ""
+        )
         return Problem(
             where=self._stages[gate.stage].where,
             what=f"stage {gate.stage!r} dropped {len(step.refused)} of {sampled} groups at step {step.number + 1} "
-            f"and the batch of {batch} is not full: {told}",
+            f"and the batch of {batch} is not full: {message}",
             why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups a step, so that a model which "
             "learns nothing from its prompts does not sample for ever",
             fix="prompts that are answered now rightly, now wrongly, more samples a prompt, or a larger max_rounds",

@@ -126,9 +126,9 @@ def _costs(plan: Plan, tasks: Tasks) -> Costs:
             if plan.stage(task.stage).shape != "stream" or not ended_s:
                 ended_s = dict.fromkeys(task.groups or (0,), max(span.end_s for span in spans))
             report[task.stage] += [
-                told.at_s - ended_s[group]
-                for told in tasks.acknowledged[number]
-                for group in (told.groups or (0,))
+                message.at_s - ended_s[group]
+                for message in tasks.acknowledged[number]
+                for group in (message.groups or (0,))
                 if group in ended_s
             ]
     admitted = sum(len(event.groups) for event in tasks.others if isinstance(event, trace.Admitted))

@@ -110,9 +110,9 @@ class Lane:
         """The next mark is reached; the machine has advanced to it."""
         queue = self._queues[not self._queues[0].jobs]
         self._seen = self.machine.clock
-        told = queue.pop()
+        message = queue.pop()
         self._reenter()
-        return told
+        return message
 
     def _update(self, now_s: float) -> None:
         clock = self.machine.advance(now_s)
@@ -142,9 +142,9 @@ class _Queue:
         self._order = 0
 
     def add(self, job: Job, marks: Sequence[tuple[float, Any]]) -> None:
-        for work_s, told in marks:
+        for work_s, message in marks:
             self._order += 1
-            heapq.heappush(self._marks, (self.clock + work_s, self._order, job, told))
+            heapq.heappush(self._marks, (self.clock + work_s, self._order, job, message))
         self.jobs += 1
         self.parallelism += job.parallelism
 
@@ -159,8 +159,8 @@ class _Queue:
         return max(0.0, self._marks[0][0] - self.clock) if self._marks else None
 
     def pop(self) -> Any:
-        self.clock, _, job, told = heapq.heappop(self._marks)
+        self.clock, _, job, message = heapq.heappop(self._marks)
         job.left -= 1
         if not job.left:
             self.remove(job)
-        return told
+        return message

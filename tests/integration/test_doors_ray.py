@@ -18,3 +18,11 @@ def test_a_loss_and_a_correction_of_a_user_travel_to_the_workers(tmp_path, ray_s
     (line,) = metrics(folder / "RUN")
     assert line["train/updates"] == 2
     assert 0 < line["train/is_weight"] <= 1
+
+
+def test_a_backend_of_a_user_travels_to_the_workers(tmp_path, ray_session):
+    folder = user_folder(tmp_path, {"counting.py": snippet("your-own-backend.md")})
+    with forgotten(folder):
+        executor = RayExecutor(modules=user_modules(load(folder / "counting.py").module))
+        execute(folder / "counting.py", {"steps": 1}, folder / "RUN", executor)
+    assert int((folder / "RUN" / "tokens.txt").read_text()) > 512

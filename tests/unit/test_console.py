@@ -68,9 +68,9 @@ def test_the_plan_is_drawn_from_top_to_bottom(capsys):
 def test_large_fields_are_shown_in_kib_and_unread_ones_as_such(capsys):
     wide = Field("wide", dtype="float64", dims="N 100")
     print_plan(made(reward={"writes": (toy.REWARD, wide)}, logprobs={"reads": (toy.RESPONSE, wide)}))
-    assert "wide             reward    6.2 KiB       logprobs\n" in lines(capsys.readouterr().out)
+    assert "wide             reward    6.2 KiB         logprobs\n" in lines(capsys.readouterr().out)
     print_plan(made(reward={"writes": (toy.REWARD, wide)}))
-    assert "wide             reward    -             nobody reads it\n" in lines(capsys.readouterr().out)
+    assert "wide             reward    -               nobody reads it\n" in lines(capsys.readouterr().out)
 
 
 def test_a_problem_is_one_line_and_its_path_is_relative(capsys, monkeypatch, tmp_path):

@@ -115,9 +115,9 @@ class MegatronLearner:
             sums = self.groups.ranks.totals(sums, largest=MAXIMA)
         if self.groups.layout.pipeline == 1:
             return sums
-        told: list[Any] = [sums]
-        dist.broadcast_object_list(told, src=self.groups.last, group=self.groups.process.pp)
-        return told[0]
+        message: list[Any] = [sums]
+        dist.broadcast_object_list(message, src=self.groups.last, group=self.groups.process.pp)
+        return message[0]
 
     def _scored(self, part: Batch, row: Row, logprobs_R: torch.Tensor, entropy_R: torch.Tensor) -> Scored:
         def padded(column: torch.Tensor | Ragged) -> torch.Tensor:

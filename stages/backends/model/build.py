@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
-from pipeline.errors import Problem, told
+from pipeline.errors import Problem, message_of
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
@@ -112,7 +112,7 @@ def not_loaded(model: Model, error: Exception, kind: str = "causal language mode
     """The problem for a source that is not a Hugging Face model of this kind."""
     return Problem(
         where=str(model.location),
-        what=f"model {model.source!r} cannot be loaded: {told(error)}",
+        what=f"model {model.source!r} cannot be loaded: {message_of(error)}",
         why=f"it must be a folder or hub name of a Hugging Face {kind}",
         fix="a folder written by save_pretrained, or a name that this machine can download",
     )
@@ -120,7 +120,7 @@ def not_loaded(model: Model, error: Exception, kind: str = "causal language mode
 
 def _not_built(model: Model, error: Exception) -> Problem:
     kind = (model.config or {}).get("model_type")
-    what, fix = f"model {model.source!r} cannot be built: {told(error)}", "fix the values of its config"
+    what, fix = f"model {model.source!r} cannot be built: {message_of(error)}", "fix the values of its config"
     if kind not in CONFIG_MAPPING_NAMES:
         near = get_close_matches(str(kind), CONFIG_MAPPING_NAMES, n=1)
         what = f"the config of model {model.source!r} has model_type={kind!r}, which transformers does not know"

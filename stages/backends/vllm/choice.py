@@ -36,15 +36,15 @@ class Row:
     tokens: list[int]
 
     @staticmethod
-    def of(told: dict[str, Any], tokens: list[int]) -> Row:
+    def of(message: dict[str, Any], tokens: list[int]) -> Row:
         """Parse what `request_choice` wrote."""
-        sampling = Sampling(**told["sampling"])
-        if told["draw"] is None:
-            return Row(told["name"], sampling, None, tokens)
-        seed, group, sample = told["draw"]
+        sampling = Sampling(**message["sampling"])
+        if message["draw"] is None:
+            return Row(message["name"], sampling, None, tokens)
+        seed, group, sample = message["draw"]
         # One spare: vLLM may already run another step when the last token turns out to be the last.
         return Row(
-            told["name"], sampling, Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + 1)[0], tokens
+            message["name"], sampling, Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + 1)[0], tokens
         )
 
 
@@ -90,7 +90,7 @@ def logprobs_of(lengths: Mapping[str, int], others: Sequence[str]) -> list[bytes
 
 def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | None) -> dict[str, Any]:
     """A request's settings for `Choice`, as plain values. `draw` is (seed, group, sample); None for greedy."""
-    told = {
+    message = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -98,7 +98,7 @@ def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | N
         "min_p": sampling.min_p,
         "greedy": sampling.greedy,
     }
-    return {"name": name, "sampling": told, "draw": None if draw is None else list(draw)}
+    return {"name": name, "sampling": message, "draw": None if draw is None else list(draw)}
 
 
 class Choice(LogitsProcessor):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ops.refit.share import digest_of
 from pipeline import StageError
-from pipeline.errors import PeerLost, Problem, Unfit, told
+from pipeline.errors import PeerLost, Problem, Unfit, message_of
 from stages.backends.interface import Served
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
@@ -387,7 +387,7 @@ class Client:
     def _not_started(self, error: BaseException) -> Problem:
         return Problem(
             where=self.setup.where,
-            what=f"vLLM cannot start with the model in {str(self.setup.folder)!r}: {told(error)}",
+            what=f"vLLM cannot start with the model in {str(self.setup.folder)!r}: {message_of(error)}",
             why="a vllm worker group samples with this model",
             fix="see logs/ in the run directory; vLLM must support the architecture, and memory must suffice",
         )
