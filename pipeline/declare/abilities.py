@@ -1,4 +1,4 @@
-"""What some stages can do beyond what every `Stage` does. A stage has an ability if it has what the protocol names."""
+"""Optional abilities of stages, beyond what every `Stage` has. A stage has an ability if it matches the protocol."""
 
 from __future__ import annotations
 
@@ -11,50 +11,48 @@ from pipeline.declare.task import StageContext
 
 @runtime_checkable
 class Stamps(Protocol):
-    """`stamps` is the field, among those that the stage writes, that says for each token which policy version sampled
-    it."""
+    """`stamps` is the output field that records which policy version sampled each token."""
 
     stamps: Field | None
 
 
 @runtime_checkable
 class Shows(Protocol):
-    """`shows` are ragged fields, among those that the stage writes, that are kept with the samples of a run."""
+    """`shows` are ragged output fields that are kept with the samples of a run."""
 
     shows: Sequence[Field]
 
     def vocabulary(self, context: StageContext) -> Sequence[bytes]:
-        """What each token adds to a text, as UTF-8, by its id. Asked once, after `setup`."""
+        """The UTF-8 bytes of each token, by id. Called once, after `setup`."""
 
 
 @runtime_checkable
 class StartsOnRuns(Protocol):
     """A stage per batch that starts on runs of `run_samples` samples, rounded up to whole groups, in canonical order,
-    each as soon as all of it is there; None is the whole batch at once."""
+    each as soon as it is complete; None is the whole batch at once."""
 
     run_samples: int | None
 
 
 @runtime_checkable
 class CorrectsOffPolicy(Protocol):
-    """`corrects_off_policy` says whether the stage corrects for samples of an older policy, which max_staleness > 0
-    needs."""
+    """`corrects_off_policy` is True if the stage corrects for older samples, as max_staleness > 0 requires."""
 
     corrects_off_policy: bool
 
 
 def stamped_by(stage: object) -> Field | None:
-    """The field in which a stage says the version of each token, if it does."""
+    """The field in which a stage records token versions, if any."""
     return stage.stamps if isinstance(stage, Stamps) else None
 
 
 def stamps_of(stages: Iterable[object]) -> Field | None:
-    """The field in which the first stage that does so says the version of each token."""
+    """The token version field of the first stage that has one."""
     return next((field for field in map(stamped_by, stages) if field), None)
 
 
 def shown_by(stage: object) -> Sequence[Field]:
-    """The fields per token that a stage has kept with the samples."""
+    """The per-token fields that a stage keeps with the samples."""
     return stage.shows if isinstance(stage, Shows) else ()
 
 

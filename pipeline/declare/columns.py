@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of differing length. `values` [sum of lengths, *inner]; `lengths` one whole number a sample."""
+    """Rows of different lengths. `values` is [sum of lengths, *inner]; `lengths` has one integer per sample."""
 
     values: torch.Tensor
     lengths: tuple[int, ...]
@@ -27,12 +27,12 @@ class Ragged:
         return len(self.lengths)
 
     def rows(self) -> list[torch.Tensor]:
-        """One view a sample, [length, *inner]."""
+        """One view per sample, [length, *inner]."""
         return list(self.values.split(list(self.lengths)))
 
     @staticmethod
     def of(rows: Sequence[torch.Tensor]) -> Ragged:
-        """From one tensor a sample. At least one row."""
+        """Build from one tensor per sample. At least one row."""
         import torch
 
         return Ragged(torch.cat(list(rows)), tuple(len(row) for row in rows))
@@ -51,7 +51,7 @@ def size_bytes(column: Column) -> int:
 
 
 def plain_values(column: Column) -> list[Any]:
-    """One plain Python value a sample: a text, a number, or a list of what the sample has."""
+    """One plain Python value per sample: a text, a number, or a list."""
     if isinstance(column, Ragged):
         return [row.tolist() for row in column.rows()]
     return column if isinstance(column, list) else column.tolist()
@@ -72,7 +72,7 @@ def take(column: Column, index: Sequence[int]) -> Column:
 
 
 def concat(columns: Sequence[Column]) -> Column:
-    """Several columns of one field, one after the other. At least one."""
+    """Concatenate columns of one field. At least one."""
     import torch
 
     first = columns[0]
@@ -85,7 +85,7 @@ def concat(columns: Sequence[Column]) -> Column:
 
 
 def in_order(parts: Sequence[tuple[Columns, Sequence[int]]]) -> tuple[Columns, Sequence[int]]:
-    """The columns of several parts as one, ascending by the positions that each part is for. At least one part."""
+    """Merge the columns of several parts, in ascending order of their positions. At least one part."""
     if len(parts) == 1:
         return parts[0]
     index = [position for _, positions in parts for position in positions]

@@ -1,12 +1,12 @@
-"""A field is one typed column. This module knows names and types; it does not know tensors.
+"""A field is one typed column. Knows names and types, not tensors.
 
     ADVANTAGE = Field("advantage", dtype="float32", dims="N", unit="1")
     LOGPROBS = Field("rollout_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0)
     PIXELS = Field("pixel_values", dtype="bfloat16", dims="N Q 1176", unit="1")
 
-`dims` is a line of symbols. `N` is one entry a sample; a second symbol that is a name (`T` response tokens, `P`
-prompt tokens, any other) is ragged, its length differs from sample to sample, and fields that share the
-symbol share the lengths; whole numbers after that are fixed. Empty `dims` is one entry a step.
+`dims` is a list of symbols. `N` means one entry per sample. A second symbol that is a name (`T` response tokens, `P`
+prompt tokens, or any other) is ragged: its length differs between samples, and fields with the same symbol share the
+lengths. Integers after that are fixed sizes. Empty `dims` means one entry per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSOR_DTYPES = (
     "uint8",
     "bool",
 )
-WEIGHTS = "weights"  # the bytes live in a model, not in the data plane; the handle carries version and hash
+WEIGHTS = "weights"  # the bytes are in a model, not in the data plane; the handle carries version and hash
 DTYPES = (*TENSOR_DTYPES, "str", WEIGHTS)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _RAGGED = re.compile(r"[A-Z][A-Za-z0-9_]*\Z")
@@ -36,9 +36,9 @@ _RAGGED = re.compile(r"[A-Z][A-Za-z0-9_]*\Z")
 @dataclass(frozen=True)
 class Field:
     """One typed column. `low` and `high` are inclusive bounds that every put checks; NaN and infinity never pass.
-    `hint` is what to write where a stage reads it and no stage writes it.
+    `hint` is the fix to suggest if a stage reads the field and none writes it.
 
-    Raises ValueError where the name, dtype or dims are not of the grammar above.
+    Raises ValueError if name, dtype or dims do not follow the grammar above.
     """
 
     name: str

@@ -5,7 +5,7 @@
           stages=(Rollout(policy, on=sampler, samples_per_prompt=8), Reward(exact_match), ...),
           schedule=Schedule(steps=100))
 
-Edges come from field names. `pipeline.plan` turns a Graph into a Plan, or into every problem that it has.
+Edges come from field names. `pipeline.plan` turns a Graph into a Plan, or reports all its problems.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pipeline.declare.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How far the graph runs, and how far it may run ahead of itself.
+    """How many steps to run, and how far rollout may run ahead.
 
     steps             batches to train on
-    max_staleness     versions that any trained token may be older than the weights it trains; 0 is synchronous
-    pipeline_depth    batches that rollout may be ahead of train; None is max_staleness. Fewer leave room for slow
-                      samples
-    on_stale          "wait": batches are fixed as they are admitted and trained in turn, so age is bounded and nothing
-                      is lost. "drop": a batch is what is ready first; samples that would be too old are dropped,
-                      cancelled where they still run, counted, and replaced
-    refit             "drain": new weights wait until the sequences that are being sampled have ended. "in_flight": they
-                      are swapped between two tokens, and every token says which version sampled it
-    capacity          groups that may lie in the data plane; None means (max_staleness + 2) batches, so that a slow
-                      reader that trains nothing may lag one behind
+    max_staleness     maximum age in versions of any trained token, relative to the weights it trains; 0 is synchronous
+    pipeline_depth    batches that rollout may be ahead of train; None is max_staleness. Smaller values leave room for
+                      slow samples
+    on_stale          "wait": batches are fixed at admission and trained in order, so age is bounded and nothing is
+                      lost. "drop": the first groups to finish form a batch; samples that would be too old are
+                      dropped (canceled if they still run), counted and replaced
+    refit             "drain": new weights wait until running sequences have finished. "in_flight": weights are swapped
+                      between two tokens, and every token records its version
+    capacity          maximum number of groups in the data plane; None means (max_staleness + 2) batches, so a slow
+                      reader that trains nothing may lag one batch
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
-    keep_groups       groups of each step whose texts are kept in the run directory: the first, the extremes of reward
-    seed              of everything random in the run
+    keep_groups       groups per step whose texts are kept in the run directory: the first ones and the reward extremes
+    seed              seeds everything random in the run
     """
 
     steps: int
@@ -56,7 +56,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph(_Located):
-    """One training step, declared. `source` makes the prompts; `stages` are in any order."""
+    """One training step. `source` makes the prompts; `stages` may be in any order."""
 
     name: str
     source: Stage
@@ -70,12 +70,12 @@ class Graph(_Located):
 
     @property
     def group_size(self) -> int:
-        """Samples a prompt: what the one stage that makes samples says, 1 where none does."""
+        """Samples per prompt, from the stage that makes samples; 1 if there is none."""
         sizes = [stage.group_size for stage in self.all_stages() if stage.group_size]
         return sizes[0] if sizes and isinstance(sizes[0], int) else 1
 
     @property
     def batch(self) -> int:
-        """Groups a step, as the source says; 1 where that is no whole number above 0, which is a problem of its own."""
+        """Groups per step, from the source; 1 if that is invalid, which is reported separately."""
         batch = getattr(self.source, "batch", 1)
         return batch if isinstance(batch, int) and batch > 0 else 1

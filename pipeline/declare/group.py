@@ -12,7 +12,7 @@ from pipeline.declare.backend import BACKENDS, PLAIN, Backend
 
 @dataclass(frozen=True)
 class Location:
-    """Where in the user's file a description was written."""
+    """The line of the user's file that created a description."""
 
     file: str
     line: int
@@ -22,16 +22,16 @@ class Location:
 
 
 def caller(depth: int) -> Location:
-    """The location of the code `depth` frames above the caller of this function; `dataclasses` is passed over."""
+    """The location of the code `depth` frames above the caller, skipping `dataclasses`."""
     frame = sys._getframe(depth + 1)
-    while frame.f_globals.get("__name__") == "dataclasses" and frame.f_back:  # the caller of replace() is meant
+    while frame.f_globals.get("__name__") == "dataclasses" and frame.f_back:  # report the caller of replace()
         frame = frame.f_back
     return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
 @dataclass(frozen=True)
 class _Located:
-    """Knows the line that built it. `dataclasses.replace` keeps that line, so a copy points at the original."""
+    """Remembers the line that created it. `dataclasses.replace` keeps that line, so a copy points at the original."""
 
     location: Location = field(default_factory=lambda: caller(2), kw_only=True, repr=False, compare=False)
 
@@ -41,11 +41,11 @@ class Model(_Located):
     """A language model by name.
 
     source      a folder with a Hugging Face model, a hub name, or, with `config`, any name
-    config      a Hugging Face configuration as a dict with `model_type`: the model is built from it, at random
-    alphabet    with `config`: the characters that its tokenizer knows, one token each; or the word "bytes": every text,
-                one token a byte
+    config      a Hugging Face configuration as a dict with `model_type`: the model is initialized at random from it
+    alphabet    with `config`: the characters of its tokenizer, one token each; or the word "bytes": every text, one
+                token per byte
     warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
-    seed        of the random weights, where there is a `config`
+    seed        of the random weights, with `config`
     trainable   False for a frozen copy (a reference model)
     """
 
@@ -57,7 +57,7 @@ class Model(_Located):
     trainable: bool = True
 
     def frozen(self) -> Model:
-        """The same model as it is before training starts, never updated."""
+        """The same model as it was before training, never updated."""
         return replace(self, trainable=False)
 
     def __hash__(self) -> int:
@@ -71,21 +71,19 @@ class WorkerGroup(_Located):
     name       in this graph
     backend    who computes: the name of one that comes with Sluice ("torch", "vllm", "megatron"), "python" for plain
                functions, or a `Backend` of your own; then `own` holds it, and this is its name
-    workers    ranks: a stage that is `per` sample or group is spread over them; a stage with `sharding` runs on all
-               together, each on its share of the batch. None is one per GPU, and one without GPUs
+    workers    ranks. A stage `per` sample or group is spread over them; a stage with `sharding` runs on all of them
+               together, each on its shard of the batch. None is one per GPU, or one without GPUs
     gpus       of the whole group, divided evenly over its workers
     cpus       of each worker, for Ray's placement
-    threads    torch threads of each worker; 0 leaves torch's choice
-    tensor_parallel, context_parallel, pipeline_parallel   workers that hold one model together, by kind; what is left
-               is data parallel
-    expert_parallel   data-parallel workers among which the experts of a mixture are divided
-    fetch      among workers that need the same samples: "independent", each gets them from the data plane; "leader",
-               the first does and broadcasts; "auto" is leader where there are several
-    colocated  the group on whose GPUs this one lies, which has as many: the two take turns, and whichever waits gives
-               its memory to the other, so nothing runs ahead (max_staleness=0)
-    memory     share of a GPU that a backend which takes its memory at once ("vllm") may have for weights and cache
-    fully_sharded  a model's weights, gradients and optimizer are divided over the data-parallel workers (FSDP2), for
-               what does not fit in one
+    threads    torch threads per worker; 0 is torch's default
+    tensor_parallel, context_parallel, pipeline_parallel   how workers split one model; the rest is data parallel
+    expert_parallel   data-parallel workers that share the experts of a mixture
+    fetch      for workers that need the same samples: "independent", each reads the data plane; "leader", the first
+               one does and broadcasts; "auto" is leader if there are several
+    colocated  the group whose GPUs this one shares (the same number): the two take turns, and the one that waits frees
+               its memory for the other, so nothing runs ahead (max_staleness=0)
+    memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
+    fully_sharded  shard a model's weights, gradients and optimizer over the data-parallel workers (FSDP2)
     """
 
     name: str
@@ -140,4 +138,4 @@ class WorkerGroup(_Located):
         return self.workers // max(1, self.model_parallel)
 
 
-HOST = "host"  # the worker group of stages that name none
+HOST = "host"  # the worker group of stages without one

@@ -1,9 +1,9 @@
 """`KVBatchMeta`, the handle that stages exchange: it names rows of the data plane and holds no tensor.
 
-It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, tags, extra_info) and adds what
-a reader needs to find and cut the columns: lengths, where each key lies, unit, attempt and a schema hash. `fields`
-are those of *this* put, not of the schema. The logical unit is the sample; what one row of the store holds is
-chosen at the put, and `Placement` records it.
+It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, tags, extra_info) and adds what a reader
+needs to find and slice the columns: lengths, the place of each key, unit, attempt and a schema hash. `fields` are those
+of *this* put, not of the schema. The logical unit is the sample; the put chooses what one row of the store holds, and
+`Placement` records it.
 
     handle.select("reward").slice(0, 16)
     KVBatchMeta.join([rollout_handle, reward_handle], fields=("response", "reward"))
@@ -23,7 +23,7 @@ SIZE_CAP_BYTES_PER_SAMPLE = 1024
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys of a handle lie: one row index, one position and one start offset a key.
+    """Where the keys of a handle are: one row index, one position and one start offset per key.
 
     `rows` are distinct row names; `row[i]` indexes them; `position[i]` counts samples inside the row;
     `offsets[dim][i]` counts entries of the ragged dimension `dim` inside the row before key i.
@@ -35,7 +35,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     offsets: dict[str, tuple[int, ...]]
 
     def at(self, index: Sequence[int]) -> Placement:
-        """The same for the keys at `index`; rows that no key uses any more are left out."""
+        """The same for the keys at `index`, without rows that no key uses any more."""
         used: dict[int, int] = {}
         row = tuple(used.setdefault(self.row[i], len(used)) for i in index)
         return Placement(
@@ -47,7 +47,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def chain(parts: Sequence[Placement]) -> Placement:
-        """Several placements, one after the other."""
+        """Concatenate placements."""
         used: dict[str, int] = {}
         row = tuple(used.setdefault(part.rows[r], len(used)) for part in parts for r in part.row)
         dims = [dim for dim in parts[0].offsets if all(dim in part.offsets for part in parts)]
@@ -59,7 +59,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def merged(self, other: Placement) -> Placement | None:
-        """One placement for the fields of both, where both name the same rows for every key; else None."""
+        """One placement for the fields of both if both name the same rows for every key; else None."""
         if (self.row, self.rows, self.position) != (other.row, other.rows, other.position):
             return None
         if any(self.offsets[dim] != other.offsets[dim] for dim in self.offsets.keys() & other.offsets.keys()):
@@ -71,15 +71,15 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     """A handle on the columns of some samples. Frozen; every method returns a new handle.
 
     keys              one per sample, distinct, `{admission:08d}_g{i:03d}`
-    partition_id      the namespace they lie in
-    fields            names that are present for every key
+    partition_id      their namespace
+    fields            field names that are present for every key
     lengths           ragged dimension -> entries, one per key ("T" are response tokens)
-    placements        where the keys lie; `placement_of[field]` indexes them
-    tags              one dict of small values a key
-    extra_info        one dict a handle; never shared between instances
+    placements        where the keys are; `placement_of[field]` indexes them
+    tags              one dict of small values per key
+    extra_info        one dict per handle; never shared between instances
     unit              "sample", "group" or "batch"
-    attempt           of the put that made it
-    schema_hash       of the fields as they were registered
+    attempt           of the put that created it
+    schema_hash       of the registered fields
     """
 
     keys: tuple[str, ...]
@@ -109,7 +109,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         return self.lengths.get("T", ())
 
     def placement(self, field: str) -> Placement:
-        """Where `field` lies. Raises KeyError where this handle does not name the field."""
+        """Where `field` is. Raises KeyError if this handle does not name it."""
         return self.placements[self.placement_of[field]]
 
     def select(self, *fields: str) -> KVBatchMeta:
@@ -134,14 +134,14 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         return self.reorder(range(len(self))[start:stop])
 
     def chunk(self, count: int) -> list[KVBatchMeta]:
-        """`count` handles of as equal size as possible, in order; fewer where there are fewer keys."""
+        """`count` handles of nearly equal size, in order; fewer if there are fewer keys."""
         count = min(count, len(self)) or 1
         edges = [len(self) * i // count for i in range(count + 1)]
         return [self.slice(a, b) for a, b in pairwise(edges)]
 
     @staticmethod
     def concat(handles: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """Other keys, same fields, one after the other. Raises ValueError across partitions or where fields differ."""
+        """Concatenate handles with the same fields. Raises ValueError across partitions or if fields differ."""
         first = handles[0]
         if len({handle.partition_id for handle in handles}) > 1:
             raise ValueError(
@@ -172,11 +172,11 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def join(handles: Sequence[KVBatchMeta], fields: Iterable[str] | None = None) -> KVBatchMeta:
-        """Same keys in the same order, other fields, side by side. A later handle wins where both name a field.
+        """Combine the fields of handles with the same keys in the same order. If several name a field, the last wins.
 
-        Fields that lie in the same rows share one placement in what is made.
+        Fields in the same rows share one placement in the result.
 
-        Raises ValueError where keys or partitions differ.
+        Raises ValueError if keys or partitions differ.
         """
         first = handles[0]
         if any(handle.keys != first.keys or handle.partition_id != first.partition_id for handle in handles):
@@ -204,7 +204,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         return joined._pruned() if fields is None else joined.select(*fields)._pruned()
 
     def encode(self) -> bytes:
-        """msgpack. Raises ValueError above the size cap: a handle travels through the driver and stays small."""
+        """Encode as msgpack. Raises ValueError above the size limit: handles pass through the driver and stay small."""
         data = msgspec.msgpack.encode(self)
         if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
             raise ValueError(
@@ -215,7 +215,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> KVBatchMeta:
-        """The inverse of `encode`. Raises msgspec.ValidationError on anything else."""
+        """The inverse of `encode`. Raises msgspec.ValidationError for anything else."""
         return msgspec.msgpack.decode(data, type=KVBatchMeta)
 
     def _with(self, **changes: Any) -> KVBatchMeta:
@@ -232,7 +232,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _place(placements: list[Placement], new: Placement) -> int:
-    """The number of the placement that serves `new`: stages that put the same groups share one."""
+    """The index of the placement for `new`: stages that put the same groups share one."""
     for i, placement in enumerate(placements):
         if (merged := placement.merged(new)) is not None:
             placements[i] = merged
@@ -242,19 +242,19 @@ def _place(placements: list[Placement], new: Placement) -> int:
 
 
 def sample_key(admission: int, index: int) -> str:
-    """The key of sample `index` of the group that was admitted as number `admission`."""
+    """The key of sample `index` in the group with this admission number."""
     return f"{admission:08d}_g{index:03d}"
 
 
 @lru_cache(maxsize=64)
 def keys_of(groups: tuple[int, ...], group_size: int) -> tuple[str, ...]:
-    """The keys of all samples of `groups`, in canonical order. A batch is asked for many times: it is remembered."""
+    """The keys of all samples of `groups`, in canonical order. Cached: a batch is requested many times."""
     return tuple(sample_key(group, i) for group in groups for i in range(group_size))
 
 
 @lru_cache(maxsize=64)
 def groups_of(keys: tuple[str, ...]) -> dict[int, int]:
-    """How many of `keys` each group has, in order of first appearance. Read it, do not change it."""
+    """The number of `keys` per group, in order of first appearance. Read-only."""
     return dict(Counter(map(group_of, keys)))
 
 

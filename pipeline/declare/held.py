@@ -1,4 +1,4 @@
-"""What a worker may ask of the things that its stages hold: their runners, and what they share, such as an engine."""
+"""What a worker may call on the runners of its stages, and on shared objects such as an engine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ class Saves(Protocol):
         """Write the state into the folder."""
 
     def restore(self, folder: Path) -> Any:
-        """Take the state that `save` wrote."""
+        """Restore the state that `save` wrote."""
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """It can give the memory of its GPUs to another worker group and take it back. Both return the bytes it held
-    before and holds after."""
+    """It can free its GPU memory for another worker group and reclaim it. Both return bytes in use before and after."""
 
     def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Give memory away until `room` bytes of the GPU are free; None is all that it can give."""
+        """Free memory until `room` bytes of the GPU are free; None frees as much as possible."""
 
     def wake(self) -> tuple[int, int]:
-        """Take the memory back."""
+        """Reclaim the memory."""
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """It has something to let go of when the worker ends."""
+    """It has something to release when the worker ends."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""

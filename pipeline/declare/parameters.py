@@ -1,4 +1,4 @@
-"""What a parameter of a description may be: rules as data. Knows no description.
+"""Rules for parameters of descriptions, as data. Knows no description.
 
 RULES = (
     at_least("epochs", 1),
@@ -20,7 +20,7 @@ from pipeline.errors import Problem, shown
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter, by name: which values are legal, why, and what to write instead, which may depend on the value."""
+    """A rule for one parameter: legal values, the reason, and the fix, which may depend on the value."""
 
     name: str
     legal: Callable[[Any], bool]
@@ -28,12 +28,12 @@ class Rule:
     fix: str | Callable[[Any], str]
 
     def optional(self) -> Rule:
-        """The same, where None is legal too."""
+        """The same rule, but None is legal too."""
         return Rule(self.name, lambda value: value is None or self.legal(value), self.why, self.fix)
 
 
 def at_least(name: str, least: int, *, most: float = math.inf, why: str = "", fix: object = None) -> Rule:
-    """A whole number from `least` to `most`."""
+    """An integer from `least` to `most`."""
     why = why or f"{name} is a whole number, {least} or more"
     fix = least if fix is None else fix
     return Rule(name, lambda value: is_whole(value, least) and value <= most, why, f"{name}={fix}")
@@ -56,7 +56,7 @@ def truth(name: str, *, why: str = "", fix: object) -> Rule:
 
 
 def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = "{}") -> Iterator[Problem]:
-    """A problem for each parameter of a description that breaks its rule; `says` puts `name=value` into a sentence."""
+    """Yield a problem for each parameter that breaks its rule; `says` embeds `name=value` in a sentence."""
     for rule in rules:
         value = getattr(described, rule.name)
         if not rule.legal(value):
@@ -66,10 +66,10 @@ def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = 
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether it is a whole number of at least this; a truth value is none."""
+    """Whether it is an integer of at least this; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; a truth value is none."""
+    """Whether it is a finite number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

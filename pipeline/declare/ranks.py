@@ -1,12 +1,12 @@
-"""The ranks of a worker group: which of them share a batch, which share a sample, and how they talk to each other.
+"""The ranks of a worker group: which ones share a batch, which ones share a sample, and how they communicate.
 
     ranks = Ranks.join(layout, rank, address, device="cpu", deadline_s=300.0)
     ranks.sum(gradient)                      # over the data-parallel ranks, in place
     columns = ranks.share(fetch)             # one rank of a replica fetches, its siblings receive
 
-Ranks that hold different samples are *data-parallel*. Ranks that hold parts of one model and need the same samples are
-the *siblings* of a replica; the first of them is its leader. It knows processes and tensors, not stages. torch is
-loaded when ranks join; a group of one process never does.
+Ranks with different samples are *data-parallel*. Ranks that split one model and need the same samples are the
+*siblings* of a replica; the first of them is its leader. Knows processes and tensors, not stages. torch loads when
+ranks join; a group of one process never loads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Fetch = Literal["auto", "independent", "leader"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the processes of a worker group divide the work: data x pipeline x context x tensor parallel.
+    """How the processes of a worker group split the work: data x pipeline x context x tensor parallel.
 
     Ranks count up in Megatron-core's order: tensor fastest, then context, data, pipeline (core/parallel_state.py,
     order "tp-cp-ep-dp-pp").
@@ -42,7 +42,7 @@ class Layout:
 
     @staticmethod
     def of(group: WorkerGroup) -> Layout:
-        """The layout of a worker group that the checks have passed; of its processes, where each leads a replica."""
+        """The layout of a checked worker group, or of its processes if each leads a replica."""
         if group.processes < group.workers:
             return Layout(data=group.processes)
         return Layout(
@@ -58,11 +58,11 @@ class Layout:
         return self.data * self.tensor * self.context * self.pipeline
 
     def replica(self, rank: int) -> int:
-        """The data-parallel position of a rank: which share of a batch it holds."""
+        """The data-parallel position of a rank: its shard of a batch."""
         return rank // (self.tensor * self.context) % self.data
 
     def siblings(self, replica: int) -> tuple[int, ...]:
-        """The ranks that hold one share of a batch together; the first is their leader."""
+        """The ranks that share one shard of a batch; the first is their leader."""
         return tuple(rank for rank in range(self.size) if self.replica(rank) == replica)
 
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        """Which share of a batch this rank holds."""
+        """The shard of a batch that this rank holds."""
         return self.layout.replica(self.rank)
 
     @property
@@ -94,15 +94,14 @@ class Ranks:
 
     @property
     def connected(self) -> bool:
-        """Whether the ranks of the group can talk to each other."""
+        """Whether the ranks of the group are connected."""
         return self._peers is not None
 
     @staticmethod
     def join(layout: Layout, rank: int, store: Any, *, device: str, deadline_s: float, fetch: Fetch = "auto") -> Ranks:
-        """Meet the other ranks at `store`; gloo carries what lies on the CPU and NCCL what lies on a GPU.
+        """Join the other ranks at `store`; gloo carries CPU tensors and NCCL GPU tensors.
 
-        Returns when all are there. Every later exchange that takes longer than `deadline_s` raises in each rank that
-        waits for it.
+        Returns when all have joined. A later exchange that takes longer than `deadline_s` raises in each waiting rank.
         """
         from datetime import timedelta
 
@@ -112,7 +111,7 @@ class Ranks:
         deadline = timedelta(seconds=deadline_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=deadline)
         peers = siblings = None
-        for replica in range(layout.data):  # every rank makes every group, in the same order
+        for replica in range(layout.data):  # every rank creates every group in the same order
             ranks = layout.siblings(replica)
             made = dist.new_group(list(ranks), timeout=deadline)
             siblings = made if rank in ranks else siblings
@@ -123,7 +122,7 @@ class Ranks:
         return Ranks(layout, rank, fetch, peers, siblings)
 
     def leave(self) -> None:
-        """End the connection. Idempotent."""
+        """Disconnect. Idempotent."""
         if self.connected:
             import torch.distributed as dist
 
@@ -131,7 +130,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add tensors up over the data-parallel ranks, in place, in one exchange. All ranks give the same shapes."""
+        """Sum tensors over the data-parallel ranks, in place, in one exchange. Shapes must match on all ranks."""
         if self.layout.data == 1 or not tensors:
             return
         import torch
@@ -143,7 +142,7 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def gather(self, value: Any) -> list[Any]:
-        """One small picklable value of each data-parallel rank, in rank order, on all of them."""
+        """Gather one small picklable value per data-parallel rank, in rank order, on all of them."""
         if self.layout.data == 1:
             return [value]
         import torch.distributed as dist
@@ -153,7 +152,7 @@ class Ranks:
         return values
 
     def totals(self, values: dict[str, float], *, largest: Sequence[str] = ()) -> dict[str, float]:
-        """Sums over the data-parallel ranks, added in rank order; of the names in `largest` the maximum."""
+        """Sums over the data-parallel ranks in rank order; the maximum for names in `largest`."""
         parts = self.gather(values)
         return {
             name: max(part[name] for part in parts) if name in largest else sum(part[name] for part in parts)
@@ -161,9 +160,9 @@ class Ranks:
         }
 
     def agree(self, what: str, value: Any) -> None:
-        """Raises StageError on every rank where the data-parallel ranks differ in `value`.
+        """Raise StageError on every rank if the data-parallel ranks disagree on `value`.
 
-        Asked before a stage whose ranks meet in collectives: with unequal counts they would wait for ever.
+        Called before a stage with collectives: with unequal counts the ranks would block forever.
         """
         values = self.gather(value)
         if any(other != values[0] for other in values):
@@ -178,10 +177,10 @@ class Ranks:
             )
 
     def share(self, fetch: Callable[[], Columns]) -> Columns:
-        """The columns that `fetch` gets, on every sibling; with a leader only one of them calls it.
+        """The columns from `fetch`, on every sibling; with a leader only one of them calls it.
 
-        A descriptor travels first, then tensor by tensor. Where the leader's fetch raises, its siblings raise a
-        StageError instead of waiting.
+        A descriptor is sent first, then tensor by tensor. If the leader's fetch raises, its siblings raise a StageError
+        instead of waiting.
         """
         if self._siblings is None or len(self.layout.siblings(0)) == 1 or self.fetch == "independent":
             return fetch()
@@ -230,7 +229,7 @@ class Ranks:
 
 
 def _descriptor(column: Any) -> tuple[Any, Any, tuple[int, ...] | None]:
-    """(dtype, shape, lengths) of a tensor column; a list of texts travels whole."""
+    """(dtype, shape, lengths) of a tensor column; a list of texts is sent whole."""
     if isinstance(column, list):
         return None, column, None
     values = column.values if isinstance(column, Ragged) else column
@@ -238,7 +237,7 @@ def _descriptor(column: Any) -> tuple[Any, Any, tuple[int, ...] | None]:
 
 
 def open_store(host: str, ranks: int, *, deadline_s: float) -> Any:
-    """The store at which ranks meet, served by this process on `host` only, at a port that was free."""
+    """The store where ranks meet, served by this process on `host` only, on a free port."""
     from datetime import timedelta
 
     import torch.distributed as dist
