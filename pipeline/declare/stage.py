@@ -1,8 +1,8 @@
-"""A stage: what it reads, what it writes, on which workers, and the code that turns one into the other.
+"""A stage: what it reads, what it writes, where it runs, and the code that turns one into the other.
 
-A `Stage` is a frozen description. It loads neither torch nor ray; `setup` runs once in each worker that hosts
-it and returns the runner, which does the work. The runner gets exactly the columns that the stage reads and returns
-exactly those that it writes, so it is tested with a dict and no engine at all:
+A `Stage` is a frozen description. It loads neither torch nor ray. `setup` runs once in each worker that hosts it and
+returns the runner, which does the work. The runner receives exactly the columns that the stage reads and returns
+exactly those that it writes, so you can test it with a dict:
 
     @dataclass(frozen=True)
     class Shout(Stage):
@@ -14,10 +14,10 @@ exactly those that it writes, so it is tested with a dict and no engine at all:
 
 Three shapes. *map*: `runner(columns, task)` returns the columns, or an `Output` that adds metrics. *stream*:
 `runner(columns, task)` is an async generator of `Output`s, each for whole groups of samples, which its `index` names;
-other tasks of its worker, and the swap of weights, run while it awaits. *transfer*: `runner(rendezvous, task)` runs on
-two worker groups, first with `rendezvous.side == "source"`, which offers something, and then with `"target"`, which
-takes it and returns an `Output`. Where the stage `meets`, the source runs once more, with `"carrier"`, at the same time
-as the target: both then move it together.
+other tasks of its worker, and weight swaps, run while it awaits. *transfer*: `runner(rendezvous, task)` runs on two
+worker groups, first with `rendezvous.side == "source"`, which offers a payload, then with `"target"`, which takes it
+and returns an `Output`. If the stage `meets`, the source also runs as `"carrier"`, concurrently with the target, and
+both move the payload together.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a stage that drops groups writes for those that it keeps, and how many batches of groups are sampled for one
-    step at most."""
+    """The field that a stage writes only for the groups it keeps, and the maximum number of batches sampled per
+    step."""
 
     field: Field
     max_rounds: int = 10
 
 
 class Stage:
-    """Base of all stages. Subclasses are frozen dataclasses; what they leave out has the value below.
+    """Base of all stages. Subclasses are frozen dataclasses; these are the defaults.
 
     name        of the stage in this graph; the class's name in lower case unless given
-    reads       the fields it reads, all at the same step
-    writes      the fields it writes; no other stage writes them
-    reads_back  the fields of an *earlier* step that it waits for (rollout: the served weights)
+    reads       fields that it reads, all of the same step
+    writes      fields that it writes; no other stage writes them
+    reads_back  fields of an *earlier* step that it waits for (rollout: the served weights)
     per         what it can start on: each sample, each group, or only the whole batch
-    uses        the models whose weights it reads while it runs
+    uses        models whose weights it reads
     updates     the model whose weights it changes, if any
     on          the worker group it runs on; None is the graph's host group
-    group_size  samples it makes of each prompt (rollout), else None
-    every       it runs at every n-th step, counted from 1, and at the last; 1 is every step
-    sharding    how its batch is divided over the data-parallel workers of its group, which then run it together; None
-                is on one worker
-    gate        writes a field only for the groups that it keeps: the stages that it does not depend on see no other
-                groups, and what it drops is replaced; None drops nothing
+    group_size  samples per prompt (rollout), else None
+    every       run every n-th step, counted from 1, and the last one
+    sharding    how to shard its batch over the data-parallel workers of its group, which run it together; None runs it
+                on one worker
+    gate        drop groups: stages that it does not depend on see only the groups it keeps, and dropped groups are
+                replaced; None drops nothing
 
-    `pipeline.declare.abilities` has what only some stages need: to stamp tokens, to show them, to start on runs.
+    `pipeline.declare.abilities` has what only some stages need: stamping tokens, showing them, starting on runs.
     """
 
     name: str = ""
@@ -89,7 +89,7 @@ class Stage:
 
     @property
     def uses(self) -> tuple[Model, ...]:
-        """The models whose weights the stage reads while it runs."""
+        """The models whose weights the stage reads."""
         return ()
 
     @property
@@ -98,16 +98,16 @@ class Stage:
         return None
 
     def groups(self) -> tuple[WorkerGroup, ...]:
-        """The worker groups it runs on: one, or source and target of a transfer; empty means the host group."""
+        """Its worker groups: one, or source and target of a transfer; empty means the host group."""
         return (self.on,) if self.on else ()
 
     def check(self, graph: Any) -> Iterable[Problem]:
-        """Problems of this stage in this `Graph`, beyond those that every stage is checked for. Loads no torch."""
+        """Problems of this stage in this `Graph`, beyond the general checks. Must not load torch."""
         return ()
 
     def meets(self, is_near: bool) -> bool:
-        """Of a transfer: whether both sides carry it out together. `is_near` says that all workers of both are on one
-        machine. Raises StageError where it cannot be done at all."""
+        """For a transfer: whether both sides move it together. `is_near` is True if all workers of both are on one
+        machine. Raises StageError if it is impossible."""
         return False
 
     def setup(self, context: StageContext) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ class Stage:
 
 
 def kept_by(stage: Stage) -> Field | None:
-    """The field that a stage writes only for the groups that it keeps, if it drops any."""
+    """The gate field of a stage, or None."""
     return stage.gate.field if stage.gate else None
 
 
@@ -140,10 +140,10 @@ def setup_problems(stage: Stage) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class External(Stage):
-    """Fields that a process outside the graph writes straight into the data plane.
+    """Fields that an external process writes straight into the data plane.
 
-    Nothing runs for it. The store is asked once a second; `timeout_s` after the batch was admitted, a field that has
-    not arrived ends the run with an error that names it.
+    Nothing runs for it. The store is polled once per second. If a field has not arrived `timeout_s` after its batch was
+    admitted, the run ends with an error that names it.
     """
 
     fields: tuple[Field, ...]

@@ -24,10 +24,10 @@ Shape = Literal["map", "stream", "transfer", "external"]
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One stage on one handle. `groups` are admission numbers in canonical order; `attempt` counts retries.
 
-    `number` is the task's serial number in its run, which no other attempt has. `replica` is the data-parallel worker
-    that it was given to, None where all of the group run it together. `version` is the policy version that was
-    published when the task was handed out. `shard` is the share of the batch that a rank has of a stage with
-    `sharding`: its columns are those of `shard.index`, in that order.
+    `number` is the task's unique serial number in the run; every attempt has its own. `replica` is the data-parallel
+    worker that runs it, or None if the whole group does. `version` is the policy version published when the task was
+    submitted. `shard` is a rank's part of the batch for a stage with `sharding`: its columns are those of
+    `shard.index`, in that order.
     """
 
     stage: str
@@ -42,15 +42,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Output:
-    """What a runner returns when it has more to say than columns.
+    """What a runner returns if it has more than columns.
 
-    `metrics` are numbers, named without the stage (`reward/mean` comes from the stage `reward` and `mean`, unless the
-    name has a slash already); a batch's metrics are the mean over its tasks, weighted by samples. `index` names the
-    samples of the task that these columns are for (all of them where it is None). `weights` is the acknowledged
-    (version, sha256) of a stage that writes weights. `dropped`, of a stage with a gate, says for groups by their
-    position in `task.groups` why they are dropped; the columns are then those of the other groups. `cancelled`, of a
-    stream, says for groups by their position that it gave them up, as `StageContext.cancelled` asks, and how many
-    tokens the longest of their samples had.
+    `metrics` are numbers named without the stage (stage `reward` and `mean` give `reward/mean`, unless the name already
+    has a slash); a batch's metrics are the mean over its tasks, weighted by samples. `index` selects the samples of the
+    task that these columns belong to; None means all. `weights` is the acknowledged (version, sha256) of a stage that
+    writes weights. `dropped`, from a stage with a gate, maps positions in `task.groups` to the reason for dropping; the
+    columns then cover the other groups. `cancelled`, from a stream, maps positions of canceled groups (see
+    `StageContext.cancelled`) to the length of their longest sample in tokens.
     """
 
     columns: Columns = field(default_factory=dict)
@@ -62,12 +61,11 @@ class Output:
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where workers of both sides of a transfer meet, to exchange something among themselves: a key-value store
-    (torch's TCPStore) that the executor serves at `host` and `port`.
+    """Where workers of both sides of a transfer meet: a key-value store (torch's TCPStore) that the executor serves at
+    `host` and `port`.
 
-    `name` stands for exactly these processes: a worker that takes another one's place makes another name. When one of
-    them is lost, the store has the reason under that name. `targets` are the ranks of the target that take part. No
-    wait takes longer than `deadline_s`.
+    `name` identifies exactly these processes; a replacement worker changes it. If one of them is lost, the store has
+    the reason under that name. `targets` are the participating ranks of the target. No wait exceeds `deadline_s`.
     """
 
     host: str
@@ -80,8 +78,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 class Rendezvous(Protocol):
     """Where the two sides of a transfer meet. The executor makes one for each transfer.
 
-    `is_near` says that both are on one machine, so that what is offered may be a handle to memory there. `meeting` is
-    there where both sides carry the transfer out together.
+    `is_near` is True if both are on one machine, so the payload may be a memory handle. `meeting` is set if both sides
+    move the transfer together.
     """
 
     side: Literal["source", "carrier", "target"]
@@ -89,24 +87,21 @@ class Rendezvous(Protocol):
     meeting: Meeting | None
 
     def offer(self, payload: Any) -> None:
-        """Source: hand this rank's payload to the others."""
+        """Source: offer this rank's payload."""
 
     def take(self) -> list[Any]:
-        """Target and carrier: the payloads of all ranks of the source. Arrays may be shared memory: read, do not write
-        them."""
+        """Target and carrier: the payloads of all source ranks. Arrays may be shared memory: do not write to them."""
 
 
 @dataclass
 class StageContext:
-    """What a worker gives to `Stage.setup`.
+    """What a worker passes to `Stage.setup`.
 
-    `shared` lives as long as the worker and is common to all stages on it: the backend that they share is kept there.
-    What is in it may have `close()`, called at the end, and, for groups that share GPUs, `sleep(room)` and `wake()`,
-    which give memory away, all or until `room` bytes are free, and take it again, and return the bytes that are in use
-    on the GPU then.
-    `group_size` is the number of samples a prompt in this graph, `steps` those of the schedule; `run_dir` is None where
-    nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds admission numbers of groups that
-    nobody wants any more: a stream looks there between two tokens.
+    `shared` lives as long as the worker and is common to all its stages; it holds their backend. Its values may have
+    `close()`, called at the end, and, in groups that share GPUs, `sleep(room)` and `wake()`, see
+    `pipeline.declare.held`. `group_size` is the number of samples per prompt in this graph, `steps` that of the
+    schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds
+    the admission numbers of canceled groups; a stream checks it between two tokens.
     """
 
     group: WorkerGroup

@@ -1,5 +1,5 @@
-"""What a stage may have ahead of it before it starts on a step, other than sample fields. Plain data, one type each:
-a stage called "checkpoint" or a weights field called "stop" is taken for nothing else.
+"""What may block a stage at a step, other than missing sample fields. Plain data, one type each, so a stage called
+"checkpoint" or a weights field called "stop" cannot collide with anything.
 
     reader.blockers = {Weights("trained_weights"), Fence("logprobs", 3)}
     [str(blocker) for blocker in reader.blockers]       # as people read it: trained_weights, logprobs 3
@@ -50,7 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stopped(msgspec.Struct, frozen=True, gc=False):
-    """The run was asked to stop: this is never done in it."""
+    """The run was asked to stop: this stage will not run at this step."""
 
     def __str__(self) -> str:
         return "stop"

@@ -1,6 +1,6 @@
-"""Which fields are present for which groups, and which stages wait for them or hold them. Pure; takes no decision.
+"""Tracks which fields are present for which groups, and which stages wait for or hold them. Pure; decides nothing.
 
-A group is at home in the step whose batch it belongs to, or, until a step claims it, in the pool.
+A group's home is the step of its batch, or the pool until a step claims it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.schedule.readiness import Reader, units_of
 
 
 class Step:
-    """One batch in flight, or the pool of groups that no step has claimed (whose number is the next batch's)."""
+    """One batch in flight, or the pool of unclaimed groups (numbered as the next batch)."""
 
     def __init__(self, number: int, *, decided: bool = True) -> None:
         self.number = number
@@ -31,7 +31,7 @@ class Step:
 
 
 class Board:
-    """All steps in flight. `offer` is told of a stage that has something to start on."""
+    """All steps in flight. Calls `offer` with each stage that can start on something."""
 
     def __init__(self, plan: Plan, offer: Callable[[Reader], None]) -> None:
         self.plan, self._offer = plan, offer
@@ -60,7 +60,7 @@ class Board:
 
     @property
     def in_flight(self) -> int:
-        """Groups that were admitted and are not yet cleared."""
+        """Number of groups that are admitted and not yet cleared."""
         return len(self._holders)
 
     @property
@@ -69,22 +69,22 @@ class Board:
         return [*self.steps.values(), *([self.pool] if self.pool else [])]
 
     def home(self, group: int) -> Step | None:
-        """Where a group is; None before it is admitted and after it is cleared."""
+        """The home of a group; None before admission and after clearing."""
         return self._home.get(group)
 
     def decided(self, group: int) -> bool:
-        """Whether the gate has kept or dropped this group, or it is gone."""
+        """Whether the gate has decided on this group, or it is gone."""
         home = self._home.get(group)
         return home is None or group in home.dropped or bool(self._present.get(group, 0) & self._gate_bit)
 
     def absent(self, step: int, field: str) -> list[int]:
-        """The groups of a step, other than those that were dropped, for which a sample field has not landed."""
+        """The groups of a step, except dropped ones, for which a sample field has not landed."""
         bit, present = self._bits[field], self._present
         homes = [home for home in self.homes if home.number == step]
         return [g for home in homes for g in home.groups if not present.get(g, 0) & bit and g not in home.dropped]
 
     def add_reader(self, step: Step, stage: PlannedStage, blockers: set[Blocker], *, opening: bool = False) -> None:
-        """A stage will see this step; `opening`, only the weights that the run starts from."""
+        """Add a stage to this step; with `opening`, only for the initial weights."""
         holds = stage.name in self.holding and not opening
         total: int | None = 1
         if holds:
@@ -97,7 +97,7 @@ class Board:
         self._offer(reader)
 
     def add(self, step: Step, groups: tuple[int, ...]) -> None:
-        """Groups enter a step, or the pool."""
+        """Add groups to a step or the pool."""
         step.groups += groups
         holders = [reader for name, reader in step.readers.items() if name in self.holding]
         pooled = step is self.pool
@@ -119,7 +119,7 @@ class Board:
                 self._offer(reader)
 
     def claim(self, step: Step, groups: tuple[int, ...]) -> None:
-        """Groups move from the pool into a step, whose stages are there."""
+        """Move groups from the pool into a step that has its stages."""
         assert self.pool is not None
         self.steps[step.number] = step
         taken = set(groups)
@@ -157,7 +157,7 @@ class Board:
                 self._offer(reader)
 
     def land(self, groups: Sequence[int], fields: tuple[str, ...]) -> None:
-        """Sample fields are present for groups."""
+        """Mark sample fields as present for groups."""
         landed, present = self._as_bits(fields), self._present
         ready: dict[int, tuple[Reader, list[int]]] = {}
         for group in groups:
@@ -245,7 +245,7 @@ class Board:
         return ready
 
     def release(self, groups: Iterable[int], holders: int = 1) -> list[int]:
-        """So many holders let go of the groups; those that nobody holds any more, which are forgotten."""
+        """`holders` holders of each group released it. Forgets and returns the groups without holders."""
         cleared = []
         for group in groups:
             left = self._holders[group] - holders

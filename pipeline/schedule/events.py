@@ -1,6 +1,6 @@
-"""What the scheduler is told and what it decides. Plain data; knows neither rules nor executors.
+"""Events and decisions of the scheduler. Plain data; knows neither rules nor executors.
 
-Every report of a task carries the task's number; a report whose number is not that of a running task is ignored.
+Every report carries its task's number; reports of tasks that are not running are ignored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CANCELLED = "cancelled"  # and those that were still being sampled
 class Landed(msgspec.Struct, frozen=True):
     """Fields are present for whole groups (or, with no groups, for the step: weights).
 
-    `oldest` has, for the fields of a stage that stamps, the oldest version among the tokens of each group. `task` is
-    the number of the task that wrote them, None for a process outside the graph.
+    `oldest` has the oldest token version of each group, if the stage stamps tokens. `task` is the number of the task
+    that wrote the fields, None for an external process.
     """
 
     step: int
@@ -31,9 +31,9 @@ class Landed(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A task has acknowledged `groups`: it reads them no more, and all that it writes of them has landed.
+    """A task has acknowledged `groups`: it has finished reading them, and all its output for them has landed.
 
-    A task is over when that holds for all of its groups; one without groups, at once.
+    A task is over once it has acknowledged all its groups; a task without groups, at once.
     """
 
     task: Task
@@ -41,7 +41,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """The gate has dropped groups, each for a reason: no stage behind it will see them."""
+    """The gate has dropped groups, each with a reason; later stages will not see them."""
 
     step: int
     reasons: dict[int, str]
@@ -55,47 +55,47 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A replica has what a transfer brings, before all of them have: it may sample with it."""
+    """A replica has the version of a transfer before all of them have; it may sample with it."""
 
     task: Task
     replica: int
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """An attempt is lost with its worker: what it has not acknowledged is handed out again, as the next attempt."""
+    """An attempt was lost with its worker: unacknowledged groups are submitted again as the next attempt."""
 
     task: Task
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Groups enter; their keys are minted now."""
+    """Admit groups; their keys are minted now."""
 
     step: int
     groups: tuple[int, ...]
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """These groups, in canonical order, are the batch of the step."""
+    """These groups, in canonical order, form the batch of the step."""
 
     step: int
     groups: tuple[int, ...]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Hand this task to its replica, or to all workers of its group, which are free for it."""
+    """Submit this task to its replica, or to all workers of its group; they are free."""
 
     task: Task
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """These groups of a running stream can no longer qualify: it is to give them up and acknowledge them."""
+    """These groups of a running stream are too old: it should cancel and acknowledge them."""
 
     task: Task
     groups: tuple[int, ...]
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """These groups are ready and too old for `step`, the next batch."""
+    """These groups are ready but too old for `step`, the next batch."""
 
     step: int
     groups: tuple[int, ...]
@@ -103,14 +103,14 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Clear(msgspec.Struct, frozen=True):
-    """Nobody will read these groups again."""
+    """These groups have no remaining reader."""
 
     step: int
     groups: tuple[int, ...]
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Write a checkpoint: the weights are those after `step`; `pending`, then those from `next_group` on come next."""
+    """Write a checkpoint with the weights after `step`. `pending` groups come next, then those from `next_group`."""
 
     step: int
     next_group: int
@@ -124,7 +124,7 @@ class StepDone(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The run cannot go on: `stage` dropped so many groups of `step` that no more may be sampled."""
+    """The run cannot continue: `stage` dropped so many groups of `step` that the sampling limit is reached."""
 
     stage: str
     step: int
