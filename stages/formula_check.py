@@ -52,7 +52,7 @@ def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: 
             where=user_error(error, stage="", where=where, when="").problems[0].where,
             what=f"{owner} raised {message_of(error)}",
             why="the check ran the formula once, on two samples of two tokens",
-            fix="fix the formula; scored has the fields of stages.Scored",
+            fix="correct the formula; scored has the fields of stages.Scored",
         )
     return None
 

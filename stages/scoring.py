@@ -194,7 +194,7 @@ def _failure(function: RewardFunction, what: str, inputs: Mapping[str, Any], sam
         where=where if shipped else where_of(function) or where or short(function),
         what=f"reward {name_of(function)} {what} for {sample}, called with {called_with}",
         why="every sample needs a finite number, and an error is not taken for a reward of 0",
-        fix="fix or leave out this row of the data, or take another reward"
+        fix="correct or leave out this row of the data, or take another reward"
         if shipped
         else "handle this input in the function and return a float, or raise timeout_s or retries"
         if is_async(function)

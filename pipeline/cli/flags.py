@@ -170,7 +170,7 @@ def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[
     fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
     if not fits or (choices and default is not None and default not in choices):
         what = f"{says} is {_shown(hint)} and has the default {default!r}"
-        fix = f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "fix the type or the default"
+        fix = f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "correct the type or the default"
         return what, "a default is a value of its type", fix
     return None
 

@@ -53,7 +53,7 @@ class GraphFile:
                     where=_deepest(error, self.path),
                     what=f"graph() raised {message_of(error)}",
                     why="the descriptions in it must be valid",
-                    fix=_call_fix(error, self.module) or "fix that line, or the flag behind it",
+                    fix=_call_fix(error, self.module) or "correct that line, or the flag behind it",
                 )
             ) from error
         if not isinstance(graph, Graph):
@@ -133,7 +133,7 @@ def _import(path: Path) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        where, text, fix = _deepest(error, path), str(error), "fix that line"
+        where, text, fix = _deepest(error, path), str(error), "correct that line"
         name = (error.name or "") if isinstance(error, ImportError) else ""
         if theirs := hidden(name, folders):
             raise GraphError(_rename(where, name, theirs)) from error

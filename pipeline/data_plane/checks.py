@@ -215,9 +215,9 @@ def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) 
     if not values.numel() or values.dtype == torch.bool or (not floating and field.low is None and field.high is None):
         return
     smallest, largest = (bound.item() for bound in torch.aminmax(values))
-    low, high, fix = field.low, field.high, "fix the stage, or widen the field's bounds"
+    low, high, fix = field.low, field.high, "correct the stage, or widen the field's bounds"
     if floating and (smallest - smallest != 0 or largest - largest != 0):
-        bad, why, fix = ~torch.isfinite(values), "NaN and infinity never pass", "fix the stage"
+        bad, why, fix = ~torch.isfinite(values), "NaN and infinity never pass", "correct the stage"
     elif low is not None and smallest < low:
         bad, why = values < low, f"it is at least {low:g}"
     elif high is not None and largest > high:

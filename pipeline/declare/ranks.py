@@ -214,7 +214,7 @@ class Ranks:
                     where=f"rank {self.rank}",
                     what=f"rank {leader}, which fetches for it, failed: {described}",
                     why="one rank of a replica fetches for all",
-                    fix="fix what the error of that rank says",
+                    fix="correct what the error of that rank says",
                 )
             )
         columns: Columns = {}

@@ -554,6 +554,6 @@ def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageErro
             where=str(stage.location),
             what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
             why="a stage returns exactly the columns that it declares in writes",
-            fix="fix `writes`, or what the runner returns",
+            fix="correct `writes`, or what the runner returns",
         )
     )

@@ -70,7 +70,7 @@ def _own(stage: Stage, graph: Graph) -> list[Problem]:
                 where=str(stage.location),
                 what=f"check() of stage {stage.name!r} raised {message_of(error)}",
                 why="a parameter has a type that the stage does not expect, or its check() is wrong",
-                fix=f"fix the parameters of {type(stage).__name__}(...)",
+                fix=f"correct the parameters of {type(stage).__name__}(...)",
             )
         ]
 

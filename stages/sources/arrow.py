@@ -123,7 +123,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
                 where=name,
                 what=f"the data set cannot be loaded: {' '.join(str(error).split())[:300]}",
                 why="its rows are read before the first step",
-                fix="fix the name, config or split; without a network, name a folder instead",
+                fix="correct the name, config or split; without a network, name a folder instead",
             )
         ) from error
 

@@ -198,7 +198,7 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
             where=name,
             what=f"{len(problems) - _SHOWN} more of the first {checked} lines are wrong",
             why=f"only the first {_SHOWN} are shown",
-            fix="fix those first, they are likely alike",
+            fix="correct those first, they are likely alike",
         )
     if not checked:
         yield _empty(paths[0])

@@ -1,4 +1,4 @@
-"""The texts of the errors of put and get: each names stage or reader, key and field, and how to mend it."""
+"""The texts of the errors of put and get: each names stage or reader, key and field, and how to fix it."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ PUTS = {
         "dimension T share its lengths. Fix: return both from the same responses"),
     "nan": (K, {"reward": torch.tensor([0.0, NAN])},
         "field 'reward', key 00000000_g001: value nan; NaN and infinity never pass. "
-        "Fix: mend the stage"),
+        "Fix: correct the stage"),
     "infinity": (K, {"logprobs": ragged([-1, -1, -INF], (1, 2), F)},
         "field 'logprobs', key 00000000_g001 entry 1: value -inf; NaN and infinity never pass. "
-        "Fix: mend the stage"),
+        "Fix: correct the stage"),
     "half infinity": (K, {"halves": ragged([INF], (0, 1), torch.bfloat16)},
         "field 'halves', key 00000000_g001 entry 0: value inf; NaN and infinity never pass. "
-        "Fix: mend the stage"),
+        "Fix: correct the stage"),
     "too low": (K, {"response_ids": ragged([1, -2, 3], (2, 1))},
         "field 'response_ids', key 00000000_g000 entry 1: value -2; it is at least 0. "
-        "Fix: mend the stage, or widen the field's bounds"),
+        "Fix: correct the stage, or widen the field's bounds"),
     "too high": (K, {"logprobs": ragged([-1, 0.5], (1, 1), F)},
         "field 'logprobs', key 00000000_g001 entry 0: value 0.5; it is at most 0. "
-        "Fix: mend the stage, or widen the field's bounds"),
+        "Fix: correct the stage, or widen the field's bounds"),
     "weights": (K, {"weights_of": torch.zeros(2)},
         "field 'weights_of' holds weights; weights stay in the model; handles carry version and hash. "
         "Fix: return them as Output(weights=...)"),

@@ -94,5 +94,5 @@ def test_one_sibling_fetches_for_all_and_tells_them_where_it_fails(tmp_path: Pat
     assert spawned(rank_worker.share_columns, tmp_path) == [
         "2 KeyError: 'no such row'",
         "0 StageError: rank 1: rank 0, which fetches for it, failed: KeyError: 'no such row'; one rank of a replica "
-        "fetches for all. Fix: mend what the error of that rank says",
+        "fetches for all. Fix: correct what the error of that rank says",
     ]

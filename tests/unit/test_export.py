@@ -154,5 +154,5 @@ def test_what_is_wrong_is_one_line(run, tmp_path, capsys, argv, told):
 
 
 def test_no_run_no_piece(tmp_path):
-    with pytest.raises(GraphError, match="name a folder that a run made"):
+    with pytest.raises(GraphError, match="name a run directory"):
         perfetto(tmp_path)

@@ -180,14 +180,14 @@ def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None
         with pytest.raises(PeerLost, match=r"did not reach all workers: lost: worker learner.0 died"):
             backend.serve(POLICY, [source.share(weights, gloo)], 3, route_of(store, "lost"))
 
-    async def mend() -> None:
+    async def repair() -> None:
         await after(2, lose)
         await asyncio.sleep(0.3)  # in which all of it would be sampled
         share, route = source.share(weights, gloo), route_of(store, "next")
         with carried(source, share, 4, route):
             assert backend.serve(POLICY, [share], 4, route).record["received_bytes"] == share.model_bytes
 
-    versions = whole(together(ROLLOUT.setup(here)(columns_of(groups), task_of(groups, version=2)), mend()))
+    versions = whole(together(ROLLOUT.setup(here)(columns_of(groups), task_of(groups, version=2)), repair()))
     rows = [row.tolist() for row in versions["token_versions"].rows()]
     assert rows == [([2, 2, 2] + [4] * 9)[: len(row)] for row in rows] and max(map(len, rows)) > 3
 

@@ -90,7 +90,7 @@ def test_many_samples_keep_their_order_and_equal_pairs_are_asked_once(opened):
 
 def test_an_answer_that_cannot_be_read_names_its_sample(opened):
     for answer in ("", "  ", r"\boxed{}"):
-        with pytest.raises(SampleError, match=r"the answer cannot be read: .*mend this row, or filter it out") as error:
+        with pytest.raises(SampleError, match=r"the answer cannot be read: .*fix this row, or filter it out") as error:
             opened(["1", "2"], ["42", answer])
         assert error.value.index == 1
 

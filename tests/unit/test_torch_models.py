@@ -255,7 +255,7 @@ def test_a_group_with_gpus_needs_cuda() -> None:
         (
             WorkerGroup("sampler", backend="tensorflow"),
             "worker group 'sampler' has the backend 'tensorflow'; no backend has that name. "
-            "Fix: one of 'torch', 'vllm', 'megatron', 'python'",
+            "Fix: one of 'python', 'torch', 'vllm', 'megatron', or a Backend of your own",
         ),
         (
             WorkerGroup("sampler", backend="python"),

@@ -120,7 +120,7 @@ def not_loaded(model: Model, error: Exception, kind: str = "causal language mode
 
 def _not_built(model: Model, error: Exception) -> Problem:
     kind = (model.config or {}).get("model_type")
-    what, fix = f"model {model.source!r} cannot be built: {message_of(error)}", "fix the values of its config"
+    what, fix = f"model {model.source!r} cannot be built: {message_of(error)}", "correct the values of its config"
     if kind not in CONFIG_MAPPING_NAMES:
         near = get_close_matches(str(kind), CONFIG_MAPPING_NAMES, n=1)
         what = f"the config of model {model.source!r} has model_type={kind!r}, which transformers does not know"
