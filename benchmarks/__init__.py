@@ -1,1 +1,1 @@
-"""Benchmarks, one file a claim. Each prints its table and, with `--out`, writes JSON."""
+"""Benchmarks, one file per claim. Each prints its table and, with `--out`, writes JSON."""

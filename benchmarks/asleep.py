@@ -1,7 +1,7 @@
-"""A GRPO step whose stages only sleep: the schedule and the engine without the arithmetic, on a machine that is busy.
+"""A GRPO step whose stages only sleep: schedule and engine without computation, for use on a busy machine.
 
-Every stage takes the seconds that it is told, and a group of a rollout takes its own, lognormal from the run's seed and
-the group's admission number. Nothing computes, so the measured step does not depend on what else runs on the machine.
+Every stage sleeps for the given seconds. A group of a rollout takes a lognormal time, drawn from the run's seed and the
+group's admission number. Nothing computes, so the measured step does not depend on other load on the machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VERSIONS = Field("token_versions", dtype="int64", dims="N T", unit="version")
 REWARD = Field("reward", dtype="float32")
 TRAINED = Field("trained_weights", dtype="weights", dims="", unit="version")
 SERVED = Field("served_weights", dtype="weights", dims="", unit="version")
-LOOK_S = 0.02  # how often a group that sleeps looks whether it is still wanted
-SIZE = 2  # samples a prompt
+LOOK_S = 0.02  # between two checks of a sleeping group for cancellation
+SIZE = 2  # samples per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the admission numbers of their groups."""
 
     batch: int
     name: str = "numbers"
@@ -40,7 +40,7 @@ class Numbers(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Dream(Stage):
-    """A rollout: each group comes when it has slept."""
+    """A rollout that returns each group when it has slept."""
 
     on: WorkerGroup
     model: Model
@@ -88,7 +88,7 @@ class Dream(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Nap(Stage):
-    """Any other stage: sleeps for the whole task, and says that all is well."""
+    """Any other stage: sleeps for the whole task and returns zeros."""
 
     name: str
     seconds: float
@@ -156,7 +156,7 @@ class Swap(Stage):
 def graph(
     schedule: Schedule, *, batch: int = 16, mean_s: float = 0.4, tail: float = 0.8, train_s: float = 0.3
 ) -> Graph:
-    """Rollout, reward, training and refit, all asleep."""
+    """Rollout, reward, training and refit, all sleeping."""
     policy = Model("nobody")
     sampler, learner, judge = WorkerGroup("sampler"), WorkerGroup("learner"), WorkerGroup("judge")
     training: dict[str, Any] = {"on": learner, "trains": policy, "corrects_off_policy": True, "per": "batch"}

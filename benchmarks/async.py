@@ -1,14 +1,13 @@
-"""What running ahead gains, and what it costs in age and in samples.
+"""The gain of running ahead, and its cost in staleness and lost samples.
 
 python -m benchmarks.async [--steps 30] [--tails 0.5,1.0,1.5] [--out FILE]
 
-The quickstart on Ray and TransferQueue, each group handed on some time after it was sampled (lognormal with the same
-mean for every tail weight, benchmarks/delayed.py: it stands for long responses). Arms: synchronous; then max_staleness
-1, 2 and 4, each waiting for slow groups or dropping them, weights swapped in flight; and max_staleness 1 with drained
-refits. The same seed everywhere, so a group is as slow in every arm. Reported: steps per second after the first five,
-age of trained tokens in versions, reward of the samples that were trained on in the last third, and the groups that
-were lost, by how slow they were: of the quickest half, of the next 40 %, and of the slowest 10 % of those that were
-sampled.
+The quickstart on Ray and TransferQueue, with each group returned some time after it was sampled (lognormal with the
+same mean for every tail weight, benchmarks/delayed.py), which models long responses. Arms: synchronous; max_staleness
+1, 2 and 4, each waiting for slow groups or dropping them, with in-flight refits; and max_staleness 1 with drained
+refits. All arms have the same seed, so a group is equally slow in all of them. The table has steps per second after the
+first five, the age of trained tokens in versions, the reward of trained samples in the last third of the steps, and the
+lost groups, as fractions of the sampled ones: of the quickest half, of the next 40 %, and of the slowest 10 %.
 
 Aim: at the heaviest tail max_staleness 1 is at least 1.5 x as fast as synchronous.
 """
@@ -42,13 +41,13 @@ ARMS: list[tuple[int, Literal["wait", "drop"], Literal["drain", "in_flight"]]] =
 
 
 def described(steps: int, tail: float, staleness: int, on_stale: Any, refit: Any) -> Graph:
-    """The quickstart with groups that come late, and without its evaluation."""
+    """The quickstart with delayed groups and without evaluation."""
     graph = quickstart.graph(steps=steps, max_staleness=staleness, on_stale=on_stale, refit=refit, threads=1)
     return with_delays(graph, mean_s=MEAN_S, tail=tail)
 
 
 def measured(run_dir: RunDir, delays: DelayedRollout, seed: int) -> dict[str, Any]:
-    """Speed, age, reward and losses of a run, from its files."""
+    """Speed, age, reward and lost groups of a run, from its files."""
     lines = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["step"] > 0]
     steady = lines[5:] or lines
     events = [event for _, event in trace.read(run_dir.events)]
@@ -72,7 +71,7 @@ def measured(run_dir: RunDir, delays: DelayedRollout, seed: int) -> dict[str, An
 
 
 def run(steps: int, tail: float, staleness: int, on_stale: str, refit: str, folder: Path) -> dict[str, Any]:
-    """One arm."""
+    """Run one arm."""
     from pipeline.executors.ray import RayExecutor
 
     graph = described(steps, tail, staleness, on_stale, refit)

@@ -1,10 +1,10 @@
-"""What a put and a get cost: raw TransferQueue, the data plane over it without and with its cache, Ray's object store.
+"""The cost of a put and a get: raw TransferQueue, the data plane without and with its cache, Ray's object store.
 
     python -m benchmarks.data_plane [--quick] [--out data_plane.json]
 
-All systems carry the same columns and are measured in turn inside every iteration, in one process, so that a ratio is
-the median of ratios of neighbours in time. In each system one client both writes and reads, so that
-all of them find the memory that they have just freed.
+All systems carry the same columns in one process and take turns within each round, so that a ratio is the median of
+ratios of measurements close in time. In each system one client both writes and reads, so all of them can reuse memory
+that they have just freed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
 from pipeline.declare.columns import Columns, Ragged, size_bytes
 from pipeline.declare.handle import sample_key
 
-GROUP = 8  # samples a group
+GROUP = 8  # samples per group
 FIELDS = (
     Field("response_ids", "int64", "N T", low=0), Field("token_versions", "int32", "N T", low=0),
     Field("rollout_logprobs", "float32", "N T", high=0.0), Field("prev_logprobs", "float32", "N T", high=0.0),
     Field("ref_logprobs", "float32", "N T", high=0.0), Field("truncated", "bool"), Field("reward", "float32"),
     Field("advantage", "float32"),
 )  # fmt: skip
-RAW = "raw, row a group"
+RAW = "raw, row per group"
 
 
 def columns(samples: int, tokens: int, fields: int) -> Columns:
-    """Random columns; responses of 1/2 to 3/2 of `tokens`."""
+    """Random columns with response lengths of 1/2 to 3/2 of `tokens`."""
     import torch
 
     lengths = torch.randint(max(1, tokens // 2), tokens * 3 // 2 + 1, (samples,)).tolist()
@@ -51,33 +51,33 @@ def columns(samples: int, tokens: int, fields: int) -> Columns:
 
 
 class Plane:
-    """The data plane: puts with one client, gets with another, or with the same where it caches."""
+    """The data plane: `writer` puts and `reader` gets; both may be the same client."""
 
     def __init__(self, writer: TransferQueuePlane, reader: TransferQueuePlane) -> None:
         self.writer, self.reader = writer, reader
 
     def put(self, keys: list[str], made: Columns) -> KVBatchMeta:
-        """Keys to a handle."""
+        """Put the columns. Returns their handle."""
         return self.writer.put(keys, made, partition="plane", stage="bench")
 
     def get(self, handle: KVBatchMeta) -> Columns:
-        """All fields of the handle."""
+        """Get all fields of the handle."""
         return self.reader.get(handle, handle.fields, reader="bench")
 
     def clear(self, handle: KVBatchMeta) -> None:
-        """Remove the rows, and what the reader remembers of them."""
+        """Remove the rows, also from the reader's cache."""
         self.writer.clear(handle)
         self.reader.evict(handle.placements[0].rows)
 
 
 class Raw:
-    """TransferQueue's own key-value calls, with `per_row` samples in a row."""
+    """TransferQueue's own key-value calls, with `per_row` samples per row."""
 
     def __init__(self, per_row: int) -> None:
         self.per_row = per_row
 
     def put(self, keys: list[str], made: Columns) -> tuple[list[str], list[str]]:
-        """One row a sample as a first user would write it, or one row a group as the plane does."""
+        """Put one row per sample, as a new user would, or one row per group, as the data plane does."""
         import torch
         import transfer_queue
         from tensordict import TensorDict
@@ -96,7 +96,7 @@ class Raw:
         return rows, list(made)
 
     def get(self, handle: tuple[list[str], list[str]]) -> Any:
-        """All fields."""
+        """Get all fields."""
         import transfer_queue
 
         return transfer_queue.kv_batch_get(handle[0], partition_id=f"raw{self.per_row}", select_fields=handle[1])
@@ -109,16 +109,16 @@ class Raw:
 
 
 class ObjectStore:
-    """Ray's shared-memory store, one object a put. What is fetched is copied, as the plane's reader may write to it."""
+    """Ray's shared-memory store, one object per put. A get copies, since the data plane's readers may write too."""
 
     def put(self, keys: list[str], made: Columns) -> Any:
-        """A reference."""
+        """Put the columns. Returns a reference."""
         import ray
 
         return ray.put({name: c.values if isinstance(c, Ragged) else c for name, c in made.items()})
 
     def get(self, handle: Any) -> Any:
-        """All fields, in memory of one's own."""
+        """Get all fields, in private memory."""
         import ray
 
         return {name: values.clone() for name, values in ray.get(handle).items()}
@@ -128,21 +128,21 @@ class ObjectStore:
 
 
 def timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    """Milliseconds, and what the call returned."""
+    """Call the function. Returns milliseconds and the result."""
     start = time.perf_counter()
     result = call(*args)
     return (time.perf_counter() - start) * 1e3, result
 
 
 def measure(systems: dict[str, Any], samples: int, tokens: int, fields: int, rounds: int) -> list[dict[str, Any]]:
-    """One table row a system; systems take turns inside each round, and the first two rounds only warm up."""
+    """One table row per system. Systems take turns within each round; the first two rounds are a warm-up."""
     made = columns(samples, tokens, fields)
     megabytes = sum(size_bytes(column) for column in made.values()) / 1e6
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
     for turn in range(rounds + 2):
         keys = [sample_key(turn * samples + i // GROUP, i % GROUP) for i in range(samples)]
         names = list(systems)
-        random.Random(turn).shuffle(names)  # nobody always follows the same neighbour
+        random.Random(turn).shuffle(names)  # no system always follows the same one
         for name in names:
             system = systems[name]
             put_ms, handle = timed(system.put, keys, made)
@@ -165,7 +165,7 @@ def measure(systems: dict[str, Any], samples: int, tokens: int, fields: int, rou
 
 
 def start_ray(*, object_store_bytes: int) -> None:
-    """A Ray of this process alone, with what TransferQueue reads from the environment."""
+    """Start a Ray for this process alone, with the environment that TransferQueue needs."""
     os.environ.update(environment(), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0")
     import ray
     import torch
@@ -181,10 +181,10 @@ def start_ray(*, object_store_bytes: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no case above 10 MB")
-    parser.add_argument("--rounds", type=int, default=None, help="measured rounds a case")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no cases above 10 MB")
+    parser.add_argument("--rounds", type=int, default=None, help="measured rounds per case")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     start_ray(object_store_bytes=2**30)
@@ -195,7 +195,7 @@ def main() -> None:
         plane.register("plane", FIELDS, ["bench"])
     systems = {
         RAW: Raw(GROUP), "plane, no cache": Plane(planes[1], planes[1]), "plane, cache": Plane(planes[2], planes[2]),
-        "raw, row a sample": Raw(1), "Ray object store": ObjectStore(),
+        "raw, row per sample": Raw(1), "Ray object store": ObjectStore(),
     }  # fmt: skip
     cases = [(64, 16, 8), (256, 16, 8), (256, 256, 2), (256, 256, 8)]
     if not args.quick:
@@ -211,7 +211,7 @@ def main() -> None:
         "data_plane", rows,
         ["keys", "fields", "MB", "system", "put_ms", "get_ms", "clear_ms", "put_MB_s", "get_MB_s", "put_ratio",
          "get_ratio", "put_get_ratio"],
-        f"Medians of {rounds} rounds, systems in turn inside each round. Ratios are to '{RAW}', medians of the rounds' "
+        f"Medians of {rounds} rounds; systems take turns in each. Ratios are to '{RAW}', medians of the rounds' "
         f"ratios. TransferQueue with 1 storage unit started in {start_s / 1e3:.1f} s.",
         args.out,
     )  # fmt: skip

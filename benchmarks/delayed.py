@@ -1,9 +1,9 @@
-"""A rollout whose groups come late: each is handed on some time after it was sampled, as if it had taken so long.
+"""A rollout with delayed groups: each is returned some time after it was sampled, as if sampling had taken longer.
 
     DelayedRollout(policy, on=sampler, samples_per_prompt=16, max_tokens=5, mean_s=0.5, tail=1.0)
 
-The delay of a group is lognormal, from the run's seed and the group's admission number: the same under every schedule.
-It stands for long responses on a machine that has no time for them; while a group is held back, others are sampled.
+The delay of a group is lognormal, drawn from the run's seed and the group's admission number, so it is the same under
+every schedule. It models responses that are too long for this machine; while a group is held back, others are sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.simulation.distributions import Distribution, Term
 from stages import Rollout
 from stages.vocabulary import RESPONSE_IDS
 
-LOOK_S = 0.02  # how often a group that is held back looks whether it is still wanted
+LOOK_S = 0.02  # between two checks of a held group for cancellation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DelayedRollout(Rollout):
     tail: float = 1.0
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """What Rollout checks, and the two numbers."""
+        """Check what Rollout checks, and the two numbers."""
         yield from super().check(graph)
         if self.mean_s < 0 or self.tail < 0:
             yield Problem(
@@ -44,12 +44,12 @@ class DelayedRollout(Rollout):
             )
 
     def delay_s(self, seed: int, group: int) -> float:
-        """Of the group with this admission number, in seconds."""
+        """The delay of the group with this admission number, in seconds."""
         drawn = Distribution(terms=(Term("lognormal", (self.mean_s, self.tail)),))
         return drawn.draw(groups=1, samples=1, seed=seed, counters=(group,))
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncIterator[Output]]:
-        """The runner of Rollout, with its groups held back one by one."""
+        """Return Rollout's runner, with each group held back."""
         inner = super().setup(context)
 
         async def hold(output: Output, position: int, task: Task) -> Output:
@@ -95,7 +95,7 @@ class DelayedRollout(Rollout):
 
 
 def with_delays(graph: Graph, *, mean_s: float, tail: float) -> Graph:
-    """The same graph, its groups held back, and without its evaluation."""
+    """The same graph with delayed groups and without evaluation."""
     stages = [
         DelayedRollout(
             stage.model,
@@ -118,7 +118,7 @@ async def _at_once(output: Output) -> Output:
 
 
 def _by_group(output: Output, task: Task, size: int) -> list[tuple[int, Output]]:
-    """An output as one per group, each with the group's position in the task; -1 is for what has no samples."""
+    """Split an output by group. Returns (position in the task, output) pairs; -1 for an output without samples."""
     parts = [(-1, Output(cancelled=output.cancelled))] if output.cancelled else []
     if not output.columns:
         return parts

@@ -1,20 +1,20 @@
-"""How well a batch is cut into microbatches and spread over ranks, against the usual simple ways.
+"""How well a batch is divided into microbatches and over ranks, compared with common simple methods.
 
 python -m benchmarks.packing [--quick] [--out FILE]
 
-Lengths are drawn: prompts uniform, one for 8 samples; responses uniform, lognormal with sigma 1.0, or short with a long
-minority. Every way keeps the same budget of tokens per microbatch.
+Lengths are random: prompts uniform, one per 8 samples; responses uniform, lognormal with sigma 1.0, or short with a
+long minority. All methods have the same budget of tokens per microbatch.
 
-    runs           runs of the batch in canonical order, a run of ranks each, padded to the longest of a microbatch
-    sorted         sorted by length and dealt out in turn, runs of that, padded to the longest of a microbatch
-    first fit      packed rows in canonical order, dealt out in turn
-    ffd            packed rows by first fit decreasing, dealt out in turn
+    runs           one run of consecutive samples per rank, padded to the longest sample of a microbatch
+    sorted         sorted by length and dealt to ranks in turn, padded to the longest sample of a microbatch
+    first fit      packed rows in canonical order, dealt to ranks in turn
+    ffd            packed rows by first fit decreasing, dealt to ranks in turn
     Plain, Dynamic, Packed     `pipeline.declare.sharding`
 
-"microbatches" is a rank's, from the least to the most: where they differ, ranks that meet in each would hang.
-"padding" is of what is computed on; "balance" is tokens of the busiest rank over the mean; "waiting" is the share of
-rank time that is spent at a barrier after every microbatch, and "useful" the share that goes into tokens of samples,
-with time proportional to computed tokens. "time" is processor time of planning, on the driver.
+"microbatches" is the number per rank, from minimum to maximum: if it differs, ranks that synchronize in each microbatch
+would hang. "padding" is a fraction of the computed tokens; "balance" is tokens of the busiest rank over the mean;
+"waiting" is the share of rank time spent at a barrier after every microbatch, and "useful" the share spent on sample
+tokens, with time proportional to computed tokens. "time" is CPU time of planning, on the driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Lengths = tuple[list[int], list[int]]
 
 
 def lengths(kind: str, samples: int) -> Lengths:
-    """Prompts and responses, in tokens."""
+    """Random lengths of prompts and responses, in tokens."""
     rng = random.Random(f"{kind} {samples}")
     prompts = [length for _ in range(samples // 8) for length in [rng.randint(64, LONGEST_PROMPT)] * 8]
     draw: Callable[[], float] = {
@@ -49,7 +49,7 @@ def lengths(kind: str, samples: int) -> Lengths:
 
 
 def cut(order: Sequence[int], prompts: Sequence[int], responses: Sequence[int]) -> list[list[int]]:
-    """Runs of `order` within the budget, padding included."""
+    """Divide `order` into runs within the budget, padding included."""
     parts: list[list[int]] = []
     for i in order:
         wider = [*parts[-1], i] if parts else []
@@ -61,19 +61,19 @@ def cut(order: Sequence[int], prompts: Sequence[int], responses: Sequence[int]) 
 
 
 def runs(prompts: Sequence[int], responses: Sequence[int], ranks: int) -> Parts:
-    """Canonical order."""
+    """Microbatches in canonical order."""
     share = len(prompts) // ranks
     return [cut(range(rank * share, (rank + 1) * share), prompts, responses) for rank in range(ranks)]
 
 
 def sorted_runs(prompts: Sequence[int], responses: Sequence[int], ranks: int) -> Parts:
-    """Order of length."""
+    """Microbatches of samples sorted by length."""
     order = sorted(range(len(prompts)), key=lambda i: prompts[i] + responses[i], reverse=True)
     return [cut(order[rank::ranks], prompts, responses) for rank in range(ranks)]
 
 
 def first_fit(order: Sequence[int], prompts: Sequence[int], responses: Sequence[int], ranks: int) -> Parts:
-    """Packed rows, each sample into the first that holds it."""
+    """Packed rows; each sample goes into the first row with room."""
     rows: list[list[int]] = []
     left: list[int] = []
     for i in order:
@@ -88,12 +88,12 @@ def first_fit(order: Sequence[int], prompts: Sequence[int], responses: Sequence[
 
 
 def fit(prompts: Sequence[int], responses: Sequence[int], ranks: int) -> Parts:
-    """First fit."""
+    """Packed rows by first fit."""
     return first_fit(range(len(prompts)), prompts, responses, ranks)
 
 
 def fit_decreasing(prompts: Sequence[int], responses: Sequence[int], ranks: int) -> Parts:
-    """First fit decreasing."""
+    """Packed rows by first fit decreasing."""
     order = sorted(range(len(prompts)), key=lambda i: prompts[i] + responses[i], reverse=True)
     return first_fit(order, prompts, responses, ranks)
 
@@ -115,7 +115,7 @@ WAYS: dict[str, tuple[str, Callable[[Sequence[int], Sequence[int], int], Any]]] 
 
 
 def work(made: Parts | list[Shard], kind: str, prompts: Sequence[int], responses: Sequence[int]) -> list[list[int]]:
-    """Computed tokens: [rank][microbatch]."""
+    """Computed tokens, [rank][microbatch]."""
     if isinstance(made[0], Shard):
         return [
             [
@@ -135,14 +135,14 @@ def work(made: Parts | list[Shard], kind: str, prompts: Sequence[int], responses
 
 
 def members(made: Parts | list[Shard]) -> list[list[int]]:
-    """Samples of each rank."""
+    """The samples of each rank."""
     if isinstance(made[0], Shard):
         return [list(shard.index) for shard in made]
     return [[i for part in rank for i in part] for rank in made]
 
 
 def measure(way: str, drawn: Lengths, ranks: int, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     prompts, responses = drawn
     kind, make = WAYS[way]
     times_ms = []
@@ -183,7 +183,7 @@ def main() -> None:
                 rows += [common | measure(way, drawn, ranks, 1 if options.quick else 3) for way in WAYS]
     notes = (
         f"{BUDGET:,} tokens per microbatch; prompts up to {LONGEST_PROMPT}, responses up to {LONGEST_RESPONSE}. "
-        "'least' is tokens / budget / ranks, rounded up: with equal counts no way has fewer microbatches a rank."
+        "'least' is tokens / budget / ranks, rounded up: with equal counts, no method has fewer microbatches per rank."
     )
     report("packing", rows, list(rows[0]), notes, options.out)
 

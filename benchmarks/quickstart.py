@@ -1,10 +1,10 @@
-"""What the README's first command reaches: exact match and wall time of the quickstart over five seeds.
+"""What the README's first command achieves: exact match and wall time of the quickstart over five seeds.
 
 python -m benchmarks.quickstart [--task reverse] [--seeds 5] [--out FILE]
 
-Each seed is a run of the command itself in a fresh process, start-up included. The first seed runs twice: the same seed
-must give the same weights. Aims on `reverse`: within 150 s; greedy exact match on 1,000 held-out prompts at least 0.90
-in the median and never below 0.85; at least 0.4 above the warm start in the median.
+Each seed runs the command itself in a fresh process, start-up included. The first seed runs twice and must give the
+same weights. Aims on `reverse`: within 150 s; greedy exact match on 1,000 held-out prompts with a median of at least
+0.90 and never below 0.85; a median of at least 0.4 above the warm start.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     same = rows[0]["weights sha256"] == rows[-1]["weights sha256"]
     matches, gains = [row["exact match"] for row in distinct], [row["gain"] for row in distinct]
     notes = (
-        f"{options.task}: exact match median {statistics.median(matches):.3f}, least {min(matches):.3f}; gain median "
+        f"{options.task}: exact match median {statistics.median(matches):.3f}, minimum {min(matches):.3f}; gain median "
         f"{statistics.median(gains):.3f}; wall time at most {max(row['wall s'] for row in rows):.1f} s. "
         f"Seed 0 twice: {'the same' if same else 'OTHER'} weights."
     )

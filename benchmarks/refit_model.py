@@ -1,12 +1,12 @@
-"""What a refit should take, from its plan alone: against what was measured, and where nothing can be measured here.
+"""How long a refit should take, predicted from its plan: compared with measurements, and for larger setups.
 
 python -m benchmarks.refit_model [--measured benchmarks/results/refit-4xh200.json] [--out FILE]
 
-A transport takes as long as its most loaded resource: what a receiver gets, what a pair exchanges, or, for the ways
-through one root, what all of the model is; and a time a tensor where it sends tensor by tensor. The speeds of
-these are fitted to the rows of Qwen3-4B; the rows of the other models are predicted. The last rows are bounds between
-machines, at 50 GB/s a network card and one card a GPU, beside published times: NVIDIA-NeMo/RL, pull request 2413, and
-its documentation.
+A transport takes as long as its most loaded resource: the bytes of a receiver, the bytes of a pair, or, for transports
+through one root, the bytes of the whole model, plus a time per tensor if it sends tensor by tensor. These speeds are
+fitted to the rows of Qwen3-4B; the rows of other models are predicted. The last rows are lower bounds between machines,
+with 50 GB/s per network card and one card per GPU, next to published times: NVIDIA-NeMo/RL, pull request 2413, and its
+documentation.
 
 Aim: every predicted row within 15 % of the measured one.
 """
@@ -35,13 +35,13 @@ QWEN3_235B = Decoder(
     layers=94, hidden=4096, vocab=151936, heads=64, groups=4, head_dim=128, intermediate=1536, tied=False,
     qkv_bias=False, qk_norm=True, experts=128, chosen=8,
 )  # fmt: skip
-GB_S = np.geomspace(60, 450, 160)  # speeds that are tried
+GB_S = np.geomspace(60, 450, 160)  # candidate speeds
 MS_A_TENSOR = (0.0, *np.geomspace(0.005, 0.2, 40))
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a plan, in GB: what the most loaded receiver and pair have, and all of the model; and how many tensors."""
+    """A plan's load: GB of the busiest receiver, of the busiest pair and of the model; and the number of tensors."""
 
     receiver: float
     pair: float
@@ -50,7 +50,7 @@ class Load:
 
     @staticmethod
     def of(plan: Plan, source: Layout) -> Load:
-        """From all copies of a plan."""
+        """The load of all copies of a plan."""
         receivers = len(plan.received)
         pairs = np.zeros((len(plan.sent), receivers))
         for receiver in range(receivers):
@@ -61,15 +61,15 @@ class Load:
 
 
 def predicted_ms(arm: str, load: Load, fit: tuple[float, float]) -> float:
-    """Milliseconds; `fit` are the two numbers of the arm."""
+    """Predicted milliseconds; `fit` are the two parameters of the arm."""
     first, second = fit
     if arm in ("pull", "p2p"):  # GB/s of a receiver, and of a pair
         return 1e3 * max(load.receiver / first, load.pair / second)
-    return 1e3 * load.model / first + load.tensors * second * (arm == "golden")  # GB/s of the root, and ms a tensor
+    return 1e3 * load.model / first + load.tensors * second * (arm == "golden")  # GB/s of the root, and ms per tensor
 
 
 def fitted(arm: str, rows: list[tuple[Load, float]], root_gb_s: float) -> tuple[float, float]:
-    """The two numbers whose largest error on these rows is the smallest; `golden` has the root of `broadcast`."""
+    """The two parameters with the smallest maximum error on these rows; `golden` has the root speed of `broadcast`."""
     first = GB_S if arm != "golden" else np.array([root_gb_s])
     second = GB_S if arm in ("pull", "p2p") else MS_A_TENSOR if arm == "golden" else (0.0,)
 
@@ -80,7 +80,7 @@ def fitted(arm: str, rows: list[tuple[Load, float]], root_gb_s: float) -> tuple[
 
 
 def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each that was measured."""
+    """One row per measured row."""
     mappings = {
         name: (layout, tensor, senders)
         for senders, group in MAPPINGS.items()
@@ -113,7 +113,7 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bounds() -> list[dict[str, Any]]:
-    """What no refit between machines can undercut."""
+    """Lower bounds of refits between machines."""
     cases = {
         "Qwen3-30B-A3B EP4 -> TP4": (qwen3(QWEN3_30B, split(experts=4), 4, 1), "0.48 to 0.67"),
         "Qwen3-235B-A22B TP4 EP8 PP2 -> 8 x TP8": (
@@ -140,7 +140,7 @@ def main() -> None:
     rows = compared(json.loads(options.measured.read_text())) + bounds()
     worst = max(abs(row["error %"]) for row in rows if row.get("within 15 %") in ("yes", "NO"))
     columns = ["what", "predicted ms", "measured ms", "error %", "within 15 %", "published s"]
-    notes = f"Fitted to {FITTED}; the largest error of a predicted row is {worst} %. Bounds: {CARD_GB_S:g} GB/s a card."
+    notes = f"Fitted to {FITTED}; the largest prediction error is {worst} %. Bounds: {CARD_GB_S:g} GB/s per card."
     report("refit_model", rows, columns, notes, options.out)
 
 

@@ -1,11 +1,11 @@
-"""How long it takes to plan a refit, on one core, and how evenly the plan loads the senders.
+"""How long it takes to plan a refit on one core, and how evenly the plan loads the senders.
 
 python -m benchmarks.refit_plan [--out FILE]
 
-Layouts are described, the plan is built, its digest is made, and one receiver's copies are listed: what every rank does
-once in a run. Megatron ranks of TP x PP x EP (and data parallel replicas) send to replicas of vLLM. The 671B shape is
-that of DeepSeek-V3: 61 layers of 256 experts, 4 layers a pipeline stage, experts over 64 ranks, the rest over 8; it is
-served by 32 replicas of 32 ranks.
+The benchmark describes the layouts, builds the plan, computes its digest and lists one receiver's copies: the work of
+each rank once per run. Megatron ranks of TP x PP x EP (and data-parallel replicas) send to replicas of vLLM. The 671B
+shape is DeepSeek-V3's: 61 layers of 256 experts, 4 layers per pipeline stage, experts over 64 ranks, the rest over 8;
+32 replicas of 32 ranks serve it.
 
 Aim: under 2 s for Qwen3-30B-A3B, under 30 s for 1,024 ranks of the 671B shape.
 """
@@ -38,7 +38,7 @@ QWEN3_4B = Decoder(
 
 
 def qwen3(decoder: Decoder, parts: list[Part], tensor: int, replicas: int) -> tuple[Layout, Layout]:
-    """Megatron ranks to replicas of vLLM."""
+    """The layouts of Megatron ranks and of vLLM replicas."""
     tensors = megatron.tensors(decoder, "bfloat16")
     served = [vllm.places(decoder, rank, tensor, ITEM_BYTES) for _ in range(replicas) for rank in range(tensor)]
     return Layout(tensors, [megatron.places(decoder, part, ITEM_BYTES) for part in parts]), Layout(tensors, served)
@@ -65,7 +65,7 @@ DEEPSEEK: dict[str, tuple[tuple[int, ...], int | None]] = {  # shape, and the di
 
 
 def deepseek(stages: int = 16, tensor: int = 8, experts: int = 64, serve: int = 32) -> tuple[Layout, Layout]:
-    """1,024 ranks to 1,024 ranks."""
+    """The layouts of DeepSeek-V3: 1,024 training ranks and 1,024 serving ranks."""
     tensors = {f"{i}.{n}": Tensor(shape, "bfloat16") for i in range(LAYERS) for n, (shape, _) in DEEPSEEK.items()}
 
     def place(name: str, dimension: int | None, share: int, shares: int) -> Place:
@@ -93,7 +93,7 @@ def deepseek(stages: int = 16, tensor: int = 8, experts: int = 64, serve: int = 
 
 
 def split(tensor: int = 1, stages: int = 1, experts: int = 1, replicas: int = 1) -> list[Part]:
-    """Ranks of a training layout."""
+    """The parts of all ranks of a training layout."""
     return [
         Part(tensor=t, tensors=tensor, stage=s, stages=stages, expert=e, experts=experts)
         for _, s, e, t in product(range(replicas), range(stages), range(experts), range(tensor))

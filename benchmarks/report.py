@@ -1,8 +1,8 @@
-"""Prints the table of a benchmark and writes it as JSON with what is needed to judge and repeat it.
+"""Prints a benchmark's table and writes it as JSON, with the command, hardware and versions.
 
     report("data_plane", rows, columns=["keys", "put_ms"], notes="medians of 20", out=Path("data_plane.json"))
 
-Knows nothing of what was measured.
+Knows nothing about the benchmark itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 STAT = Path("/proc/stat")
-WRITTEN = ("--out", "--trace")  # where to
+WRITTEN = ("--out", "--trace")  # flags that say where to write
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core", "trl")
 
 
 def _seconds() -> list[int]:
-    """Time of all cores so far, by what they did with it (proc_stat(5)); none where there is no such file."""
+    """Time of all cores so far, by kind (proc_stat(5)); empty if the file does not exist."""
     return [int(number) for number in STAT.read_text().split("\n", 1)[0].split()[1:9]] if STAT.exists() else []
 
 
@@ -36,7 +36,7 @@ _began = _seconds()
 def report(
     name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], notes: str, out: Path | str | None = None
 ) -> dict[str, Any]:
-    """Print `columns` of `rows` and `notes`; write everything to `out` where it is given. Returns what is written."""
+    """Print `columns` of `rows`, and `notes`; write everything to `out` if given. Returns what it writes."""
     table = Table(title=name)
     for column in columns:
         table.add_column(column, justify="left" if rows and isinstance(rows[0].get(column), str) else "right")
@@ -46,7 +46,7 @@ def report(
     console.print(table)
     console.print(notes, markup=False)
     if (percent := stolen()) is not None:
-        console.print(f"The hypervisor gave {percent} % of the wanted CPU time to others.", markup=False)
+        console.print(f"The hypervisor gave {percent} % of the requested CPU time to other machines.", markup=False)
     result = {
         "name": name,
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
@@ -65,21 +65,21 @@ def report(
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:
-    """The arguments without those that say where to write, which are paths of one machine."""
+    """The arguments without output paths, which are specific to one machine."""
     pairs = zip(["", *arguments], arguments)
     return [given for before, given in pairs if before not in WRITTEN and given.partition("=")[0] not in WRITTEN]
 
 
 def stolen() -> float | None:
-    """The share of the time in which cores were wanted that the hypervisor gave to others, in percent, since this
-    process began; None where the kernel does not say."""
+    """Percentage of the requested CPU time that the hypervisor gave to other machines since this process began; None
+    if the kernel does not report it."""
     spent = [now - before for now, before in zip(_seconds(), _began)]
-    wanted = sum(spent) - sum(spent[3:5])  # all but idle and waiting for a disk
+    wanted = sum(spent) - sum(spent[3:5])  # without idle and I/O wait
     return round(100 * spent[7] / wanted, 1) if wanted else None
 
 
 def hardware() -> dict[str, Any]:
-    """Cores that this process may use, memory in GiB, processor, and GPUs where torch is loaded and sees some."""
+    """Cores that this process may use, memory in GiB, processor, and the GPUs that torch sees, if it is loaded."""
     found: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -91,7 +91,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those of PACKAGES that are installed."""
+    """Versions of Python and of the installed PACKAGES."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

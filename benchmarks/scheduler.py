@@ -2,10 +2,10 @@
 
 python -m benchmarks.scheduler [--quick] [--out FILE]
 
-Every group's fields land one group at a time, in a shuffled order, as streaming rollouts deliver them. A decision is a
-group that is handed to a stage, claimed, dropped or cleared. Cases: one step that holds all groups; a run that drops
-what is too old (`max_staleness=2`), whose batches are a third of what is in flight, with one group in ten slow; and
-1,024 replicas that sample. Aim: 50,000 a second.
+Fields land one group at a time, in a shuffled order, as streaming rollouts deliver them. A decision is a group that is
+sent to a stage, claimed, dropped or cleared. Cases: one step with all groups; a run that drops stale groups
+(`max_staleness=2`), with batches of a third of the groups in flight and one group in ten slow; and 1,024 sampling
+replicas. Aim: 50,000 per second.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.unit import toy
 
 AIM = 50_000
 REPLICAS = 1_024
-SLOW = 0.1  # of the groups, where some are to become too old
-SLOW_ROUNDS = 20  # of reports in between
+SLOW = 0.1  # fraction of the groups, if some are to become stale
+SLOW_ROUNDS = 20  # rounds by which the report of a slow group is late
 
 
 def planned(groups: int, *, replicas: int = 1, steps: int = 1, staleness: int = 0) -> Plan:
-    """GRPO steps of `groups` groups, whose rollout streams on `replicas` workers."""
+    """A plan of GRPO steps of `groups` groups, with a streaming rollout on `replicas` workers."""
     changes = toy.streaming(sampler=replicas, reward={"per": "group"}, evaluate=None)
     schedule = Schedule(
         steps=steps, max_staleness=staleness, on_stale="drop" if staleness else "wait", refit="in_flight"
@@ -42,7 +42,7 @@ def planned(groups: int, *, replicas: int = 1, steps: int = 1, staleness: int = 
 
 
 def reports(task: Task, stage: PlannedStage, weights_fields: tuple[str, ...], rng: random.Random) -> list[list[Event]]:
-    """What a task reports, in parts: a stream group by group, others all at the end."""
+    """The reports of a task, in parts: group by group for a stream, otherwise all at the end."""
     weights = tuple(field for field in stage.writes if field in weights_fields)
     fields = tuple(field for field in stage.writes if field not in weights)
     order = list(task.groups)
@@ -58,7 +58,7 @@ def reports(task: Task, stage: PlannedStage, weights_fields: tuple[str, ...], rn
 
 
 def run(described: Plan, slow: float) -> Counter[str]:
-    """Counts of decisions and reports, and the microseconds that the scheduler took; `slow` of the groups take long."""
+    """Count decisions, reports and the scheduler's microseconds; a fraction `slow` of the groups is late."""
     scheduler = Scheduler(described)
     rng = random.Random(described.batch)
     stages = {stage.name: stage for stage in described.stages}

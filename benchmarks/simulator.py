@@ -1,18 +1,18 @@
-"""Whether the simulator foretells a run that it was not fitted to, and how fast it is.
+"""How well the simulator predicts runs that it was not fitted to, and how fast it is.
 
 python -m benchmarks.simulator [--steps 20] [--rounds 3] [--only speed] [--out FILE]
 
-Synchronous runs are recorded on Ray and TransferQueue: of the quickstart as it is; of the quickstart with groups that
-come late (lognormal, benchmarks/delayed.py); and of a graph that only sleeps (benchmarks/asleep.py). From the records
-alone other configurations are predicted, and then run:
+Three synchronous runs are recorded on Ray and TransferQueue: the quickstart; the quickstart with delayed groups
+(lognormal, benchmarks/delayed.py); and a graph whose stages only sleep (benchmarks/asleep.py). From these records alone
+the simulator predicts other configurations, which are then run:
 
     contended        no delays, max_staleness=1: sampler and learner compute at the same time on the same cores
-    late, wait       groups come late, max_staleness=1, in-flight refit
-    late, drop       groups come late, max_staleness=2, on_stale="drop", in-flight refit
-    asleep, ...      the same two where nothing computes, so that a busy machine does not disturb them
+    late, wait       delayed groups, max_staleness=1, in-flight refit
+    late, drop       delayed groups, max_staleness=2, on_stale="drop", in-flight refit
+    asleep, ...      the same two with sleeping stages, so that a busy machine does not disturb them
 
-Aim: the predicted seconds per step within 15 % of the measured ones. Speed: 1,024 rollout workers for 100 steps of
-1,024 groups in under 30 s of one core. A loop of 5 million additions beside it says how fast that core is.
+Aim: predicted seconds per step within 15 % of the measured ones. Speed: 1,024 rollout workers for 100 steps of 1,024
+groups in under 30 s of one core. A loop of 5 million additions measures how fast that core is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ AIM, AIM_S = 0.15, 30.0
 CORES = float(len(os.sched_getaffinity(0)))
 WAIT = Changes(max_staleness=1, refit="in_flight")
 DROP = Changes(max_staleness=2, on_stale="drop", refit="in_flight")
-RUNS: dict[str, tuple[str, Changes]] = {  # the record that a run is predicted from, and what is changed of it
+RUNS: dict[str, tuple[str, Changes]] = {  # the record that a run is predicted from, and the changes to it
     "sync": ("sync", Changes()),
     "contended": ("sync", Changes(max_staleness=1)),
     "late, sync": ("late, sync", Changes()),
@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[str, Changes]] = {  # the record that a run is predicted f
 
 
 def described(name: str, steps: int) -> Graph:
-    """The graph of a configuration: the quickstart without its evaluation, or the sleepers."""
+    """The graph of a configuration: the quickstart without evaluation, or the sleeping graph."""
     change = RUNS[name][1]
     schedule = Schedule(
         steps=steps,
@@ -100,7 +100,7 @@ def run(name: str, steps: int, folder: Path) -> None:
 
 
 def measured(name: str, steps: int, folder: Path) -> Path:
-    """Run a configuration in a process of its own; its run directory."""
+    """Run a configuration in a separate process. Returns its run directory."""
     path = folder / name.replace(", ", "-")
     command = [
         sys.executable,
@@ -126,14 +126,14 @@ def read(path: Path) -> Report:
 
 
 def predicted(record: Path, change: Changes, rounds: int = 5) -> list[Report]:
-    """What a changed run would have been, from the record of another, for several seeds."""
+    """Predict a changed run from the record of another, for several seeds."""
     recording = recorded(record, cores=CORES)
     return [simulated(recording, change, seed=seed)[1] for seed in range(rounds)]
 
 
 def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """What was predicted of each configuration, beside what was measured: in each round every run once, in turns, and
-    medians over the rounds, since machines have fast and slow minutes."""
+    """Predicted and measured numbers of each configuration. Each round has every run once; numbers are medians over
+    rounds, since a machine's speed varies from minute to minute."""
     needed = [name for name in RUNS if name in names or any(RUNS[other][0] == name for other in names)]
     runs: dict[str, list[Path]] = {name: [] for name in needed}
     for number in range(rounds):
@@ -177,8 +177,8 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
 
 
 def pace(run: Path, record: Path) -> float:
-    """CPU seconds per task of the trainer in a run over those in its record, which has the same tasks: whether the
-    machine itself was slower."""
+    """The ratio of CPU seconds per trainer task, run over record. Both have the same tasks, so it shows whether the
+    machine was slower."""
     took_s = []
     for path in (run, record):
         events = [event for _, event in trace.read(RunDir(path).events) if isinstance(event, trace.Ran)]
@@ -193,7 +193,7 @@ def _busy(reports: Sequence[Report]) -> str:
 
 
 def wide(workers: int, steps: int, on_stale: Literal["wait", "drop"]) -> Plan:
-    """The quickstart's graph with so many rollout workers and as many groups a step."""
+    """The quickstart's graph with `workers` rollout workers and as many groups per step."""
     graph = quickstart.graph(
         steps=steps, max_staleness=2, on_stale=on_stale, refit="in_flight", prompts_per_step=workers
     )
@@ -207,7 +207,7 @@ def _with_workers(planned: Plan, workers: int) -> Plan:
 
 
 def speed(workers: int = 1024, steps: int = 100) -> list[dict[str, Any]]:
-    """Seconds of one core that a large simulation takes."""
+    """CPU seconds of a large simulation on one core."""
     rows = []
     seconds = {"rollout": "lognormal(10, 0.8)", "train": "2 @ 1", "prev_logprobs": "0.5 @ 1", "refit": "0.1"}
     for on_stale in ("wait", "drop"):
@@ -238,7 +238,7 @@ def speed(workers: int = 1024, steps: int = 100) -> list[dict[str, Any]]:
 
 
 def additions(count: int = 5_000_000) -> float:
-    """CPU seconds of a plain loop, before and after which the machine may be a different one."""
+    """CPU seconds of a plain loop, a measure of the machine's current speed."""
     began_s, total = time.process_time(), 0
     for i in range(count):
         total += i
@@ -267,10 +267,10 @@ def main() -> None:
         rows += speed()
     notes = (
         f"{options.rounds} rounds of {options.steps} steps of 32 x 16 samples on {CORES:g} cores; delays lognormal, "
-        f"mean {MEAN_S} s, sigma {TAIL}. Medians of the rounds' means behind the warm-up; predictions are means over "
-        "5 seeds, made from the synchronous record of their round alone. Staleness in versions and dropped groups: "
+        f"mean {MEAN_S} s, sigma {TAIL}. Medians of the rounds' means after the warm-up; predictions are means over "
+        "5 seeds, from the synchronous record of the same round alone. Staleness in versions and dropped groups: "
         "predicted / measured. Pace: CPU seconds of the trainer's tasks in each run over those in its record; not 1 "
-        "where the machine was faster in one of them."
+        "if the machine was faster in one of them."
     )
     report("simulator", rows, list(dict.fromkeys(key for row in rows for key in row)), notes, options.out)
 

@@ -1,12 +1,12 @@
-"""What it costs to move a batch in many small units: 32 groups of 16 samples in 1, 8 or 32 puts, gets and clears.
+"""The cost of moving a batch in many small units: 32 groups of 16 samples in 1, 8 or 32 puts, gets and clears.
 
     python -m benchmarks.small_units [--rounds 30] [--against BEFORE.json] [--out small_units.json]
 
-The columns are the eight of a training step. "In turn" is one call after the other, as from one thread; "burst" is all
-at once from a thread each; "4 threads" is a pool of four. Every operation is measured once a round, after one another,
-so a ratio is the median of ratios of neighbours in time. `caller_ms` is CPU time of the calling process, `cpu_ms` that
-of the caller, TransferQueue's controller and its storage unit together. `--against` adds the times of another report of
-this benchmark, such as one of an earlier commit.
+The columns are the eight of a training step. "In turn" means one call after the other from one thread; "burst" all at
+once, each from its own thread; "4 threads" a pool of four. Each round measures every operation once, one after the
+other, so a ratio is the median of ratios of measurements close in time. `caller_ms` is CPU time of the calling process,
+`cpu_ms` that of the caller, TransferQueue's controller and its storage unit together. `--against` adds the times of
+another report of this benchmark, for example of an earlier commit.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pipeline.declare.handle import keys_of, sample_key
 
 GROUPS, SAMPLES = 32, 16
 WARM_UP = 3
-Operation = tuple[str, str, Callable[[], Any]]  # name, name of the operation that it is compared with, what to do
+Operation = tuple[str, str, Callable[[], Any]]  # name, name of the operation that it is compared with, function
 
 
 class Processes:
-    """CPU time of this process and of the Ray actors that it has started."""
+    """CPU time of this process and of the Ray actors that it started."""
 
     def __init__(self) -> None:
         self.others = [pid for pid in _descendants(os.getpid()) if "ray::" in _command(pid)]
 
     def others_ms(self) -> float:
-        """Of the Ray actors."""
+        """CPU milliseconds of the Ray actors."""
         return sum(map(_cpu_ms, self.others))
 
 
@@ -69,7 +69,7 @@ def _command(pid: int) -> str:
 
 
 def _text(path: Path) -> str:
-    """Empty where the process or thread has just ended."""
+    """The text of a file; empty if its process or thread has just ended."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +77,7 @@ def _text(path: Path) -> str:
 
 
 class Round:
-    """One batch, moved in every way. Every layout has groups of its own."""
+    """One batch, moved in every layout. Each layout has its own groups."""
 
     def __init__(self, plane: Any, made: dict[int, list[Columns]], number: int, pools: dict[int, ThreadPoolExecutor]):
         self.plane, self.made, self.pools = plane, made, pools
@@ -85,7 +85,7 @@ class Round:
         self.handles: dict[str, list[KVBatchMeta]] = {}
 
     def operations(self) -> Iterator[Operation]:
-        """In the order in which they are done."""
+        """Yield the operations in execution order."""
         for layout, parts, threads in (
             ("1 put of 32 groups", 1, 1), ("8 puts of 4, in turn", 8, 1), ("32 puts of 1, in turn", 32, 1),
             ("8 puts of 4, burst", 8, 8), ("32 puts of 1, burst", 32, 32), ("32 puts of 1, 4 threads", 32, 4),
@@ -147,11 +147,11 @@ def _part(whole: Columns, number: int, parts: int) -> Columns:
 
 
 def void(_: Any) -> None:
-    """Drops a result."""
+    """Discard a result."""
 
 
 def measure(store: str, plane: Any, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """One table row an operation."""
+    """One table row per operation."""
     whole = columns(GROUPS * SAMPLES, tokens, 8)
     made = {parts: [_part(whole, p, parts) for p in range(parts)] for parts in (1, 8, 32)}
     pools = {threads: ThreadPoolExecutor(threads) for threads in (4, 8, 32)}
@@ -181,7 +181,7 @@ STAGES = (("response_ids", "token_versions", "rollout_logprobs", "truncated"), (
 
 
 def handles(tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """What the driver does with the handles of three stages: make one of all their puts, and send it."""
+    """The driver's work on the handles of three stages: join those of all puts, and send the result."""
     rows = []
     for parts in (1, 32):
         puts, keys = _put_by(parts, tokens)
@@ -198,7 +198,7 @@ def handles(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _put_by(parts: int, tokens: int) -> tuple[list[list[KVBatchMeta]], tuple[str, ...]]:
-    """The handles of the puts of each stage, in the order in which groups happened to finish, and all keys."""
+    """The handles of each stage's puts, in a random completion order, and all keys."""
     plane = MemoryPlane()
     plane.register("small", FIELDS, ["bench"])
     made = columns(GROUPS * SAMPLES, tokens, 8)
@@ -215,7 +215,7 @@ def _put_by(parts: int, tokens: int) -> tuple[list[list[KVBatchMeta]], tuple[str
 
 
 def _joined(puts: list[list[KVBatchMeta]], keys: tuple[str, ...]) -> KVBatchMeta:
-    """One handle in canonical order, as the driver's table makes it."""
+    """Join the handles into one in canonical order, as the driver does."""
     wholes = [KVBatchMeta.concat(of) if len(of) > 1 else of[0] for of in puts]
     at = [{key: i for i, key in enumerate(whole.keys)} for whole in wholes]
     return KVBatchMeta.join([
@@ -225,7 +225,7 @@ def _joined(puts: list[list[KVBatchMeta]], keys: tuple[str, ...]) -> KVBatchMeta
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds")
     parser.add_argument("--tokens", type=int, default=16, help="mean tokens of a response")
@@ -255,7 +255,7 @@ def main() -> None:
         names += ["ms_before", "ratio_before", "caller_ms_before", "bytes_before"]
     report(
         "small_units", rows, names,
-        f"{GROUPS} groups of {SAMPLES} samples, {args.tokens} tokens a response in the mean, 8 columns. Medians of "
+        f"{GROUPS} groups of {SAMPLES} samples, {args.tokens} tokens per response on average, 8 columns. Medians of "
         f"{args.rounds} rounds. Ratios are to the operation on the whole batch. No cache; 1 storage unit.",
         args.out,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""What staleness costs in quality: the quickstart's held-out exact match, synchronous and with older samples.
+"""The cost of staleness in quality: the quickstart's held-out exact match, synchronous and with older samples.
 
 python -m benchmarks.staleness [--seeds 5] [--out FILE]
 
-In process, so that a run is the same every time: with max_staleness k every batch after the first k is sampled with
-weights k versions old. Arms: synchronous; max_staleness 2 with truncated importance sampling, as `--max-staleness 2`
-has it; and max_staleness 4 with and without the correction. The same number of samples for all. Exact match is greedy,
+Runs are in process and therefore reproducible: with max_staleness k, every batch after the first k is sampled with
+weights k versions old. Arms: synchronous; max_staleness 2 with truncated importance sampling, as with `--max-staleness
+2`; and max_staleness 4 with and without the correction. All arms use the same number of samples. Exact match is greedy,
 on 1,000 held-out prompts, after half of the steps and at the end.
 
 Aim: the median of max_staleness 2 within 0.03 of synchronous.
@@ -43,7 +43,7 @@ class Uncorrected(ClippedLoss):
 
 
 def described(seed: int, staleness: int, corrected: bool) -> Graph:
-    """The quickstart; without its correction where that is asked."""
+    """The quickstart, without its correction unless `corrected`."""
     graph = quickstart.graph(seed=seed, max_staleness=staleness)
     if corrected:
         return graph
@@ -53,7 +53,7 @@ def described(seed: int, staleness: int, corrected: bool) -> Graph:
 
 
 def run(seed: int, arm: str, folder: Path) -> dict[str, Any]:
-    """Exact match before, half-way and after; mismatch between sampler and trainer."""
+    """Run one arm. Returns exact match before, half-way and after, and the mismatch of sampler and trainer."""
     graph = described(seed, *ARMS[arm])
     run_dir = RunDir(folder).create()
     Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
@@ -74,7 +74,7 @@ def run(seed: int, arm: str, folder: Path) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[dict[str, Any]], column: str) -> dict[str, float]:
-    """Over the seeds of each arm."""
+    """Medians over the seeds of each arm."""
     return {arm: statistics.median(row[column] for row in rows if row["arm"] == arm) for arm in ARMS}
 
 

@@ -2,9 +2,9 @@
 
 python -m benchmarks.step_time [--steps 40] [--rounds 3] [--threads 2] [--out FILE]
 
-Every contender trains the same warm-started model on the same prompts with the same batch and seed, each in a process
-of its own, one after the other, round after round. A step is everything from one set of weights to the next: rollout,
-rewards, previous-policy logprobs, advantages, two updates of half a batch each, and, where there is one, refit. Steps
+Every contender trains the same warm-started model on the same prompts with the same batch and seed, in a separate
+process, one after the other in each round. A step is everything from one version of the weights to the next: rollout,
+rewards, previous-policy logprobs, advantages, two updates of half a batch each, and the refit, if there is one. Steps
 in the first quarter of a process are not counted.
 """
 
@@ -50,7 +50,7 @@ def described(steps: int, threads: int) -> Graph:
 
 
 def by_hand(steps: int, threads: int) -> list[float]:
-    """Seconds of each step of the hand-written loop of the tests."""
+    """Seconds of each step of the tests' hand-written loop."""
     import torch
 
     from tests.integration import handwritten
@@ -72,7 +72,7 @@ def by_hand(steps: int, threads: int) -> list[float]:
 
 
 def ours(steps: int, threads: int, executor_name: str) -> list[float]:
-    """Seconds between the published versions of a run."""
+    """Seconds between published versions of a run."""
     from pipeline.engine.driver import Engine
     from pipeline.plan.planner import plan
     from pipeline.record import trace

@@ -1,10 +1,10 @@
-"""What the web view costs beside a run: CPU seconds per minute with no page, 1 and 20, and memory over a long replay.
+"""The cost of the web view next to a run: CPU seconds per minute with 0, 1 and 20 pages, and memory of a long replay.
 
 python -m benchmarks.view [--seconds 60] [--events-per-s 200] [--spans 300000] [--out FILE]
 
-A run is recorded while it is looked at: a simulated record, written line by line at a steady pace. A page is what a
-browser asks for: the stream of rows, and findings as steps end, ten seconds apart at least. Then a record of many spans
-is followed from its first byte to its end, and the memory of the server is looked at after each tenth.
+The view follows a simulated record that is written line by line at a steady pace. A page makes the requests of a
+browser: the stream of rows, and the findings as steps end, at least ten seconds apart. Then the view follows a record
+of many spans from its first byte to its end; the server's memory is read after each tenth.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Page(threading.Thread):
 
 
 def live(pages: int, seconds: float, events_per_s: float) -> dict[str, Any]:
-    """The cost while a run writes so many events per second and so many pages are open."""
+    """The cost while a run writes `events_per_s` events per second and `pages` pages are open."""
     plan, events = simulated(steps=int(seconds * events_per_s / 30) + 50, max_staleness=1)
     tick_s = 0.1
     batch = max(1, round(events_per_s * tick_s))
@@ -98,7 +98,7 @@ def live(pages: int, seconds: float, events_per_s: float) -> dict[str, Any]:
 
 
 def replay(spans: int) -> dict[str, Any]:
-    """Memory of the server while a record grows to so many spans and one page is open."""
+    """Memory of the server while a record grows to `spans` spans, with one page open."""
     plan, events = simulated(steps=300, max_staleness=1)
     tail = events[len(events) // 2 : -1]
     per_round = sum(isinstance(event, trace.Ran) for event in tail)
@@ -115,7 +115,7 @@ def replay(spans: int) -> dict[str, Any]:
                 writer.flush()
                 if number % max(1, rounds // 10) == 0:
                     seen = -1
-                    while seen != reader.received_bytes:  # until the page has it all
+                    while seen != reader.received_bytes:  # until the page has received everything
                         seen = reader.received_bytes
                         time.sleep(1.0)
                     memory.append(memory_bytes(served.process.pid))
@@ -130,7 +130,7 @@ def replay(spans: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--events-per-s", type=float, default=200.0)
@@ -141,7 +141,7 @@ def main() -> None:
     found = replay(options.spans)
     notes = (
         f"A simulated run that writes {options.events_per_s:g} events per second for {options.seconds:g} s; "
-        f"mib_per_page is what a page received. Replay with one page: {found['spans']} spans, memory of the server in "
+        f"mib_per_page is what a page received. Replay with one page: {found['spans']} spans, server memory in "
         f"MiB after each tenth {found['memory_mib']}, growth over the second half "
         f"{100 * found['second_half_growth']:.1f} %."
     )

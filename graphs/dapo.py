@@ -1,10 +1,9 @@
-"""DAPO (arXiv 2503.14476) on a small Qwen3 that is made on the spot: two CPU cores, no download.
+"""DAPO (arXiv 2503.14476) on a small, randomly initialized Qwen3: two CPU cores, no download.
 
 python -m pipeline.run graphs/dapo.py
 
-What it adds to GRPO is in four lines below: clip-higher, dynamic sampling, the token mean and overlong shaping. For a
-model and a file of your own take `policy` and `source` as graphs/grpo.py has them, and max_tokens=20480, cache=4096,
-lr=1e-6, which are the paper's.
+It adds four lines to GRPO: clip-higher, dynamic sampling, the token mean and overlong shaping. For your own model and
+data, use `policy` and `source` as in graphs/grpo.py, and the paper's max_tokens=20480, cache=4096 and lr=1e-6.
 """
 
 from typing import Literal
@@ -47,22 +46,22 @@ def graph(
     evaluate_every: int = 20,
     threads: int = 2,
 ) -> Graph:
-    """Teaches a tiny transformer a task by right and wrong alone, on prompts that it answers now rightly, now wrongly.
+    """Teaches a tiny transformer a task with a 0/1 reward, on prompts that it answers correctly only some of the time.
 
-    task                what is learned
+    task                the task to learn
     steps               batches to train on
     max_staleness       policy versions that sampling may run ahead of training; 0 is synchronous
-    seed                of the model's weights and of every random number
-    prompts_per_step    groups of a batch
-    samples_per_prompt  responses to each prompt
-    max_rounds          batches of prompts that are sampled for one step at most
-    cache               tokens before the longest response over which a growing penalty is put on length
+    seed                seed of the model's weights and of all random numbers
+    prompts_per_step    groups per batch
+    samples_per_prompt  responses per prompt
+    max_rounds          maximum number of batches of prompts sampled per step
+    cache               tokens before the maximum length over which the length penalty grows
     clip_low            how far a token's ratio may fall below 1
     clip_high           how far a token's ratio may rise above 1
     lr                  learning rate
-    minibatches         optimizer updates of each batch; with 1 nothing is ever clipped
-    warm_start_steps    supervised updates before, at most
-    warm_start_until    they end once this fraction of answers is right: there is nothing to learn where all are wrong
+    minibatches         optimizer updates per batch; with 1, nothing is ever clipped
+    warm_start_steps    maximum number of supervised updates before DAPO
+    warm_start_until    fraction of correct answers at which they end; if all are wrong, there is nothing to learn from
     evaluate_every      steps between evaluations on 1,000 held-out prompts
     threads             torch threads of sampler and learner
     """

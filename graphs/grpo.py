@@ -1,5 +1,5 @@
 """GRPO for any Hugging Face causal language model and a JSONL file with the columns `prompt` and `answer`. Synchronous;
-`graphs/grpo_async.py` is the same with one number changed.
+`graphs/grpo_async.py` changes one number to run asynchronously.
 
 python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl
 """
@@ -41,7 +41,7 @@ def graph(
     lr: float = 1e-6,
     kl: float = 0.001,
 ) -> Graph:
-    """Group-relative policy optimisation with an exact-match reward.
+    """Group-relative policy optimization with an exact-match reward.
 
     model               a folder, or a hub name
     data                a JSONL file
@@ -49,23 +49,23 @@ def graph(
     trainer             backend that trains
     sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
     learner_gpus        GPUs that train, one worker each
-    colocated           the same GPUs for both, in turns
-    refit_transport     how new weights come to the sampler (stages/refit.py)
+    colocated           whether sampler and learner take turns on the same GPUs
+    refit_transport     how new weights reach the sampler (stages/refit.py)
     steps               batches to train on
-    max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
-    seed                of every random number
-    prompts_per_step    groups of a batch
-    samples_per_prompt  responses to each prompt
-    max_tokens          of a response
+    max_staleness       maximum age of a sample, in policy versions; 0 is synchronous
+    seed                seed of all random numbers
+    prompts_per_step    groups per batch
+    samples_per_prompt  responses per prompt
+    max_tokens          maximum tokens per response
     microbatch          samples in one pass of the trainer
-    minibatches         optimizer updates of each batch
+    minibatches         optimizer updates per batch
     lr                  learning rate
-    kl                  weight of the divergence from the model as it was before training; above 0
+    kl                  weight of the KL divergence from the model before training; above 0
     """
     policy = Model(model)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
-    loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 where nothing is stale
+    loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),

@@ -1,9 +1,9 @@
-"""GRPO on GSM8K: grade school mathematics, with held-out evaluation. Without --model a tiny random one: two CPU cores.
+"""GRPO on GSM8K, grade school mathematics, with held-out evaluation. Without --model, a tiny random model on two cores.
 
 python -m pipeline.run graphs/gsm8k.py --model Qwen/Qwen3-0.6B --data gsm8k --sampler-gpus 1 --learner-gpus 1
 
-The folder holds the files train.jsonl and test.jsonl of https://github.com/openai/grade-school-math (Cobbe et al. 2021,
-arXiv 2110.14168), with the columns `question` and `answer`; the answer's number follows `####`.
+The folder contains train.jsonl and test.jsonl of https://github.com/openai/grade-school-math (Cobbe et al. 2021, arXiv
+2110.14168), with the columns `question` and `answer`; the final number follows `####` in the answer.
 """
 
 from pathlib import Path
@@ -57,30 +57,30 @@ def graph(
     evaluate_every: int = 20,
     evaluate_prompts: int = 200,
 ) -> Graph:
-    """Group-relative policy optimisation on word problems, with math-verify as the reward.
+    """Group-relative policy optimization on word problems, with math-verify as the reward.
 
-    model               a folder, or a hub name; empty builds a tiny random model, which shows that everything runs
+    model               a folder, or a hub name; empty builds a tiny random model to check that everything runs
     data                a folder with train.jsonl and test.jsonl
     generator           backend that samples
     trainer             backend that trains
     sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
     learner_gpus        GPUs that train, one worker each
     steps               batches to train on
-    seed                of every random number
-    prompts_per_step    groups of a batch
-    samples_per_prompt  responses to each prompt
-    max_tokens          of a response
+    seed                seed of all random numbers
+    prompts_per_step    groups per batch
+    samples_per_prompt  responses per prompt
+    max_tokens          maximum tokens per response
     microbatch          samples in one pass of the trainer
-    minibatches         optimizer updates of each batch
+    minibatches         optimizer updates per batch
     lr                  learning rate
-    kl                  weight of the divergence from the model as it was before training; above 0
+    kl                  weight of the KL divergence from the model before training; above 0
     evaluate_every      steps between evaluations on problems of test.jsonl
-    evaluate_prompts    how many of them; all are 1,319
+    evaluate_prompts    problems per evaluation; test.jsonl has 1,319
     """
     policy = Model(model) if model else Model("tiny-qwen3", config=TINY_QWEN3, alphabet="bytes", seed=seed)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
-    # A response that cannot be judged in time, or at all, is wrong; reward/math_verify_timeouts and _errors count them.
+    # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.
     math = MathVerify(timeout_s=5.0, on_timeout=0.0, on_error=0.0, answer_after="####")
     return Graph(
         name="gsm8k",

@@ -1,4 +1,4 @@
-"""GRPO on a small Qwen3 that is made on the spot: two CPU cores, about a minute, no download.
+"""GRPO on a small, randomly initialized Qwen3: two CPU cores, about a minute, no download.
 
 python -m pipeline.run graphs/quickstart.py --task sort
 """
@@ -60,19 +60,19 @@ def graph(
 ) -> Graph:
     """Teaches a tiny transformer to reverse digits, to sort them, or to add two numbers.
 
-    task                what is learned
+    task                the task to learn
     steps               batches to train on
-    max_staleness       versions that a sample may be older than the weights it trains; 0 is synchronous
-    on_stale            whether older samples are waited for or dropped
+    max_staleness       maximum age of a sample, in policy versions; 0 is synchronous
+    on_stale            whether to wait for slow samples or to drop samples that become too old
     refit               whether new weights wait for running sequences or are swapped between two tokens
-    refit_transport     how they come to the sampler (stages/refit.py)
-    seed                of the model's weights and of every random number
-    prompts_per_step    groups of a batch
-    samples_per_prompt  responses to each prompt
+    refit_transport     how new weights reach the sampler (stages/refit.py)
+    seed                seed of the model's weights and of all random numbers
+    prompts_per_step    groups per batch
+    samples_per_prompt  responses per prompt
     lr                  learning rate at the start; it falls to 0 over the run
-    minibatches         optimizer updates of each batch
-    warm_start_steps    supervised updates before GRPO, at most
-    warm_start_until    they end once this fraction of answers is right: GRPO needs a model that is right now and then
+    minibatches         optimizer updates per batch
+    warm_start_steps    maximum number of supervised updates before GRPO
+    warm_start_until    fraction of correct answers at which they end; GRPO needs a model that is sometimes right
     evaluate_every      steps between evaluations on 1,000 held-out prompts
     threads             torch threads of sampler and learner
     generator           backend that samples

@@ -1,10 +1,10 @@
-"""Advantages from rewards. Samples lie group by group: group g is the rows g * group_size to (g + 1) * group_size.
+"""Advantages from rewards. Samples are ordered by group: group g is the rows g * group_size to (g + 1) * group_size.
 
-Rewards of one group that are all equal, and therefore a group of one, give exactly 0 by each formula.
+If all rewards of a group are equal, as in a group of one, every formula returns exactly 0.
 
     advantage_N = group_relative(reward_N, group_size=8)
 
-Legend: N samples, B groups, G samples a group, N = B * G.
+Legend: N samples, B groups, G samples per group, N = B * G.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 
 def group_relative(reward_N: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    """(R - mean) / (std + eps) within each group, [N]: GRPO (arXiv 2402.03300, section 4.1.2).
+    """Return (R - mean) / (std + eps) within each group, [N]: GRPO (arXiv 2402.03300, section 4.1.2).
 
-    The standard deviation divides by G - 1. Raises ValueError where N is not a multiple of `group_size`, or the rewards
+    The standard deviation divides by G - 1. Raises ValueError if N is not a multiple of `group_size`, or the rewards
     are not floating-point numbers.
     """
     return _each_group(
@@ -26,7 +26,7 @@ def group_relative(reward_N: torch.Tensor, group_size: int, eps: float = 1e-6) -
 
 
 def leave_one_out(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
-    """R minus the mean of the others in the group, [N], in units of the reward: RLOO (arXiv 2402.14740).
+    """Return R minus the mean of the others in the group, [N], in units of the reward: RLOO (arXiv 2402.14740).
 
     It is G / (G - 1) times `mean_centred`. Raises ValueError as `group_relative` does.
     """
@@ -35,16 +35,17 @@ def leave_one_out(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def mean_centred(reward_N: torch.Tensor, group_size: int) -> torch.Tensor:
-    """R - mean within each group, [N], in units of the reward: Dr. GRPO (arXiv 2503.20783).
+    """Return R - mean within each group, [N], in units of the reward: Dr. GRPO (arXiv 2503.20783).
 
-    Without the division by the standard deviation, a group weighs as much as its rewards differ. Raises ValueError as
-    `group_relative` does.
+    Without the division by the standard deviation, the weight of a group grows with the spread of its rewards. Raises
+    ValueError as `group_relative` does.
     """
     return _each_group(reward_N, group_size, lambda reward_G: reward_G - reward_G.mean())
 
 
 def zero_spread_groups(reward_N: torch.Tensor, group_size: int) -> int:
-    """How many groups have equal rewards and so teach nothing. Raises ValueError as `group_relative` does."""
+    """Return the number of groups whose rewards are all equal, so they teach nothing. Raises ValueError as
+    `group_relative` does."""
     reward_BG = _groups(reward_N, group_size)
     return int((reward_BG == reward_BG[:, :1]).all(1).sum())
 
@@ -52,9 +53,9 @@ def zero_spread_groups(reward_N: torch.Tensor, group_size: int) -> int:
 def _each_group(
     reward_N: torch.Tensor, group_size: int, formula: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    # One group at a time: a reduction over [B, G] rounds differently for different B, and then the advantage would
-    # depend on which groups came together. The rounded mean of equal rewards may differ from them, and the quotient by
-    # eps would make that large.
+    # One group at a time: a reduction over [B, G] rounds differently for different B, so the advantage would depend on
+    # which groups share a batch. The rounded mean of equal rewards may differ from them, and dividing by eps would make
+    # that difference large.
     rows_BG = [
         torch.zeros_like(reward_G) if bool((reward_G == reward_G[0]).all()) else formula(reward_G)
         for reward_G in _groups(reward_N, group_size)

@@ -1,15 +1,15 @@
-"""Weights that correct for samples of another policy than the one that the trainer had before its update.
+"""Weights that correct for samples from a policy other than the trainer's policy before its update.
 
-The sampler's logprobs differ from the trainer's because its kernels round otherwise, and, with staleness, because its
-weights are older. With w = exp(prev - rollout) = pi_prev / pi_rollout of a token, each function gives the number that
-multiplies the token's policy loss, and where that number is not w itself:
+The sampler's logprobs differ from the trainer's because its kernels round differently and, with staleness, because its
+weights are older. With w = exp(prev - rollout) = pi_prev / pi_rollout of a token, each function returns the weight that
+multiplies the token's policy loss, and a bool that is True if that weight is not w itself:
 
     weight_NT, changed_NT = truncated_is(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, cap=2.0)
 
-Weights are detached. The denominator of the aggregation stays the count of all unmasked tokens or samples: what a
-correction takes out lowers the loss, it does not raise the weight of the rest. A masked entry, even NaN, has weight 0,
-is not changed, and changes no other. A NaN that is not masked stays NaN. A ratio that overflows is the largest finite
-number. Raise ValueError for a bound that is out of its range, and for shapes that differ.
+Weights are detached. The denominator of the aggregation stays the count of all unmasked tokens or samples: removing
+tokens lowers the loss but does not raise the weight of the others. A masked entry, even NaN, has weight 0, is not
+changed, and affects no other entry. An unmasked NaN stays NaN. A ratio that overflows becomes the largest finite
+number. All functions raise ValueError for a bound out of range, or shapes that differ.
 
 Legend: N samples, T tokens. Log-probabilities in nat.
 """
@@ -24,9 +24,10 @@ LEVELS = ("token", "sequence")
 
 
 def moments(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> tuple[float, float, float]:
-    """Sum of w, sum of w squared, and the largest w, of tokens without padding, any shape; in float64.
+    """Return the sum of w, the sum of w squared, and the largest w, of tokens without padding, any shape; in float64.
 
-    (sum w)^2 / sum w^2 is the effective sample size: as many equally weighted tokens estimate as well (Kish 1965).
+    (sum w)^2 / sum w^2 is the effective sample size: the number of equally weighted tokens that estimate equally well
+    (Kish 1965).
     """
     ratio = (prev_logprobs.double() - rollout_logprobs.double()).exp()
     return ratio.sum().item(), ratio.square().sum().item(), ratio.max().item()
@@ -39,10 +40,10 @@ def truncated_is(
     cap: float,
     level: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """min(w, cap), and where the cap acts: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training").
+    """Return min(w, cap), and True for capped tokens: truncated importance sampling (Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training").
 
-    At level "sequence" w is the ratio of the whole response, the product over its tokens, and the same for all of them.
+    At level "sequence", w is the ratio of the whole response, the product over its tokens, for all of its tokens.
     """
     if not cap > 0:
         raise ValueError(f"cap {cap} is not above 0")
@@ -58,9 +59,9 @@ def icepop(
     high: float,
     level: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """w where low <= w <= high, else 0, and where it was taken out: IcePop (Ring-1T, arXiv 2510.18855).
+    """Return w if low <= w <= high, else 0, and True for removed tokens: IcePop (Ring-1T, arXiv 2510.18855).
 
-    At level "sequence" w is the ratio of the whole response, which counts whole or not at all.
+    At level "sequence", w is the ratio of the whole response, which is kept or removed as a whole.
     """
     _check_bounds(low, high)
     raw_NT = _ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, level)
@@ -75,7 +76,8 @@ def sequence_mask(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The untruncated w of each token where the geometric mean of the response's w is in [low, high]; else all 0.
+    """Return the untruncated w of each token if the geometric mean of the response's w is in [low, high], else 0, and
+    True for removed tokens.
 
     NeMo-RL's `seq-mask-tis`. A response without tokens has the mean 1.
     """
@@ -89,13 +91,13 @@ def sequence_mask(
 def decoupled(
     prev_logprobs_NT: torch.Tensor, rollout_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """w as it is: decoupled PPO with pi_prox = pi_prev and pi_behav = pi_rollout (AReaL, arXiv 2505.24298)."""
+    """Return w unchanged: decoupled PPO with pi_prox = pi_prev and pi_behav = pi_rollout (AReaL, arXiv 2505.24298)."""
     raw_NT = _ratio(prev_logprobs_NT, rollout_logprobs_NT, mask_NT, "token")
     return raw_NT, torch.zeros_like(raw_NT, dtype=torch.bool)
 
 
 def _ratio(prev_NT: torch.Tensor, rollout_NT: torch.Tensor, mask_NT: torch.Tensor, level: str) -> torch.Tensor:
-    """w, [N, T], 0 where masked."""
+    """Return w, [N, T], 0 for masked tokens."""
     if level not in LEVELS:
         raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
     log_NT = _log_ratio(prev_NT, rollout_NT, mask_NT)

@@ -6,9 +6,9 @@ Arithmetic on numbers; loads no tensor library. A multiply and an add are two op
     done = model_flops(shape, lengths=[1024, 700], training=True)
     utilisation = done / seconds / (1e12 * ranks * peak_tflops("NVIDIA H200"))
 
-What is counted, as in PaLM (arXiv 2204.02311, appendix B) and Narayanan et al. (arXiv 2104.04473, section 5.1): matrix
-products. Norms, activations, rotary embeddings, softmax and the optimizer are left out, a few per mille in models of a
-billion parameters and more. Padding and recomputed activations are not counted: they are not the model's work.
+Counts matrix products, as PaLM (arXiv 2204.02311, appendix B) and Narayanan et al. (arXiv 2104.04473, section 5.1) do.
+Norms, activations, rotary embeddings, softmax and the optimizer are left out; they are a few tenths of a percent in
+models of a billion parameters or more. Padding and recomputed activations do not count as the model's work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 class Transformer:
     """The shape of a dense decoder-only transformer.
 
-    layers, hidden      blocks, and entries of a token's state
-    intermediate        entries inside a block's feed-forward part
-    heads, kv_heads     of queries, and of keys and values
-    head_dim            entries of one head
+    layers, hidden      number of blocks, and size of a token's hidden state
+    intermediate        inner size of a block's feed-forward layer
+    heads, kv_heads     number of query heads, and of key-value heads
+    head_dim            size of one head
     vocab               rows of the output embedding
-    gated               whether the feed-forward part has three matrices (SwiGLU, arXiv 2002.05202) or two
+    gated               whether the feed-forward layer has three matrices (SwiGLU, arXiv 2002.05202) or two
     """
 
     layers: int
@@ -42,9 +42,9 @@ class Transformer:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Transformer:
-        """From the entries of a Hugging Face `config.json` of the Llama kind (Llama, Mistral, Qwen2, Qwen3, Gemma).
+        """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma).
 
-        Raises ValueError for a mixture of experts, and for a config that lacks a number.
+        Raises ValueError for a mixture of experts, or if the config lacks a number.
         """
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if config.get(name):
@@ -65,13 +65,13 @@ class Transformer:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers that every token is multiplied with, biases and norms left out."""
+        """Number of weights in all layers that multiply every token, without biases and norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + self.hidden * self.intermediate * (3 if self.gated else 2))
 
     @property
     def logit_weights(self) -> int:
-        """Weights of the output embedding."""
+        """Number of weights in the output embedding."""
         return self.hidden * self.vocab
 
 
@@ -83,16 +83,18 @@ def model_flops(
     logits: Sequence[int] | None = None,
     causal: bool = True,
 ) -> float:
-    """Operations of one forward pass over sequences of `lengths` tokens; with `training`, the backward pass too.
+    """Return the operations of a forward pass over sequences of `lengths` tokens; with `training`, also of the backward
+    pass.
 
-    Forward: 2 a weight and token, and in attention 4 * layers * heads * head_dim a pair of query and key (scores, then
-    the weighted sum of values). Backward is twice forward: one product each for the gradients of inputs and weights.
+    Forward: 2 per weight and token, and in attention 4 * layers * heads * head_dim per pair of query and key (scores,
+    then the weighted sum of values). Backward is twice forward: one product each for the gradients of inputs and
+    weights.
 
-    logits  positions of each sequence whose logits are computed; None is all of them
-    causal  count the n (n + 1) / 2 pairs that are not masked, or all n^2, as kernels without a causal mask compute and
-            PaLM counts
+    logits  number of positions of each sequence whose logits are computed; None is all of them
+    causal  count only the n (n + 1) / 2 unmasked pairs; False counts all n^2, as PaLM does and as kernels without a
+            causal mask compute
 
-    Raises ValueError where a length is negative, or `logits` does not match `lengths`.
+    Raises ValueError if a length is negative, or `logits` does not match `lengths`.
     """
     positions = lengths if logits is None else logits
     if len(positions) != len(lengths) or any(not 0 <= p <= n for p, n in zip(positions, lengths)):
@@ -105,8 +107,8 @@ def model_flops(
     return forward * (3 if training else 1)
 
 
-# Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (where those give the figure with sparsity, half of it). A key is
-# words of the device's name; the entry with the most words that are all in the name holds.
+# Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (half of a figure that is given with sparsity). A key lists words of
+# the device's name; of the keys whose words are all in the name, the one with the most words applies.
 PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("A100",): 312.0,
     ("A800",): 312.0,
@@ -128,9 +130,9 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
 
 
 def peak_tflops(device: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a GPU, by the name that `torch.cuda.get_device_name()` gives; None where unknown.
+    """Return the dense bfloat16 TFLOP/s of a GPU, by its name in `torch.cuda.get_device_name()`; None if unknown.
 
-    A slice of a GPU (MIG) is unknown: it has a part of the peak.
+    A slice of a GPU (MIG) counts as unknown: it has only a fraction of the peak.
     """
     words = set(re.split(r"[\s-]+", device))
     matches = [key for key in PEAK_TFLOPS if words.issuperset(key)]

@@ -21,21 +21,21 @@ def kl_estimate(
     kind: str = "k3",
     importance: bool = False,
 ) -> torch.Tensor:
-    """An estimate of KL(policy || reference) a token, [N, T] in nat, for tokens that the policy sampled.
+    """Estimate KL(policy || reference) per token, [N, T] in nat, for tokens that the policy sampled.
 
-                                  as a value          expectation of its gradient, as a loss
+                                  as a value          expected gradient as a loss
         k1   x                    unbiased            0
-        k2   x^2 / 2              biased, 0 or more   that of KL(policy || reference)
-        k3   exp(-x) + x - 1      unbiased, 0 or more that of KL(reference || policy)
+        k2   x^2 / 2              biased, 0 or more   gradient of KL(policy || reference)
+        k3   exp(-x) + x - 1      unbiased, 0 or more gradient of KL(reference || policy)
 
-    `importance` multiplies with exp(logprobs - stopgrad(logprobs)), which is 1 and whose gradient is that of logprobs.
-    The expectation of the gradient is then that of the expected value: of KL(policy || reference) for k1 and k3, but
-    not for k2, whose value is biased. KL and its gradient are those of the next token at the prefixes that were
-    sampled (arXiv 2506.09477; arXiv 2510.01555). For tokens that an older policy sampled both hold only as far as its
-    probabilities agree with the policy's.
+    `importance` multiplies by exp(logprobs - stopgrad(logprobs)), which equals 1 and has the gradient of logprobs. The
+    expected gradient is then the gradient of the expected value: of KL(policy || reference) for k1 and k3, but not for
+    k2, whose value is biased. KL and its gradient refer to the next token at the sampled prefixes (arXiv 2506.09477;
+    arXiv 2510.01555). For tokens sampled by an older policy, both hold only as far as its probabilities agree with the
+    policy's.
 
-    With `mask_NT`, a masked entry is 0 whatever it holds, and passes no gradient; without one, NaN stays NaN. Raises
-    ValueError for another kind.
+    With `mask_NT`, masked entries become 0 and pass no gradient; without it, NaN stays NaN. Raises ValueError for an
+    unknown kind.
     """
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
@@ -53,13 +53,13 @@ def kl_estimate(
 def kl_k3(
     logprobs_NT: torch.Tensor, ref_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """exp(-x) + x - 1, [N, T] in nat: the KL term of GRPO (arXiv 2402.03300, eq. 4). Never negative.
+    """Return exp(-x) + x - 1, [N, T] in nat: the KL term of GRPO (arXiv 2402.03300, eq. 4). Never negative.
 
-    As a *value* it is an unbiased estimate of KL(policy || reference) for tokens that the policy sampled, with less
-    variance than x. As a *loss* it is biased: the expectation of its gradient is that of KL(reference || policy), not
-    of KL(policy || reference) (arXiv 2506.09477; arXiv 2510.01555). GRPO uses it as a loss, and so does this.
+    As a *value*, it is an unbiased estimate of KL(policy || reference) for tokens that the policy sampled, with less
+    variance than x. As a *loss*, it is biased: its expected gradient is the gradient of KL(reference || policy), not of
+    KL(policy || reference) (arXiv 2506.09477; arXiv 2510.01555). GRPO uses it as a loss, and so does Sluice.
 
-    With `mask_NT`, a masked entry is 0 whatever it holds, and passes no gradient; without one, NaN stays NaN.
+    With `mask_NT`, masked entries become 0 and pass no gradient; without it, NaN stays NaN.
     """
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropy, from logits. Knows no model; temperature is the caller's division.
+"""Log-probabilities of given tokens, and entropy, from logits. Knows no model; callers divide by the temperature.
 
     logprobs_NT = selected_logprobs(logits_NTV / temperature, response_ids_NT)
     entropy_NT = entropy(logits_NTV.detach() / temperature)
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-_CHUNK_ELEMENTS = 1 << 25  # logits that are held a second time at once: 128 MiB in float32
+_CHUNK_ELEMENTS = 1 << 25  # maximum number of logits copied at a time: 128 MiB in float32
 
 
 def selected_logprobs(logits_NTV: torch.Tensor, ids_NT: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits)[id], [N, T] in nat, never above 0; differentiable once in the logits.
+    """Return log softmax(logits)[id], [N, T] in nat, never above 0; differentiable once in the logits.
 
-    Computed as logit - logsumexp over blocks of rows, so that no second tensor of the size of the logits lives in the
-    forward pass and only their gradient in the backward pass. Half precision is reduced in float32 and gives float32;
-    other dtypes stay as they are. Raises ValueError where the shapes do not match.
+    Computed as logit - logsumexp over blocks of rows, so the forward pass needs no second tensor of the size of the
+    logits, and the backward pass only their gradient. Half precision is reduced in float32 and returns float32; other
+    dtypes are kept. Raises ValueError if the shapes do not match.
     """
     if logits_NTV.shape[:-1] != ids_NT.shape:
         raise ValueError(f"logits {tuple(logits_NTV.shape)} and ids {tuple(ids_NT.shape)} are not [..., V] and [...]")
@@ -29,13 +29,15 @@ def selected_logprobs(logits_NTV: torch.Tensor, ids_NT: torch.Tensor) -> torch.T
 
 
 def entropy(logits_NTV: torch.Tensor) -> torch.Tensor:
-    """Exact entropy of softmax(logits), [N, T] in nat: logsumexp - sum p logit. A logit of -inf is a token ruled out.
+    """Return the exact entropy of softmax(logits), [N, T] in nat: logsumexp - sum p logit. A logit of -inf excludes a
+    token.
 
-    Differentiable once in the logits, for an entropy bonus: the gradient is one more tensor of the size of the logits,
-    and together with that of `selected_logprobs` there are three at once. As a metric, give it `logits_NTV.detach()`.
+    Differentiable once in the logits, for an entropy bonus: the gradient is another tensor of the size of the logits,
+    and together with the gradient of `selected_logprobs` there are three at once. For a metric, pass
+    `logits_NTV.detach()`.
 
-    Logits are taken relative to the largest one, which changes nothing but the rounding. Half precision is reduced in
-    float32 and gives float32.
+    Logits are taken relative to the largest one, which affects only the rounding. Half precision is reduced in float32
+    and returns float32.
     """
     return _Entropy.apply(logits_NTV)
 
@@ -103,7 +105,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(flat_RV: torch.Tensor) -> Iterator[slice]:
-    """Slices over the rows; at least one, even where there is no row."""
+    """Yield slices over the rows; at least one, even if there are no rows."""
     step = max(1, _CHUNK_ELEMENTS // max(1, flat_RV.shape[-1]))
     for first in range(0, max(1, flat_RV.shape[0]), step):
         yield slice(first, first + step)

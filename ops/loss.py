@@ -1,12 +1,12 @@
-"""Policy losses of sampled tokens, and their aggregation over tokens. Knows no model and no optimizer.
+"""Policy losses of sampled tokens, and their aggregation. Knows no model and no optimizer.
 
     loss_NT, clipped_NT = clipped_policy_loss(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, 0.2, 0.28)
     normalizer = aggregation_normalizer("token", tokens, samples, max_tokens=None)  # counts of the whole minibatch
     aggregate(loss_NT, mask_NT, "token", normalizer).backward()
 
-A masked entry, even NaN, reaches no value and no gradient. `weight_NT`, 0 or more, multiplies the loss of each token
-(`ops.correction`): it is applied to the advantage, so that an entry of weight 0 has the loss 0 and no gradient even
-where r overflows.
+A masked entry, even NaN, affects no value and no gradient. `weight_NT`, 0 or more, multiplies the loss of each token
+(`ops.correction`). It is applied to the advantage, so an entry of weight 0 has loss 0 and no gradient even if r
+overflows.
 
 Legend: N samples, T tokens. A = advantage, r = exp(logprobs - old_logprobs).
 """
@@ -33,19 +33,19 @@ def clipped_policy_loss(
     level: str = "token",
     weight_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [N, T], and where a bound is active, bool [N, T].
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [N, T], and bool [N, T], True if a bound is active.
 
-    PPO (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10). An entry is clipped where A > 0
-    and r > 1 + clip_high, or A < 0 and r < 1 - clip_low; its gradient is exactly 0, and so is that of A = 0, even where
-    r overflows.
+    PPO (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10). An entry is clipped if A > 0
+    and r > 1 + clip_high, or A < 0 and r < 1 - clip_low; its gradient is exactly 0, as it is for A = 0, even if r
+    overflows.
 
-    `dual_clip`, a number c above 1, bounds the loss by -c A where A < 0: there an entry is also clipped where r > c
-    (arXiv 1912.09729, eq. 5).
+    `dual_clip`, a number c above 1, bounds the loss by -c A for A < 0: such an entry is also clipped if r > c (arXiv
+    1912.09729, eq. 5).
 
-    At level "sequence" r is exp(mean over the sample's tokens of logprobs - old_logprobs), the same for all of them,
-    and the gradient goes through the mean: GSPO (arXiv 2507.18071, eq. 7).
+    At level "sequence", r is exp(mean over the sample's tokens of logprobs - old_logprobs), the same for all its
+    tokens, and the gradient flows through the mean: GSPO (arXiv 2507.18071, eq. 7).
 
-    Raises ValueError for a negative clip, a dual_clip that is not above 1, another level, or shapes that do not match.
+    Raises ValueError for a negative clip, a dual_clip not above 1, an unknown level, or shapes that do not match.
     """
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
@@ -63,8 +63,8 @@ def clipped_policy_loss(
     if dual_clip is not None:
         dual_NT = (advantage_NT < 0) & (ratio_NT > dual_clip)
         bound_NT, clipped_NT = bound_NT.masked_fill(dual_NT, dual_clip), clipped_NT | dual_NT
-    # Masked entries have advantage 0 by now. What has no gradient gets the exponent 0 before exp, because the gradient
-    # of exp at NaN or at an overflow would be 0 * NaN or 0 * inf.
+    # Masked entries have advantage 0 by now. Entries without gradient get the exponent 0 before exp, because the
+    # gradient of exp at NaN or at an overflow would be 0 * NaN or 0 * inf.
     still_NT = clipped_NT | (advantage_NT == 0)
     active_NT = torch.exp(log_ratio_NT.masked_fill(still_NT, 0.0))
     return -torch.where(clipped_NT, bound_NT, active_NT) * advantage_NT, clipped_NT
@@ -80,11 +80,11 @@ def cispo_loss(
     *,
     weight_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, [N, T], and where the clip changes r, bool [N, T].
+    """Return -stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, [N, T], and bool [N, T], True if r is clipped.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded, and every token keeps its gradient.
-    `clip_low=None` bounds above only, which is all that MiniMax-M1 and TRL do; TRL's `epsilon_high` is 1 + clip_high.
-    Raises ValueError for a negative clip, or shapes that do not match.
+    `clip_low=None` bounds r only from above, as MiniMax-M1 and TRL do; TRL's `epsilon_high` is 1 + clip_high. Raises
+    ValueError for a negative clip, or shapes that do not match.
     """
     if not ((clip_low is None or clip_low >= 0) and clip_high >= 0):
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
@@ -96,10 +96,10 @@ def cispo_loss(
 
 
 def aggregation_normalizer(mode: str, tokens: int, samples: int, max_tokens: int | None) -> int:
-    """The count that `aggregate` divides by, from the unmasked tokens and the samples of the whole *minibatch*.
+    """Return the count that `aggregate` divides by, from the unmasked tokens and the samples of the whole *minibatch*.
 
-    `max_tokens`, the longest response that is allowed, is needed by "fixed_length" only. Raises ValueError for another
-    mode, or where it is missing.
+    Only "fixed_length" needs `max_tokens`, the maximum response length. Raises ValueError for an unknown mode, or if
+    `max_tokens` is needed and missing.
     """
     if mode == "token":
         return tokens
@@ -107,23 +107,23 @@ def aggregation_normalizer(mode: str, tokens: int, samples: int, max_tokens: int
         return samples
     if mode == "fixed_length":
         if max_tokens is None:
-            raise ValueError("aggregation 'fixed_length' needs max_tokens, the longest response that is allowed")
+            raise ValueError("aggregation 'fixed_length' needs max_tokens, the maximum response length")
         return samples * max_tokens
     raise ValueError(f"aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
 
 
 def aggregate(loss_NT: torch.Tensor, mask_NT: torch.Tensor, mode: str, normalizer: float) -> torch.Tensor:
-    """One number from the losses of a microbatch, such that the sum over microbatches is the loss of the minibatch.
+    """Reduce the losses of a microbatch to one number, such that the sum over microbatches is the minibatch's loss.
 
     "token"         sum over tokens / normalizer, the unmasked tokens of the *minibatch* (DAPO, arXiv 2503.14476)
     "sequence"      sum over samples of their token means / normalizer, the samples of the *minibatch* (GRPO, arXiv
                     2402.03300); a sample without tokens adds 0
     "sequence_sum"  sum over tokens / normalizer, the samples of the *minibatch*: the mean of the samples' token sums
-    "fixed_length"  sum over tokens / normalizer, samples of the *minibatch* times the longest response that is allowed
-                    (Dr. GRPO, arXiv 2503.20783)
+    "fixed_length"  sum over tokens / normalizer, samples of the *minibatch* times the maximum response length (Dr.
+                    GRPO, arXiv 2503.20783)
 
-    The caller gives the global count (`aggregation_normalizer`), so the result does not depend on how microbatches are
-    cut. Raises ValueError for another mode or a normalizer that is not above 0.
+    The caller passes the global count (`aggregation_normalizer`), so the result does not depend on the split into
+    microbatches. Raises ValueError for an unknown mode or a normalizer that is not above 0.
     """
     if not normalizer > 0:
         raise ValueError(f"normalizer {normalizer} is not above 0")
@@ -141,7 +141,7 @@ def _advantage(
     mask_NT: torch.Tensor,
     weight_NT: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The advantage of each token times its weight, 0 where masked."""
+    """Return the advantage of each token times its weight, 0 for masked tokens."""
     same = mask_NT.dim() == 2 and logprobs_NT.shape == old_logprobs_NT.shape == mask_NT.shape
     if not (same and advantage_N.shape == mask_NT.shape[:1]):
         shapes = [tuple(tensor.shape) for tensor in (logprobs_NT, old_logprobs_NT, mask_NT, advantage_N)]

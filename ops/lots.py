@@ -1,4 +1,4 @@
-"""Items in lots of a bounded size: tensors of a file or a block of memory, copies of a message. Knows only bytes."""
+"""Splits items into lots of bounded size: tensors of a file or memory block, copies of a message. Knows only bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 def lots(items: Iterable[T], bytes_of: Callable[[T], int], most: int, aligned: int = 1) -> Iterator[list[T]]:
-    """All items in turn, as many at a time as have at most `most` bytes; one that has more is alone. Each begins at a
-    multiple of `aligned` bytes. A list is the caller's to clear, where the next must not be made beside it."""
+    """Yield all items in order, in lists of at most `most` bytes; a larger item gets its own list. Each item starts at
+    a multiple of `aligned` bytes. The caller may clear a list to free its items before the next one is built."""
     lot: list[T] = []
     size = 0
     for item in items:

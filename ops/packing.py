@@ -1,11 +1,11 @@
-"""Samples one after the other in one row, without padding, and what is known of each token back to a rectangle.
+"""Packs samples into one row without padding, and unpacks per-token values of the row into a rectangle.
 
     row = pack(prompt_ids, response_ids)
     logits_1RV = network(row.ids_1S, position_ids=row.positions_1S, logits_to_keep=row.keep_R).logits
     logprobs_NT = rectangle(selected_logprobs(logits_1RV, row.targets_1R)[0], response_lengths, width)
 
-Positions start again at 0 with each sample, which is how a network tells samples apart (transformers,
-masking_utils.find_packed_sequence_indices). Which samples share a row is decided elsewhere.
+Positions restart at 0 for each sample, which is how a network separates samples (transformers,
+masking_utils.find_packed_sequence_indices). Callers decide which samples share a row.
 
 Legend: N samples, S tokens of the row, R response tokens of the row, T longest response, V vocabulary.
 """
@@ -20,11 +20,11 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row. The last token of a response is a target only: nothing is predicted from it, and it is left out.
+    """One row. The last token of a response is only a target, so it is not in the input.
 
     ids_1S, positions_1S   input ids, and positions inside each sample
-    keep_R                 where in the row the logits are that predict the response tokens
-    targets_1R             those tokens
+    keep_R                 positions in the row whose logits predict the response tokens
+    targets_1R             the response tokens
     """
 
     ids_1S: torch.Tensor
@@ -34,7 +34,7 @@ class Row:
 
 
 def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> Row:
-    """From one prompt [P] and one response [T] a sample, ids of one integer dtype.
+    """Pack one prompt [P] and one response [T] per sample, ids of one integer dtype, into a row.
 
     Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample.
     """
@@ -52,9 +52,9 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> 
 
 
 def rectangle(values_R: torch.Tensor, lengths_N: Sequence[int], width: int) -> torch.Tensor:
-    """[N, width] with 0 as padding on the right, from the entries of all samples in a row; differentiable.
+    """Unpack the entries of all samples in a row to [N, width], with 0 as padding on the right; differentiable.
 
-    Raises ValueError where the lengths do not add up to R or one is above `width`.
+    Raises ValueError if the lengths do not add up to R or one exceeds `width`.
     """
     if sum(lengths_N) != len(values_R) or max(lengths_N) > width:
         raise ValueError(f"{len(values_R)} entries are not rows of {list(lengths_N)}, each {width} at most")

@@ -1,13 +1,13 @@
-"""Counter-based random numbers: a value is a pure function of where it is used, never of what was drawn before it.
+"""Counter-based random numbers: a value is a pure function of its use, not of the values drawn before it.
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), in numpy.
-It knows no model and no device; numbers are the same on every machine.
+Knows no model and no device; numbers are the same on every machine.
 
     uniform(seed=0, stream=1, admission_N=[7, 7], index_N=[0, 1], tokens=16)     # [2, 16], in the open interval (0, 1)
     permutation(seed=0, stream=0, count=10)                                      # 0 to 9, shuffled
 
 Counter words: (token // 2, index in the group, admission number, stream); key words: the seed, low half first. A
-permutation has its own index word, so that it shares no block with any `uniform`.
+permutation has its own index word, so it never shares a block with `uniform`.
 Legend: N samples.
 """
 
@@ -32,7 +32,8 @@ _PERMUTATION_INDEX = _WORD - 1
 
 
 def philox4x32(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Ten rounds of Philox4x32. Four counter words that broadcast against each other, two key words; four words out."""
+    """Run ten rounds of Philox4x32. Takes four counter words, broadcast against each other, and two key words; returns
+    four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -50,15 +51,15 @@ def philox4x32(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, W
 def uniform(
     seed: int, stream: int, admission_N: Sequence[int], index_N: Sequence[int], tokens: int, start: int = 0
 ) -> NDArray[np.float64]:
-    """Random numbers [N, tokens] in the open interval (0, 1), for the `tokens` tokens from `start` on of each sample.
+    """Return random numbers [N, tokens] in the open interval (0, 1), for `tokens` tokens of each sample from `start`.
 
-    `seed` is below 2**64; `stream` tells uses apart; `admission_N` is the number under which the group was admitted,
-    `index_N` the sample's index in it. Each value is (k + 1/2) / 2**52 with k of 52 random bits, so that it is exact in
-    float64 and neither end is reached; rounded to float32 it may be 1. Raises ValueError outside of these ranges.
+    `seed` is below 2**64; `stream` separates uses; `admission_N` is the group's admission number, and `index_N` the
+    sample's index in the group. Each value is (k + 1/2) / 2**52 with k of 52 random bits, so it is exact in float64 and
+    never 0 or 1; rounded to float32, it may be 1. Raises ValueError outside these ranges.
     """
     admission, index = _words("admission_N", admission_N), _words("index_N", index_N, _PERMUTATION_INDEX)
     if admission.shape != index.shape:
-        raise ValueError(f"admission_N has {len(admission)} entries and index_N {len(index)}; not alike")
+        raise ValueError(f"admission_N has {len(admission)} entries and index_N {len(index)}; they must match")
     if tokens < 0 or start < 0 or start + tokens > 2 * _WORD:
         raise ValueError(f"tokens {start} to {start + tokens} are not in 0 to 2**33")
     block = np.arange(start // 2, (start + tokens + 1) // 2, dtype=np.uint64)
@@ -68,7 +69,7 @@ def uniform(
 
 
 def permutation(seed: int, stream: int, count: int) -> NDArray[np.int64]:
-    """The numbers 0 to count - 1 in an order that is a pure function of (seed, stream, count)."""
+    """Return the numbers 0 to count - 1 in an order that is a pure function of (seed, stream, count)."""
     if not 0 <= count < _WORD:
         raise ValueError(f"count {count} is not in 0 to 2**32 - 1")
     block = np.arange((count + 1) // 2, dtype=np.uint64)[None, :]
@@ -77,7 +78,7 @@ def permutation(seed: int, stream: int, count: int) -> NDArray[np.int64]:
 
 
 def shuffled(seed: int, index: int, count: int) -> int:
-    """Item `index` of an endless stream over `count` items: one permutation an epoch, each epoch another one."""
+    """Return item `index` of an endless stream over `count` items, with a different permutation in each epoch."""
     epoch, position = divmod(index, count)
     return int(_epoch(seed, epoch, count)[position])
 
@@ -88,7 +89,7 @@ def _epoch(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def _bits(seed: int, stream: int, block: Words, index: Words, admission: Words) -> NDArray[np.uint64]:
-    """64 random bits each, [N, 2 * blocks]: two a Philox block."""
+    """Return 64-bit random words, [N, 2 * blocks]: two per Philox block."""
     if not 0 <= seed < _WORD**2:
         raise ValueError(f"seed {seed} is not in 0 to 2**64 - 1")
     w0, w1, w2, w3 = philox4x32((block, index, admission, _words("stream", [stream])), (seed % _WORD, seed // _WORD))
@@ -101,5 +102,5 @@ def _words(name: str, values: Sequence[int], end: int = _WORD) -> Words:
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {array.dtype}, not whole numbers")
     if array.ndim != 1 or (array.size and (int(array.min()) < 0 or int(array.max()) >= end)):
-        raise ValueError(f"{name} is not one line of whole numbers in 0 to {end - 1}")
+        raise ValueError(f"{name} is not a flat list of whole numbers from 0 to {end - 1}")
     return array.astype(np.uint64)

@@ -1,12 +1,12 @@
-"""Log-probabilities of given tokens, and entropy, where each rank of a group has logits of a part of the vocabulary.
+"""Log-probabilities of given tokens, and entropy, if each rank of a group has the logits of a part of the vocabulary.
 
     logprobs_R, entropy_R = logprobs_and_entropy(logits_RV, ids_R, group=group, first=rank * share, temperature=0.7)
 
-The logits are never gathered: ranks exchange a few numbers a row. A block of rows at a time is widened to float32, so
-half-precision logits have no second copy in the forward pass, and in the backward pass only their gradient. Without a
-group it computes on one rank. Knows no model.
+The logits are never gathered: ranks exchange a few numbers per row. One block of rows at a time is converted to
+float32, so half-precision logits have no second copy in the forward pass, and only their gradient in the backward pass.
+Without a group, it computes on one rank. Knows no model.
 
-Legend: R rows, one per token; V this rank's part of the vocabulary, from token `first` on.
+Legend: R rows, one per token; V this rank's part of the vocabulary, which starts at token `first`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CHUNK_ELEMENTS = 1 << 25  # logits that are held in float32 at once: 128 MiB
+_CHUNK_ELEMENTS = 1 << 25  # maximum number of logits in float32 at a time: 128 MiB
 _NEVER = -1e4  # a logarithm whose exponential is 0 in every dtype
 
 
@@ -29,11 +29,11 @@ def logprobs_and_entropy(
     first: int = 0,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature)[id] and the entropy of the softmax, both [R] in nat, alike on all ranks.
+    """Return log softmax(logits / temperature)[id] and the entropy of the softmax, both [R] in nat, equal on all ranks.
 
     Differentiable once in the logits; each rank gets the gradient of its own part. Half precision is reduced in float32
-    and gives float32; other dtypes stay as they are. All ranks of the group call it together, and its backward pass
-    exchanges nothing.
+    and returns float32; other dtypes are kept. All ranks of the group must call it together; the backward pass does not
+    communicate.
     """
     return _LogprobsAndEntropy.apply(logits_RV, ids_R, group, first, temperature)
 
@@ -63,7 +63,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         for rows, wide_RV in _blocks(logits_RV, temperature):
             shifted_RV = wide_RV - largest_R[rows, None]
             chosen_R = shifted_RV.gather(-1, own_R[rows, None])[:, 0].masked_fill(~mine_R[rows], 0.0)
-            shifted_RV.clamp_(min=_NEVER)  # a token that is ruled out adds 0, not 0 * -inf
+            shifted_RV.clamp_(min=_NEVER)  # an excluded token (-inf) adds 0, not 0 * -inf
             weight_RV = shifted_RV.exp()
             total_R = weight_RV.sum(-1)
             parts.append(torch.stack([total_R, weight_RV.mul_(shifted_RV).sum(-1), chosen_R]))
@@ -99,7 +99,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 def _blocks(logits_RV: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices over the rows, and their logits / temperature; at least one, even where there is no row."""
+    """Yield slices over the rows with their logits / temperature; at least one, even if there are no rows."""
     step = max(1, _CHUNK_ELEMENTS // max(1, logits_RV.shape[1]))
     for start in range(0, max(1, len(logits_RV)), step):
         rows = slice(start, start + step)

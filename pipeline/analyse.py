@@ -1,8 +1,8 @@
 """`python -m pipeline.analyse RUN [flags]`: why a step takes as long as it does, from the record of a run.
 
-Prints what bounds a step, the seconds of the critical path by stage with what each stage had to spare, why workers had
-no task, and what would make a step faster. RUN may be live, finished, failed or killed. --step looks at one step,
---compare at two runs side by side. Exit codes: 0 done; 2 RUN or a flag is wrong.
+Prints what bounds a step, the seconds of the critical path by stage and the slack of each stage, why workers had no
+task, and what would make a step faster. RUN may be live, finished, failed or killed. --step shows one step, --compare
+two runs side by side. Exit codes: 0 done; 2 RUN or a flag is wrong.
 
     python -m pipeline.analyse runs/quickstart-...
     python -m pipeline.analyse runs/quickstart-... --step 12 --json
@@ -33,12 +33,12 @@ from pipeline.simulation.recording import recording_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 4  # causes of a worker group
+SHOWN = 4  # causes per worker group
 WORTH = 0.005  # share of the time below which a cause is not shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -71,7 +71,7 @@ def _parser() -> Parser:
     parser.graph_file = "RUN"
     parser.add_argument("run", nargs="?", help="a run directory")
     parser.add_argument("--step", type=whole, metavar="N", help="one step, counted from 1 as in metrics.jsonl")
-    parser.add_argument("--compare", metavar="OTHER", help="another run directory, to put beside RUN")
+    parser.add_argument("--compare", metavar="OTHER", help="another run directory, to compare with RUN")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -82,7 +82,7 @@ def _check(options: argparse.Namespace) -> None:
             Problem(
                 where="command line",
                 what="no run is named",
-                why="the record that is looked at is that of a run directory",
+                why="the analysis reads the record of a run directory",
                 fix="python -m pipeline.analyse runs/quickstart-...",
             )
         )
@@ -90,15 +90,15 @@ def _check(options: argparse.Namespace) -> None:
         raise GraphError(
             Problem(
                 where="--step --compare",
-                what="one step and two runs are asked for",
-                why="runs are compared over all of their steps",
-                fix="one of the two",
+                what="both flags are given",
+                why="runs are compared over all their steps",
+                fix="use one of the two",
             )
         )
 
 
 def _hints(run: OpenedRun, found: Findings) -> tuple[Hints | None, list[str]]:
-    """The hints, or why there are none."""
+    """Return the hints, or why there are none."""
     try:
         return hints(recording_of(run), run.path, measured=found.report), []
     except GraphError as error:
@@ -108,8 +108,8 @@ def _hints(run: OpenedRun, found: Findings) -> tuple[Hints | None, list[str]]:
 def as_json(
     run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequence[str], *, gaps: bool
 ) -> dict[str, Any]:
-    """Everything as plain values: seconds, shares and counts; times are monotonic seconds of the record. `gaps` adds
-    every gap of every worker."""
+    """Return everything as plain values: seconds, shares and counts; times are monotonic seconds of the record. `gaps`
+    adds every gap of every worker."""
     start_s, end_s, steps = found.window
     return {
         "run": run.name,
@@ -132,11 +132,8 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
     steps = found.report.steps
     out.print(found.report.critical_path.sentence, markup=False)
     if steps.seconds:
-        text = (
-            f"{steps.mean:.3f} s per step in the mean, {steps.median:.3f} s in the median, "
-            f"of {len(steps.seconds)} steps"
-        )
-        out.print(f"{text} behind the first {len(steps.warm_up)}", markup=False)
+        text = f"{steps.mean:.3f} s per step on average, median {steps.median:.3f} s, over {len(steps.seconds)} steps"
+        out.print(f"{text} after the first {len(steps.warm_up)}", markup=False)
     by_stage = found.report.critical_path.by_stage
     if step is not None:
         path = found.paths[0]
@@ -159,7 +156,7 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
 
 
 def _stages(by_stage: dict[str, float], spare: dict[str, float | None]) -> Table:
-    """The critical path, and the stages that are not on it; what is to spare is the least of all steps."""
+    """Return a table of the stages on the critical path and off it. The time to spare is the smallest of all steps."""
     table = _table("stage", "on the path", "of the step", "to spare")
     total_s = sum(by_stage.values())
     for stage in dict.fromkeys((*by_stage, *spare)):
@@ -171,7 +168,7 @@ def _stages(by_stage: dict[str, float], spare: dict[str, float | None]) -> Table
 
 
 def _idle(groups: Iterable[Idle]) -> Table:
-    """Each worker group with the share of the time without a task, and what that was waiting for."""
+    """Return a table of each worker group's share of time without a task, and what it waited for."""
     table = _table("worker group", "idle", "waiting for")
     for group in groups:
         parts = [part for part in group.parts if part.seconds >= WORTH * group.wall_s][:SHOWN]
@@ -211,7 +208,7 @@ def _print_comparison(found: Comparison) -> None:
 
 
 def _last(pairs: Iterable[Pair]) -> Pair | None:
-    """The last step that both runs have."""
+    """Return the last step that both runs have."""
     both = [pair for pair in pairs if pair.difference is not None]
     return both[-1] if both else None
 

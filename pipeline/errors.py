@@ -1,7 +1,7 @@
-"""Every error that Sluice raises on purpose, and the one shape that its text has.
+"""Every error that Sluice raises on purpose, and the common form of its text.
 
 A `Problem` says where, what, why and how to fix it. Errors carry one or more problems, print one line
-each, and end the command line with an exit code that is not 0.
+each, and end the command with an exit code that is not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_THE_USERS = (
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong.
+    """One problem.
 
     `where` is a file and line, a flag, or a stage; `what` is the fact; `why` is the rule that it breaks;
     `fix` is what to write instead.
@@ -41,7 +41,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value for a message: one line without memory addresses, cut at `limit`; classes and functions by name."""
+    """Return a value as text for a message: one line cut at `limit`, no addresses; classes and functions by name."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).splitlines())
@@ -50,13 +50,13 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def message_of(error: BaseException, limit: int = 300) -> str:
-    """The class and the text of an error for a message: one line, cut at `limit`."""
+    """Return an error's class and text for a message: one line, cut at `limit`."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class SluiceError(Exception):
-    """Base of all errors that are the user's to fix. `problems` is never empty; `exit_code` is never 0."""
+    """Base class of all errors that the user can fix. `problems` is never empty; `exit_code` is never 0."""
 
     exit_code = 1
 
@@ -69,10 +69,10 @@ class SluiceError(Exception):
 
 
 def user_error(error: Exception, *, stage: str, where: str, when: str) -> SluiceError:
-    """What user code raised, as the error of the stage that ran it. A SluiceError stays what it is; the stage's line is
-    put before a place that has none.
+    """Return the error to raise for an exception of user code in a stage. A SluiceError keeps its type; problems that
+    name no line get the stage's line.
 
-    The problem points at the last line of the user's own code, or where there is none at the stage's, which is `where`;
+    The problem points at the last line of the user's own code, or, if there is none, at the stage's line, `where`.
     `when` says when it happened.
     """
     if isinstance(error, SluiceError):
@@ -89,8 +89,8 @@ def user_error(error: Exception, *, stage: str, where: str, when: str) -> Sluice
         Problem(
             where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
             what=f"stage {stage!r} {when}: {message_of(error)}",
-            why=f"the stage of {where} raised" if own else "code that it calls raised",
-            fix="correct the stage, then resume" if own else "correct what it is given; the traceback is in RUN/logs",
+            why=f"the stage at {where} raised" if own else "code that it calls raised",
+            fix="correct the stage, then resume" if own else "correct its inputs; the traceback is in RUN/logs",
         )
     )
 
@@ -100,7 +100,7 @@ def _is_the_users(file: str) -> bool:
 
 
 class GraphError(SluiceError):
-    """The graph, or a flag or file that it names, is wrong. Found before anything is started."""
+    """The graph, or a flag or file that it names, is wrong. Raised before anything is started."""
 
     exit_code = 2
 
@@ -112,15 +112,15 @@ class StageError(SluiceError):
 
 
 class WorkerLost(StageError):  # noqa: N818 - beside DataPlaneLost
-    """A worker process ended, or gives no answer, that holds what only a checkpoint can give back."""
+    """A worker process died or does not answer, and only a checkpoint can restore its state."""
 
 
 class PeerLost(WorkerLost):
-    """A worker waited for another one that did not come or get through. Where that one died, this is no error."""
+    """A worker waited in vain for another one. If that one died, its own loss is reported instead."""
 
 
 class Unfit(WorkerLost):
-    """A worker cannot go on, and another one in its place can."""
+    """A worker cannot continue, but a replacement can."""
 
 
 class DataPlaneError(SluiceError):
@@ -136,6 +136,6 @@ class DataPlaneLost(DataPlaneError):  # noqa: N818 - the name that the contract 
 
 
 class CheckpointError(SluiceError):
-    """A checkpoint is missing, incomplete, or not what its manifest says."""
+    """A checkpoint is missing, incomplete, or differs from its manifest."""
 
     exit_code = 6

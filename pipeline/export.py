@@ -1,13 +1,13 @@
-"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER`: a run for other tools.
+"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER`: export a run to other tools.
 
---perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: a track a worker (more where
-it has streams that overlap), the critical path, the driver, and counters of groups present, version and staleness.
---csv writes spans.csv, metrics.csv, path.csv and gaps.csv. RUN may be live, finished, failed or killed; all starts of a
-resumed run are exported, critical path and gaps of the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong.
+--perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if
+its streams overlap), the critical path, the driver, and counters of groups present, version and staleness. --csv writes
+spans.csv, metrics.csv, path.csv and gaps.csv. RUN may be live, finished, failed or killed. All starts of a resumed run
+are exported; critical path and gaps cover the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong.
 
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
 
-The functions yield text piece by piece, and read the record as they go:
+The functions yield text in pieces and read the record incrementally:
 
     for piece in perfetto(Path("runs/quickstart-...")): response.write(piece.encode())
     for name, table in tables(run).items(): (folder / name).write_text("".join(table))
@@ -28,7 +28,7 @@ __all__ = ["main", "metrics_csv", "perfetto", "spans_csv", "tables"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -39,7 +39,7 @@ def _main(argv: list[str]) -> int:
             Problem(
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
-                why="a run is written as a trace for Perfetto, or as tables",
+                why="a run is exported as a Perfetto trace or as tables",
                 fix="python -m pipeline.export runs/quickstart-... --perfetto trace.json",
             )
         )
@@ -53,7 +53,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _write(path: Path, pieces: Iterator[str], flag: str) -> None:
-    first = next(pieces)  # which raises where there is no such run, before anything is written
+    first = next(pieces)  # raises if there is no such run, before anything is written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -65,7 +65,7 @@ def _write(path: Path, pieces: Iterator[str], flag: str) -> None:
                 where=flag,
                 what=f"{path} cannot be written: {error.strerror}",
                 why="the export is a new file",
-                fix="another path",
+                fix="use another path",
             )
         ) from error
     print(f"{path}: {path.stat().st_size:,} bytes")

@@ -1,8 +1,8 @@
-"""`python -m pipeline.forward RUN --tensorboard FOLDER | --wandb PROJECT | --mlflow URI [--follow]`: the metrics of a
-run for other services.
+"""`python -m pipeline.forward RUN --tensorboard FOLDER | --wandb PROJECT | --mlflow URI [--follow]`: forward
+the metrics of a run to other services.
 
-Reads metrics.jsonl, so it can follow a run, or come afterwards; `pipeline.run` with the same flags starts it beside the
-run. Each step is forwarded once: one that a resumed run makes again keeps the numbers that it had first. Needs the
+Reads metrics.jsonl, so it can follow a live run or forward a finished one; `pipeline.run` with the same flags starts it
+beside the run. Each step is forwarded once: a step that a resumed run repeats keeps its first values. Needs the
 service's package (pip install 'sluice[tensorboard]', 'sluice[wandb]', 'sluice[mlflow]') and takes keys from the
 environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
 
@@ -37,19 +37,19 @@ HELP = {
 
 
 class Tail:
-    """The lines of metrics.jsonl as they come; from the start again where a resume has cut the file."""
+    """The lines of metrics.jsonl as they arrive; from the start again if a resume has truncated the file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
 
     def lines(self) -> Iterator[Metrics]:
-        """Those that have come since the last call."""
+        """Yield the lines that have arrived since the last call."""
         size = self._path.stat().st_size if self._path.is_file() else 0
         if size < self._offset:
             self._offset = 0
         try:
             yield from self._read()
-        except msgspec.DecodeError:  # it was cut and has grown again: this is the middle of a line
+        except msgspec.DecodeError:  # truncated and grown again: the offset is inside a line
             self._offset = 0
             yield from self._read()
 
@@ -60,10 +60,10 @@ class Tail:
 
 
 def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool] = lambda state: False) -> None:
-    """Forward the metrics of a run to services, each with where there; see `SERVICES`.
+    """Forward the metrics of a run to services, each with its destination; see `SERVICES`.
 
-    Whenever all is forwarded, `wait` is asked with the state of the run whether to look again, once it has waited. A
-    service that fails is left out from then on; at the end GraphError says which, and why.
+    When everything is forwarded, `wait` is called with the state of the run; it waits and returns whether to read
+    again. A service that fails is skipped from then on; at the end, GraphError names each one and the reason.
     """
     sinks = {service: opened(service, where, describe(run)) for service, where in wanted.items()}
     forwarder = _Forwarder(sinks, wanted)
@@ -71,13 +71,13 @@ def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool]
     more = True
     while more:
         more = wait(state_on_disk(events)) and bool(forwarder.sinks)
-        for line in tail.lines():  # also what came while it waited for the last time
+        for line in tail.lines():  # after the last wait too
             forwarder.put(line)
     forwarder.close(state_on_disk(events))
 
 
 class _Forwarder:
-    """Sinks that have not failed."""
+    """Forwards lines to the sinks that have not failed."""
 
     def __init__(self, sinks: dict[str, Sink], wanted: Mapping[str, str]) -> None:
         self.sinks, self._wanted = sinks, wanted
@@ -98,7 +98,7 @@ class _Forwarder:
                     self._fail(service, error)
 
     def close(self, state: str) -> None:
-        """Raises GraphError where a service has failed."""
+        """Close the sinks. Raises GraphError if a service has failed."""
         for service, sink in list(self.sinks.items()):
             try:
                 sink.close(state)
@@ -113,15 +113,15 @@ class _Forwarder:
 
 
 def describe(run: Path) -> Described:
-    """A run as services know it. Raises GraphError where it is no run directory."""
+    """Return a run's description for services. Raises GraphError if it is not a run directory."""
     message = run_json(run)
     if not message:
         raise GraphError(
             Problem(
                 where=str(run),
-                what="run.json is not there, or cannot be read",
-                why="it says what the run is",
-                fix="name a folder that a run made",
+                what="run.json is missing or cannot be read",
+                why="it describes the run",
+                fix="name a folder that a run created",
             )
         )
     name, started = run.resolve().name, str(message.get("started", ""))
@@ -136,7 +136,7 @@ def describe(run: Path) -> Described:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -167,7 +167,7 @@ def _until_ended(state: str) -> bool:
 
 
 def _until_eof() -> Callable[[str], bool]:
-    """Waits until the standard input ends, as it does when the process at its other end ends in whatever way."""
+    """Return a `wait` that ends with standard input, which closes however the process at its other end exits."""
     ended = threading.Event()
 
     def read() -> None:
@@ -180,14 +180,14 @@ def _until_eof() -> Callable[[str], bool]:
 
 
 def add_services(parser: argparse.ArgumentParser) -> None:
-    """A flag for every service."""
+    """Add a flag for every service."""
     for service in SERVICES:
         metavar, says = HELP[service]
         parser.add_argument(f"--{service}", metavar=metavar, help=says)
 
 
 def wanted_of(options: argparse.Namespace) -> dict[str, str]:
-    """The services that flags name, each with where there. Raises GraphError where a package is not installed."""
+    """Return the services that flags name, with their destinations. Raises GraphError if a package is not installed."""
     wanted = {service: where for service in SERVICES if (where := getattr(options, service))}
     for service, where in wanted.items():
         check(service, where)
@@ -200,8 +200,8 @@ def _parser() -> Parser:
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a service is wrong"
     parser.add_argument("run", nargs="?", help="a run directory")
     add_services(parser)
-    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--until-eof", action="store_true", help="go on until the standard input ends")
+    parser.add_argument("--follow", action="store_true", help="continue until the run has ended")
+    parser.add_argument("--until-eof", action="store_true", help="continue until standard input ends")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""Which of two modules of one name is imported: Sluice's, then Python's and what is installed, then the user's.
+"""Decides which of several modules of one name is imported: Sluice's, then Python's or installed, then the user's.
 
-`python -m` puts the working directory before all else, so a folder `stages/` or a file `random.py` there would replace
-ours or Python's, here and in every worker. Importing `pipeline` makes the four packages of this installation win, and
-the commands search the user's folders last. What is hidden by that is refused where the graph imports it (`hidden`).
+`python -m` searches the working directory first, so a folder `stages/` or a file `random.py` there would replace ours
+or Python's, here and in every worker. Importing `pipeline` gives the four packages of this installation precedence, and
+the commands search the user's folders last. A graph that imports a module hidden by this is rejected (`hidden`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOME = Path(__file__).resolve().parents[1]
 
 
 class Ours:
-    """Finds the four packages where this one lies, whatever comes first on `sys.path`."""
+    """Finds the four packages in this installation, whatever comes first on `sys.path`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -27,14 +27,14 @@ class Ours:
 
 
 def search_last(folders: Iterable[str | Path]) -> None:
-    """Have modules searched in these folders, behind everything that is installed."""
+    """Move these folders to the end of `sys.path`, after everything that is installed."""
     for folder in map(str, folders):
         sys.path[:] = [entry for entry in sys.path if (entry or os.getcwd()) != folder] + [folder]
 
 
 def hidden(name: str, folders: Iterable[Path]) -> Path | None:
-    """The user's file or folder that a module of this dotted name would come from, if one of `folders` has it and
-    another module of its first name was imported, or will be."""
+    """Return the user's file or folder for a module of this dotted name, if one of `folders` has it and another module
+    of its first name was imported, or will be. None if nothing is hidden."""
     first, *rest = name.split(".")
     loaded = getattr(sys.modules.get(first), "__file__", None) or ""
     for folder in folders if first in PACKAGES or first in sys.modules else ():
@@ -46,14 +46,14 @@ def hidden(name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def hiding_pipeline(folder: Path) -> Path | None:
-    """The module of a folder that a process which searches there first would import instead of this package."""
+    """Return the module in a folder that a process would import instead of this package if it searches there first."""
     found = PathFinder.find_spec("pipeline", [str(folder), *sys.path])
     ours = found is None or (found.origin is not None and Path(found.origin).resolve().parents[1] == HOME)
     return None if ours else hidden("pipeline", [folder])
 
 
 def command(module: str, *words: str) -> list[str]:
-    """The command line that runs a module of ours in a process of its own, which finds it where this one did."""
+    """Return the command line that runs a module of ours in a new process, which finds it where this one did."""
     return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, *words]
 
 

@@ -1,8 +1,8 @@
 """`python -m pipeline.run graph.py [flags]`: check, draw, run, resume or replay a graph.
 
 Exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4 and 5 the data plane; 6 a checkpoint;
-130 interrupted; 143 stopped by SIGTERM: the step that is being trained is finished and saved, a second SIGTERM ends the
-run at once.
+130 interrupted; 143 stopped by SIGTERM, after the step in training was finished and saved (a second SIGTERM ends the
+run at once).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
 
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
-6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, behind a checkpoint of what was trained (a second SIGTERM ends
-the run at once)"""
+6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, after the step in training was finished and saved (a second
+SIGTERM ends the run at once)"""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command line asks for: a graph, planned, with the values of its flags; and the run that it goes on with,
-    if any."""
+    """A parsed command line: the graph and its plan, the values of its flags, and the record of the run to resume, if
+    any."""
 
     argv: list[str]
     options: argparse.Namespace
@@ -56,7 +56,7 @@ class _Asked:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -114,25 +114,25 @@ def _parser(*, add_help: bool) -> Parser:
     )
     what.add_argument("--check", action="store_true", help="check the graph and stop; starts nothing")
     what.add_argument(
-        "--plan", action="store_true", help="draw the graph, its placement and what its edges carry, and stop"
+        "--plan", action="store_true", help="draw the graph, its placement and the data on its edges, and stop"
     )
     what.add_argument(
         "--replay", metavar="FOLDER", help="run a failed task again on its saved inputs (RUN/failures/...)"
     )
-    what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="go on from a checkpoint of --run-dir")
+    what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="resume from a checkpoint in --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
-    parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="who runs the workers")
+    parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="what runs the workers")
     parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
     parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
     parser.add_argument("--gpus", type=whole, metavar="N", help="check the placement against N GPUs")
     parser.add_argument(
-        "--deadline-s", type=number, default=3600.0, metavar="S", help="give up if no task ends for this long"
+        "--deadline-s", type=number, default=3600.0, metavar="S", help="fail if no task finishes for this long"
     )
     parser.add_argument(
-        "--restarts", type=whole, default=2, metavar="N", help="from the last checkpoint, when a trainer dies"
+        "--restarts", type=whole, default=2, metavar="N", help="restarts from the last checkpoint when a trainer dies"
     )
     parser.add_argument("--view", action="store_true", help="show the run in a browser while it runs")
-    parser.add_argument("--plain", action="store_true", help="plain lines instead of a live one")
+    parser.add_argument("--plain", action="store_true", help="print plain lines instead of a live display")
     add_services(parser)
     return parser
 
@@ -194,7 +194,7 @@ def _run(asked: _Asked, started_s: float) -> int:
 
 
 def _begin(asked: _Asked, run_dir: RunDir) -> int:
-    """Write down what is run, or look at what is resumed; the steps that are behind."""
+    """Describe a new run on disk, or check the resumed one. Returns the number of finished steps."""
     from pipeline.record import checkpoint
 
     seed = asked.graph.schedule.seed
@@ -208,9 +208,9 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
         raise GraphError(
             Problem(
                 where=f"--run-dir {run_dir.path}",
-                what="it holds a run already",
+                what="it already holds a run",
                 why="a run does not overwrite another",
-                fix="another folder, or --resume",
+                fix="use another folder, or --resume",
             )
         )
     describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
@@ -223,8 +223,8 @@ def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
 
 
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:
-    """Run to the end, or until SIGTERM stops it; whether that happened. Where a worker is lost that only a checkpoint
-    can give back, go on from the last one."""
+    """Run to the end, or until SIGTERM. Returns whether SIGTERM stopped it. If only a checkpoint can restore a lost
+    worker's state, restart from the last one."""
     from pipeline.engine.driver import Engine
     from pipeline.record import checkpoint
 
@@ -249,7 +249,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             console.print_problems(error.problems)
             start = checkpoint.read(run_dir, None)[1].steps
             cut_metrics(run_dir, start)
-            print(f"restart from step {start}; {left - 1} restarts are left", file=sys.stderr, flush=True)
+            print(f"restart from step {start}; restarts left: {left - 1}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -260,9 +260,9 @@ def _run_dir(path: Path | None, name: str) -> RunDir:
         raise GraphError(
             Problem(
                 where=f"--run-dir {path or 'runs'}",
-                what=f"the folder cannot be made: {error.strerror}: {error.filename}",
-                why="a run records itself there",
-                fix="--run-dir with a path that can be written",
+                what=f"the folder cannot be created: {error.strerror}: {error.filename}",
+                why="the run is recorded there",
+                fix="use --run-dir with a writable path",
             )
         ) from error
 
@@ -281,7 +281,7 @@ def _executor(asked: _Asked) -> Any:
 
 
 def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
-    """The commands that replay what failed and that go on from the last checkpoint."""
+    """Print the commands that replay the failed task and that resume from the last checkpoint."""
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for folder in sorted(run_dir.failures.iterdir(), key=lambda path: path.stat().st_mtime)[-1:]:
         command = ["python", "-m", "pipeline.run", str(asked.file.path), *flags, "--replay", str(folder)]

@@ -14,13 +14,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run directory by its path. Steps are counted from 1 in file names: a name says how many are behind."""
+    """A run directory by its path. File names count steps from 1: the number is that of finished steps."""
 
     path: Path
 
     @staticmethod
     def new(parent: Path, name: str) -> RunDir:
-        """A fresh directory below `parent`, named by graph and local time; a number is added where it exists."""
+        """Create a new directory below `parent`, named by graph and local time; a number is added if it exists."""
         stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
             path = parent / f"{stem}{suffix}"
@@ -29,7 +29,7 @@ class RunDir:
         raise FileExistsError(f"{parent / stem} and 999 like it exist")
 
     def create(self) -> RunDir:
-        """Make the directory and its folders."""
+        """Create the directory and its folders."""
         for folder in (self.path, self.path / "samples", self.checkpoints, self.failures, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         return self
@@ -67,7 +67,7 @@ class RunDir:
         return self.path / "logs"
 
     def log(self, group: str, worker: int) -> Path:
-        """What a worker prints, tracebacks included."""
+        """Return the path of a worker's output, tracebacks included."""
         return self.logs / f"{group}-{worker}.log"
 
     def samples(self, step: int) -> Path:
@@ -75,16 +75,16 @@ class RunDir:
 
     @property
     def vocabulary(self) -> Path:
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         return self.path / "samples" / "vocabulary.json"
 
     def checkpoint(self, done: int) -> Path:
-        """The checkpoint after `done` steps."""
+        """Return the folder of the checkpoint after `done` steps."""
         return self.checkpoints / f"step_{done:06d}"
 
     def failure(self, step: int, stage: str, rank: int = 0) -> Path:
         return self.failures / (f"step_{step + 1:06d}_{stage}" + (f".rank{rank}" if rank else ""))
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the finished checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step_*") if path.name[5:].isdigit())

@@ -1,8 +1,8 @@
-"""`python -m pipeline.simulate RUN [flags]`: what a run would have been under another schedule, in virtual time.
+"""`python -m pipeline.simulate RUN [flags]`: simulate a run under another schedule, in virtual time.
 
-RUN is a run directory, whose recorded seconds are used, or a graph file with the flags of its graph(), where --stage
-gives the seconds of every stage. The scheduler is the one that runs graphs. Exit codes: 0 done; 2 RUN or a flag is
-wrong; 3 the simulated run cannot go on.
+RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --stage
+gives the seconds of every stage. The scheduler is the same as in real runs. Exit codes: 0 done; 2 RUN or a flag is
+wrong; 3 the simulated run cannot continue.
 
     python -m pipeline.simulate runs/quickstart-... --max-staleness 2 --on-stale drop --workers sampler=4
 """
@@ -35,7 +35,7 @@ NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -55,15 +55,15 @@ def _main(argv: list[str]) -> int:
         raise GraphError(
             Problem(
                 where=f"--cores {options.cores:g}",
-                what="it is no number of cores",
-                why="a machine has some",
+                what="it is not a number of cores",
+                why="the number of cores is finite and above 0",
                 fix="--cores 2",
             )
         )
     path = Path(options.run)
     if path.is_dir():
         if rest:
-            _parser().parse_args(argv)  # which says what is wrong with them
+            _parser().parse_args(argv)  # reports what is wrong with them
         recording = recorded(path, cores=options.cores)
     else:
         recording = Recording(plan=_planned(path, argv, options, rest), durations=Durations({}), cores=options.cores)
@@ -81,7 +81,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _planned(path: Path, argv: list[str], options: argparse.Namespace, rest: list[str]) -> Plan:
-    """The plan of a graph file with its own flags. A flag that graph() has too is given to both."""
+    """Return the plan of a graph file with its own flags. A flag that graph() also has is given to both."""
     file = load(path)
     own = {action.dest: action for action in _parser()._actions}
     shared = {flag.name: getattr(options, flag.name, None) for flag in file.flags if flag.name in own}
@@ -115,7 +115,7 @@ def _changes(options: argparse.Namespace) -> Changes:
 
 
 def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[tuple[str, str]]:
-    """NAME=VALUE texts as pairs. Raises GraphError with all that are none."""
+    """Return NAME=VALUE texts as pairs. Raises GraphError with every text that is not one."""
     pairs = [(name.strip(), value.strip(), text) for text in given for name, _, value in [text.partition("=")]]
     wrong = [text for name, value, text in pairs if not name or not re.fullmatch(pattern, value)]
     if wrong:
@@ -123,8 +123,8 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
             *(
                 Problem(
                     where=f"{flag} {text}",
-                    what="it is no name and value",
-                    why="it is NAME=VALUE",
+                    what="it is not a name and a value",
+                    why="the flag takes NAME=VALUE",
                     fix=f"{flag} {example}",
                 )
                 for text in wrong
@@ -136,20 +136,22 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
 def _parser() -> Parser:
     parser = Parser(prog="python -m pipeline.simulate", usage="%(prog)s RUN|GRAPH [flags]")
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
-    parser.add_argument("--steps", type=whole, metavar="N", help="of the simulated run; default: those of RUN")
-    parser.add_argument("--max-staleness", type=whole, metavar="N", help="versions; default: that of RUN")
-    parser.add_argument("--pipeline-depth", type=whole, metavar="N", help="batches; default: that of RUN")
-    parser.add_argument("--on-stale", **one_of("wait", "drop"), help="default: that of RUN")
-    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="default: that of RUN")
-    parser.add_argument("--groups", metavar="N|Nx", help="groups of a batch, or a multiple of those of RUN: 64, 8x")
+    parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
+    parser.add_argument("--max-staleness", type=whole, metavar="N", help="versions; default: as in RUN")
+    parser.add_argument("--pipeline-depth", type=whole, metavar="N", help="batches; default: as in RUN")
+    parser.add_argument("--on-stale", **one_of("wait", "drop"), help="default: as in RUN")
+    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="default: as in RUN")
+    parser.add_argument("--groups", metavar="N|Nx", help="groups per batch, or a multiple of those in RUN: 64, 8x")
     parser.add_argument("--refit-s", type=number, metavar="S", help="seconds of every refit")
-    parser.add_argument("--workers", action="append", default=[], metavar="GROUP=N", help="may be given several times")
-    parser.add_argument("--cores", type=number, metavar="N", help="of each machine; default: those of RUN")
-    parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="N times as fast")
     parser.add_argument(
-        "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or distribution: {GRAMMAR}"
+        "--workers", action="append", default=[], metavar="GROUP=N", help="workers of a group; may be repeated"
     )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of what is drawn")
+    parser.add_argument("--cores", type=number, metavar="N", help="cores per machine; default: as in RUN")
+    parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="make a stage N times as fast")
+    parser.add_argument(
+        "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or a distribution: {GRAMMAR}"
+    )
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the random durations")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -173,7 +175,7 @@ def _as_json(
 
 
 def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]) -> None:
-    """The reports side by side, and remarks."""
+    """Print the reports side by side, then the notes."""
     from rich.table import Table
 
     table = Table(name, *reports, box=None, padding=(0, 2, 0, 0))

@@ -1,7 +1,7 @@
 """`python -m pipeline.view [RUN_OR_FOLDER]`: the web view of a run, or of a folder of runs.
 
-It prints its address, with the token that opens it, and serves until it is stopped. Live, finished and crashed runs
-look alike; nothing is written and no request leaves the machine. Exit codes: 0 stopped; 2 the folder or a flag is
+Prints its address, which includes the access token, and serves until it is stopped. Live, finished and crashed runs are
+shown alike. It writes nothing and sends no request off this machine. Exit codes: 0 stopped; 2 the folder or a flag is
 wrong.
 
     python -m pipeline.view                     # runs/
@@ -30,7 +30,7 @@ END_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     return exit_code(_main, argv)
 
 
@@ -38,7 +38,7 @@ def _main(argv: list[str]) -> int:
     parser = Parser(prog="python -m pipeline.view", usage="%(prog)s [RUN_OR_FOLDER] [flags]")
     parser.graph_file = "RUN_OR_FOLDER"
     parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them")
-    parser.add_argument("--port", type=whole, default=0, metavar="N", help="0 is any that is free")
+    parser.add_argument("--port", type=whole, default=0, metavar="N", help="0 picks a free port")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
     options = parser.parse_args(argv)
@@ -47,9 +47,9 @@ def _main(argv: list[str]) -> int:
         raise GraphError(
             Problem(
                 where=f"--port {options.port}",
-                what="that is no port",
+                what="it is not a port",
                 why="ports are numbers from 0 to 65535",
-                fix="--port 0, which takes one that is free",
+                fix="use --port 0, which picks a free port",
             )
         )
     token = secrets.token_urlsafe(24)
@@ -67,7 +67,7 @@ def _main(argv: list[str]) -> int:
 
 @contextmanager
 def beside(run: Path) -> Iterator[None]:
-    """The view of a run in a process of its own, which prints its address, and ends with the block or with us."""
+    """Serve a run in a separate process, which prints its address and ends with the block or this process."""
     process = subprocess.Popen(precedence.command("pipeline.view", str(run), "--while-stdin"), stdin=subprocess.PIPE)
     try:
         yield
@@ -77,14 +77,14 @@ def beside(run: Path) -> Iterator[None]:
 
 
 def _folder(path: Path) -> tuple[Path, str]:
-    """The folder of runs, and the run that is shown first. Raises GraphError where there is none."""
+    """Return the folder of runs, and the run to show first, if any. Raises GraphError if there is no folder."""
     if RunDir(path).run_json.is_file() or RunDir(path).plan.is_file():
         path = path.resolve()
         if not is_run_name(path.name):
             raise GraphError(
                 Problem(
                     where=str(path),
-                    what="its name has other characters than letters, digits, '-' and '_', or more than 64",
+                    what="its name is longer than 64 characters, or has others than letters, digits, '-' and '_'",
                     why="a run is addressed by the name of its folder",
                     fix="rename the folder",
                 )
@@ -118,9 +118,9 @@ async def _serve(folder: Path, token: str, port: int, ready: Callable[[int], Non
         raise GraphError(
             Problem(
                 where=f"--port {port}",
-                what=f"it cannot be listened on: {error.strerror}",
+                what=f"the server cannot listen on it: {error.strerror}",
                 why="the view is served on this machine's loopback address",
-                fix="--port 0, which takes one that is free",
+                fix="use --port 0, which picks a free port",
             )
         ) from error
 

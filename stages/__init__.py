@@ -1,8 +1,8 @@
-"""What a training step is made of. Stages see columns; they know neither Ray nor the data plane.
+"""The stages of a training step. They work on columns and know neither Ray nor the data plane.
 
     from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train
 
-Importing this loads no tensor library: a backend loads when a stage is set up in a worker.
+Importing this package loads no tensor library; a backend loads when a worker sets up a stage.
 """
 
 from pipeline.declare.sharding import Dynamic, Packed

@@ -1,4 +1,4 @@
-"""The stage that turns rewards into advantages. Knows the names of the formulas; they are in `ops.advantage`.
+"""Advantage: turns rewards into advantages. Knows the names of the formulas, which are in `ops.advantage`.
 
 Advantage("rloo"), Advantage("dr_grpo", kl=0.01)
 """
@@ -27,13 +27,13 @@ _RULES = (
     Rule(
         "eps",
         lambda value: is_number(value) and value > 0,
-        "the standard deviation of a group is divided by, and eps > 0 keeps that from being 0",
+        "eps keeps the divisor, a group's standard deviation plus eps, above 0",
         "write eps=1e-6",
     ),
     Rule(
         "kl",
         lambda value: is_number(value) and value >= 0,
-        "the weight of the divergence in the reward is 0 (none) or more",
+        "the KL weight is a number, 0 (none) or more",
         "write kl=0.0",
     ),
 )
@@ -41,23 +41,23 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Advantage(Stage):
-    """Advantages within each group, from the rewards of its samples.
+    """Computes advantages within each group from the rewards of its samples.
 
-    kind  with R a sample's reward and the mean and standard deviation those of its group:
+    kind  R is a sample's reward; mean and std are those of its group:
           "group_relative"  (R - mean) / (std + eps): GRPO (arXiv 2402.03300)
           "rloo"            R - mean of the others: RLOO (arXiv 2402.14740)
           "dr_grpo"         R - mean: Dr. GRPO (arXiv 2503.20783)
-          "reward"          R: REINFORCE without a baseline, which is what verl gives a group of one
-          by the first three, equal rewards, and therefore a group of one, give exactly 0
-    eps   of "group_relative", in units of the reward; 1e-6 as in verl and NeMo-RL, TRL's is 1e-4
-    kl    with a weight above 0, the divergence from the frozen model is subtracted from each reward first: kl times the
-          sum over the response of prev_logprobs - ref_logprobs (k1, detached). It reads both, and so comes after the
-          logprobs of the whole batch; 0 is none
-    on    the worker group; None is the graph's host group
+          "reward"          R: REINFORCE without a baseline; verl does this for a group of one
+          with the first three, equal rewards (so also a group of one) give exactly 0
+    eps   of "group_relative", in units of the reward; 1e-6 as in verl and NeMo-RL, 1e-4 in TRL
+    kl    if above 0, the divergence from the frozen model is first subtracted from each reward: kl times the sum over
+          the response of prev_logprobs - ref_logprobs (k1, detached). The stage then reads both, so it runs after the
+          logprobs of the whole batch; 0 means none
+    on    the worker group; None means the graph's host group
 
-    Metrics: `zero_spread`, the fraction of groups whose rewards are all equal and which therefore, but for "reward",
-    teach nothing; `abs_mean`, the mean size of an advantage; with `kl`, `kl_in_reward`, the mean divergence of a
-    response in nat.
+    Metrics: `zero_spread`, the fraction of groups whose rewards are all equal, which teach nothing except with
+    "reward"; `abs_mean`, the mean absolute advantage; with `kl`, `kl_in_reward`, the mean divergence of a response in
+    nat.
     """
 
     kind: str = "group_relative"
@@ -72,11 +72,11 @@ class Advantage(Stage):
     per = "group"
 
     def __post_init__(self) -> None:
-        if is_number(self.kl) and self.kl > 0:  # `check` says what is wrong with anything else
+        if is_number(self.kl) and self.kl > 0:  # `check` reports anything else
             object.__setattr__(self, "reads", (REWARD, PREV_LOGPROBS, REF_LOGPROBS))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """The kind is known, numbers are in their ranges; a warning where every group has one sample."""
+        """Check the kind and the ranges of numbers; warn if every group has one sample."""
         where = str(self.location)
         if self.kind not in KINDS:
             yield Problem(
@@ -91,12 +91,12 @@ class Advantage(Stage):
                 where=where,
                 what="every group has one sample, so every advantage is 0",
                 why="an advantage compares the samples of one prompt with each other",
-                fix='give the stage that makes samples samples_per_prompt=2 or more, or write Advantage("reward")',
+                fix='set samples_per_prompt=2 or more in the sampling stage, or write Advantage("reward")',
                 warning=True,
             )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """The runner: rewards of whole groups in, advantages out."""
+        """Return the runner, which computes advantages from the rewards of whole groups."""
         from ops.advantage import zero_spread_groups
 
         def run(columns: Columns, task: Task) -> Output:
@@ -125,8 +125,8 @@ class Advantage(Stage):
 
 
 def _divergence(columns: Columns) -> torch.Tensor:
-    """The sum over each response of prev - ref, [N] in nat. One response at a time: a sum of many at once rounds by
-    what lies beside it."""
+    """The sum of prev - ref over each response, [N] in nat. Each response is summed on its own, so its rounding does
+    not depend on the other samples."""
     import torch
 
     prev: Any = columns[PREV_LOGPROBS.name]

@@ -1,4 +1,4 @@
-"""Evaluation of the served weights on prompts that training does not see, greedily. Writes no field, only metrics.
+"""Evaluate: scores greedy responses of the served policy to held-out prompts. Writes no field, only metrics.
 
 Evaluate(policy, Generated("reverse"), on=sampler, every=10, prompts=1000, max_tokens=6)
 Evaluate(policy, "test.jsonl", on=sampler, prompt="question", reward=math_verify)
@@ -37,19 +37,19 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Evaluate(Stage):
-    """Greedy responses to held-out prompts, scored.
+    """Scores greedy responses to held-out prompts.
 
     source        a `Generated` task, whose held-out prompts are used, or a data set of held-out rows, as for Prompts
     reward        a reward function of `response`, `answer` and `prompt`, or several
     every         steps between evaluations
-    prompts       how many, from the first on; fewer where the source has fewer
-    max_tokens    of a response
-    decode_batch  prompts that are decoded together; 0 is all
-    prompt, answer, template  columns of the data set, and the text that makes the prompt of them, as for Prompts
-    chat, system  prompts are lists of messages, as for Prompts and Rollout
+    prompts       number of prompts, starting with the first; fewer if the source has fewer
+    max_tokens    maximum response length
+    decode_batch  prompts decoded together; 0 means all
+    prompt, answer, template  as for Prompts: columns of the data set, and the text of the prompt
+    chat, system  as for Prompts and Rollout: prompts are lists of messages
 
-    Metrics: `eval/<reward>` of each function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
-    `eval/truncated`; and what a function says about itself, such as `eval/math_verify_timeouts`.
+    Metrics: `eval/<reward>` per function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
+    `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`.
     """
 
     model: Model
@@ -77,7 +77,7 @@ class Evaluate(Stage):
         return (self.model,)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Backend, model, ranges, and that there are held-out prompts."""
+        """Check the backend, the model, all ranges, and that there are held-out prompts."""
         where = str(self.location)
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
@@ -87,8 +87,8 @@ class Evaluate(Stage):
             if self.source.held_out == 0:
                 yield Problem(
                     where=where,
-                    what=f"the task {self.source.task!r} holds no prompt out",
-                    why="evaluation on prompts that were trained on shows memory, not skill",
+                    what=f"the task {self.source.task!r} has no held-out prompts",
+                    why="evaluation on training prompts measures memory, not skill",
                     fix="Generated(..., held_out=1000)",
                 )
             if self.chat:
@@ -105,7 +105,7 @@ class Evaluate(Stage):
             yield from source_problems(self.source, self._layout(), where)
 
     def _layout_problems(self, where: str) -> Iterator[Problem]:
-        """What is wrong before a row is looked at."""
+        """Check the parameters, without reading a row."""
         source: Any = self.source
         if isinstance(source, Dataset):
             yield from dataset_problems(source, where)
@@ -113,8 +113,8 @@ class Evaluate(Stage):
             yield Problem(
                 where=where,
                 what=f"stage {self.name!r} has the source {shown(source)}",
-                why="held-out prompts come from a Generated task, or from a data set by its path",
-                fix='write Evaluate(policy, "test.jsonl", ...), one stage a data set',
+                why="held-out prompts come from a Generated task, or from a data set given by its path",
+                fix='write Evaluate(policy, "test.jsonl", ...), one stage per data set',
             )
         if self.template is not None:
             yield from template_problems(self.template, self.prompt, where)
@@ -144,11 +144,11 @@ class Evaluate(Stage):
                     where=where_of(function) or where,
                     what=f"reward {name_of(function)} reads {', '.join(unknown)}",
                     why=f"stage {self.name!r} has the fields prompt, response and answer",
-                    fix="evaluate with a reward that reads no other",
+                    fix="use a reward that reads only these fields",
                 )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """Opens the backend and its served copy of the model; reads the prompts."""
+        """Open the backend and its served copy of the model, and read the prompts."""
         backend = engine(context)
         pairs = self._pairs()
         asked = [row[-1] if self.chat else row[0] for row in pairs]
@@ -181,7 +181,7 @@ class Evaluate(Stage):
         return run
 
     def _pairs(self) -> list[tuple[str, ...]]:
-        """Prompt and answer of each held-out row, and with `chat` its messages."""
+        """Prompt and answer of each held-out row; with `chat`, also its messages."""
         if isinstance(self.source, Generated):
             return list(self.source.held_out_pairs(min(self.prompts, self.source.held_out)))
         return list(open_rows(self.source, self._layout())[: self.prompts])

@@ -1,16 +1,16 @@
-"""The stage that drops whole groups and has others sampled in their place (dynamic sampling, DAPO, arXiv 2503.14476).
+"""Filter: drops whole groups; other prompts are sampled instead (dynamic sampling, DAPO, arXiv 2503.14476).
 
     Filter("zero_spread")                                # all rewards equal: the group would teach nothing
-    Filter("zero_spread", of="reward_exact_match")       # of one of several rewards, as the paper does it
+    Filter("zero_spread", of="reward_exact_match")       # uses one of several rewards, as in the paper
 
     def learnable(reward: list[float], truncated: list[bool]) -> bool:
         return 0.1 < sum(reward) / len(reward) < 0.9 and not all(truncated)
 
     Filter(learnable, max_rounds=5)
 
-It is a gate. The stages that lead to what it reads see every group that is sampled. All others see the groups that it
-keeps and no others; one that starts on a whole batch starts when a batch has been kept. Each dropped group is replaced
-by the next prompt at once, so the batch does not depend on which group was ready first.
+The stage is a gate. Stages that produce its inputs get every sampled group; all others get only the groups that it
+keeps. A stage that needs a whole batch starts once a whole batch has been kept. The next prompt replaces a dropped
+group at once, so the batch does not depend on which group finishes first.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) <
 
 @dataclass(frozen=True)
 class Filter(Stage):
-    """Decides for each group whether it is kept.
+    """Keeps or drops each group.
 
     rule        "zero_spread" drops a group whose values of `of` are all equal (arXiv 2503.14476, section 3.2). Or a
-                function of one group that returns whether it is kept: its parameter names are fields, as those of a
-                reward function are, each a list with one value a sample; `reward_<function>` are numbers
-    of          of "zero_spread": the field whose values count. The paper's is right or wrong, so where the reward is a
-                sum with a length penalty, name the part: of="reward_exact_match"
-    max_rounds  times the batch: the groups that are sampled for one step at most. More are an error, as where a model
-                answers every prompt rightly, or none
-    on          the worker group; None is the graph's host group
+                function of one group that returns whether to keep it: as in a reward function, its parameters name
+                fields; each is a list with one value per sample. `reward_<function>` are numbers
+    of          for "zero_spread": the field to compare. The paper compares correctness, so if the reward also contains
+                a length penalty, name the part: of="reward_exact_match"
+    max_rounds  maximum number of groups sampled for one step, as a multiple of the batch. More are an error, as when a
+                model answers every prompt correctly, or none
+    on          the worker group; None means the graph's host group
 
-    Metrics of a step: `admitted` (groups sampled), `dropped` (groups) and `acceptance` (the fraction that was kept).
-    The metrics of the stages before it, such as `reward/mean`, are means over all groups that were sampled, dropped
-    ones included; `advantage/...` and `train/...` are of the batch.
+    Metrics of a step: `admitted` (groups sampled), `dropped` (groups) and `acceptance` (the fraction kept). Metrics of
+    earlier stages, such as `reward/mean`, are means over all sampled groups, dropped ones included; `advantage/...` and
+    `train/...` cover the batch only.
     """
 
     rule: str | Rule = "zero_spread"
@@ -72,7 +72,7 @@ class Filter(Stage):
         object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name)) and not made.per_step))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """The rule is known, or can be called with fields; and groups are such that it can tell them apart."""
+        """Check that the rule is known or can be called with fields, and that it can tell groups apart."""
         where = str(self.location)
         if isinstance(self.rule, str):
             yield from self._check_shipped(where, graph.group_size)
@@ -81,8 +81,8 @@ class Filter(Stage):
             if self.of != REWARD.name:
                 yield Problem(
                     where=where,
-                    what=f"Filter has of={shown(self.of)} and a rule of its own",
-                    why="a function says by its parameters what it reads",
+                    what=f"Filter has of={shown(self.of)} and a function as its rule",
+                    why="a function's parameters are the fields that it reads",
                     fix="leave out of=",
                 )
 
@@ -92,7 +92,7 @@ class Filter(Stage):
             yield Problem(
                 where=where,
                 what=f"unknown rule {shown(self.rule)}",
-                why=f"known rules are {', '.join(RULES)}, and any function of one group",
+                why=f"a rule is {', '.join(RULES)} or a function of one group",
                 fix=f"did you mean {near[0]!r}?" if near else f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
             )
             return
@@ -101,19 +101,19 @@ class Filter(Stage):
             yield Problem(
                 where=where,
                 what=f"Filter has of={shown(self.of)}",
-                why="zero_spread compares one number a sample with those of the same group",
-                fix="of='reward', or of='reward_<function>' where Reward has several functions",
+                why="zero_spread compares one number per sample within a group",
+                fix="of='reward', or of='reward_<function>' if Reward has several functions",
             )
         if group_size == 1:
             yield Problem(
                 where=where,
                 what="every group has one sample, so zero_spread drops every group",
                 why="it compares the samples of one prompt with each other",
-                fix="give the stage that makes samples samples_per_prompt=2 or more",
+                fix="set samples_per_prompt=2 or more in the sampling stage",
             )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """The runner: columns of whole groups in, `kept` of those that are kept out."""
+        """Return the runner, which reads columns of whole groups and writes `kept` of those to keep."""
         import torch
 
         size = context.group_size
@@ -167,12 +167,12 @@ def _rule_problems(rule: object, where: str) -> Iterator[Problem]:
     name = name_of(rule) if callable(rule) else None
     if not callable(rule):
         what, fix = f"{short(rule)} is neither a rule nor a function", f"write Filter({RULES[0]!r}), or {_EXAMPLE}"
-        why = f"known rules are {', '.join(RULES)}, and any function of one group"
+        why = f"a rule is {', '.join(RULES)} or a function of one group"
         yield Problem(where=where, what=what, why=why, fix=fix)
         return
     if name is None or name == "<lambda>":
         what = f"the rule is {'a lambda' if name else short(rule)}, which has no name of its own"
-        why = "the name of a rule is why a group was dropped"
+        why = "the record names the rule that dropped a group"
         yield Problem(where=where, what=what, why=why, fix=f"write a def, such as {_EXAMPLE}")
         return
     for what, why, fix in _objections(rule):
@@ -180,23 +180,23 @@ def _rule_problems(rule: object, where: str) -> Iterator[Problem]:
 
 
 def _objections(rule: Any) -> Iterator[tuple[str, str, str]]:
-    """Why a function cannot be a rule: what it is, the reason, and what to write instead."""
+    """Reasons why a function cannot be a rule, as (what, why, fix)."""
     if is_async(rule) or inspect.isgeneratorfunction(rule):
         what = f"is {'async' if is_async(rule) else 'a generator'}"
-        yield what, "it is called once a group and returns a bool", "write a plain def that returns"
+        yield what, "it is called once per group and returns a bool", "write a plain def that returns a bool"
     if not fields_of(rule):
-        why = "its parameters without a default are the fields that it reads, and it could not tell groups apart"
+        why = "parameters without a default are fields, and without one it cannot tell groups apart"
         yield "reads no field", why, f"write {_EXAMPLE}"
     for parameter in parameters_of(rule) or ():
         loose = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
         made = _field(parameter.name)
         if loose or (parameter.default is parameter.empty and (made is None or made.per_step)):
-            why = "fields are found by name and given by name, one value a sample"
-            yield f"has the parameter {parameter}", why, "name each field as an ordinary parameter, such as reward"
+            why = "fields are found and passed by name, one value per sample"
+            yield f"has the parameter {parameter}", why, "make each field an ordinary parameter, such as reward"
 
 
 def _field(name: object) -> Field | None:
-    """The field that a name stands for: of the vocabulary, a part of the reward, or an extra column of the prompts."""
+    """The field with this name: a standard field, a part of the reward, or an extra column of the prompts."""
     if not isinstance(name, str):
         return None
     return field_named(name, REWARD.dtype if name.startswith(f"{REWARD.name}_") else "str")

@@ -2,9 +2,8 @@
 
     PrevLogprobs(policy, on=learner), RefLogprobs(policy.frozen(), on=learner)
 
-Both compute at the temperature at which the tokens were sampled. They start before the batch is whole, on runs of
-samples in canonical order; what forms a run, and a microbatch of it, depends on that order and on lengths only, so the
-numbers do not depend on when samples arrived.
+Both use the sampling temperature. They start before the batch is complete, on runs of samples in canonical order. Runs
+and their microbatches depend only on this order and on lengths, so the results do not depend on when samples arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
-_AT_ONCE = at_least("at_once", 0, why="at_once is samples that are scored as soon as they are there, or 0")
+_AT_ONCE = at_least("at_once", 0, why="at_once is a number of samples, or 0 for the default")
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ class _Logprobs(Stage):
 
     @property
     def uses(self) -> tuple[Model, ...]:
-        """The model that scores."""
+        """The scoring model."""
         return (self.model,)
 
     @property
     def run_samples(self) -> int | None:
-        """What it starts on: a microbatch for every worker, or what the user says."""
+        """Samples that a run needs: `at_once`, or one microbatch per worker; None means the whole batch."""
         if is_whole(self.at_once, 1):
             return self.at_once
         replicas = self.on.data_parallel if self.on else 1
@@ -52,19 +51,19 @@ class _Logprobs(Stage):
 
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]
-        """Each worker may have another number of microbatches, unless they hold the weights together."""
+        """Workers may have different numbers of microbatches, unless they share the weights or the experts."""
         together = self.on is not None and (self.on.fully_sharded or self.on.expert_parallel > 1)
         return sharding(self.microbatch, equal=together)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Backend, model, ranges, and the rollout's temperature."""
+        """Check the backend, the model, all ranges, and that the temperature is the rollout's."""
         yield from backend_problems(self.on, self, "score")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         yield from broken([_AT_ONCE], self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """Opens the backend and its copy of the model."""
+        """Open the backend and its copy of the model."""
         backend = engine(context)
         field: Field = self.writes[0]
 
@@ -82,10 +81,10 @@ class _Logprobs(Stage):
 class PrevLogprobs(_Logprobs):
     """Logprobs under the trained model before this step's first update: the denominator of the ratio.
 
-    microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
-    at_once      samples that are scored as soon as all of them are there, in canonical order; 0 is one microbatch of
-                 every worker, where microbatch is samples, and otherwise the batch
-    temperature  the rollout's
+    microbatch   samples per forward pass, 0 means all of the worker's; or Dynamic or Packed with a number of tokens
+    at_once      samples to score as soon as all of them are available, in canonical order; 0 means one microbatch per
+                 worker if microbatch is a number of samples, otherwise the whole batch
+    temperature  the rollout's temperature
     """
 
     name = "prev_logprobs"
@@ -96,17 +95,17 @@ class PrevLogprobs(_Logprobs):
 class RefLogprobs(_Logprobs):
     """Logprobs under a frozen model, for the KL term of the loss. Give it `model.frozen()`.
 
-    microbatch   samples in one forward pass, 0 is all of the worker's; or Dynamic or Packed with a number of tokens
-    at_once      samples that are scored as soon as all of them are there, in canonical order; 0 is one microbatch of
-                 every worker, where microbatch is samples, and otherwise the batch
-    temperature  the rollout's
+    microbatch   samples per forward pass, 0 means all of the worker's; or Dynamic or Packed with a number of tokens
+    at_once      samples to score as soon as all of them are available, in canonical order; 0 means one microbatch per
+                 worker if microbatch is a number of samples, otherwise the whole batch
+    temperature  the rollout's temperature
     """
 
     name = "ref_logprobs"
     writes = (REF_LOGPROBS,)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """As for every scoring stage; and the model is frozen."""
+        """Also check that the model is frozen."""
         yield from super().check(graph)
         if self.model.trainable:
             yield Problem(
@@ -118,7 +117,7 @@ class RefLogprobs(_Logprobs):
 
 
 def sharding(microbatch: int | Dynamic | Packed, *, minibatches: int = 1, equal: bool) -> Sharding:
-    """How the batch of a stage is divided; what `scoring_problems` finds wrong counts as 0."""
+    """How a stage's batch is divided. An invalid microbatch, which `scoring_problems` reports, counts as 0."""
     made = microbatch if isinstance(microbatch, Dynamic | Packed) else Plain(microbatch)
     return Sharding.of(made, minibatches=minibatches, equal=equal)
 
@@ -126,7 +125,7 @@ def sharding(microbatch: int | Dynamic | Packed, *, minibatches: int = 1, equal:
 def scoring_problems(
     stage: Stage, graph: Graph, temperature: float, microbatch: int | Dynamic | Packed
 ) -> Iterable[Problem]:
-    """Ranges of a stage that recomputes logprobs, and whether its temperature is that of the samples."""
+    """Check the ranges of a stage that recomputes logprobs, and that its temperature is the rollout's."""
     where = str(stage.location)
     legal = is_number(temperature) and temperature > 0
     if not legal:
@@ -134,7 +133,7 @@ def scoring_problems(
             where=where,
             what=f"stage {stage.name!r} has temperature={temperature!r}",
             why="temperature is a number above 0",
-            fix="the rollout's temperature",
+            fix="use the rollout's temperature",
         )
     size = microbatch.tokens if isinstance(microbatch, Dynamic | Packed) else microbatch
     least = 0 if size is microbatch else 1
@@ -142,7 +141,7 @@ def scoring_problems(
         yield Problem(
             where=where,
             what=f"stage {stage.name!r} has microbatch={shown(microbatch)}",
-            why="microbatch is samples in one pass, 0 for all, or Dynamic or Packed with a number of tokens",
+            why="microbatch is samples per pass (0 for all), or Dynamic or Packed with a number of tokens",
             fix="microbatch=0, or microbatch=Packed(tokens=8192)",
         )
     for rollout in graph.stages:
@@ -154,7 +153,7 @@ def scoring_problems(
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has microbatch={microbatch} and {rollout.name!r} has max_tokens={longest}",
-                why="the longest response has to fit together with its prompt",
+                why="the longest response must fit together with its prompt",
                 fix=f"microbatch={type(microbatch).__name__}(tokens={2 * longest})",
             )
         theirs: Any = rollout.temperature
@@ -162,6 +161,6 @@ def scoring_problems(
             yield Problem(
                 where=where,
                 what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} has {rollout.temperature}",
-                why="logprobs at another temperature are those of another policy, and every ratio would be wrong",
+                why="logprobs at another temperature belong to another policy, so every ratio would be wrong",
                 fix=f"temperature={rollout.temperature}",
             )

@@ -114,7 +114,7 @@ class TruncatedIS(Correction):
         return truncated_is(*scored.sampled(), self.cap, self.level)
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range."""
+        """Parameters out of range."""
         if not (_number(self.cap) and self.cap > 0):
             yield _problem(where, self, "cap", "cap is a number above 0", 2.0)
         yield from _choice(where, self, "level", LEVELS)
@@ -141,7 +141,7 @@ class IcePop(Correction):
         return icepop(*scored.sampled(), self.low, self.high, self.level)
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range."""
+        """Parameters out of range."""
         yield from _bounds(where, self, 0.5, 5.0)
         yield from _choice(where, self, "level", LEVELS)
 
@@ -149,8 +149,7 @@ class IcePop(Correction):
 @dataclass(frozen=True, kw_only=True)
 class SequenceMask(Correction):
     """Multiplies each token's policy loss by its untruncated w = exp(prev - rollout) if the geometric mean of w over
-    the
-    response is in [low, high], else by 0. NeMo-RL's seq-mask-tis.
+    the response is in [low, high], else by 0. NeMo-RL's seq-mask-tis.
 
     Rejected responses still count in the denominator.
     """
@@ -165,7 +164,7 @@ class SequenceMask(Correction):
         return sequence_mask(*scored.sampled(), self.low, self.high)
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range."""
+        """Parameters out of range."""
         yield from _bounds(where, self, 0.999, 1.002)
 
 
@@ -333,7 +332,7 @@ class ClippedLoss(PolicyLoss):
         )
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range."""
+        """Parameters out of range."""
         if not _pair(self.clip):
             yield _problem(where, self, "clip", "clip is two numbers, the distances below and above 1", (0.2, 0.2))
         elif not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
@@ -366,7 +365,7 @@ class CispoLoss(PolicyLoss):
         return cispo_loss(*scored.trained(), low, high, weight_NT=weight_NT)
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is out of range."""
+        """Parameters out of range."""
         bounds: Any = self.clip
         if isinstance(bounds, tuple | list) and len(bounds) == 2 and bounds[0] is None:
             bounds = (0.0, bounds[1])
@@ -383,10 +382,7 @@ LOSSES = (ClippedLoss, CispoLoss)
 
 
 def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
-    """Problems of a stage's loss, even if it is not a loss description.
-
-    A user's formula runs once, on four tokens.
-    """
+    """Problems of a stage's loss, even if it is not a loss description. Runs no formula."""
     if not isinstance(loss, PolicyLoss):
         yield Problem(
             where=where,
@@ -395,13 +391,13 @@ def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
             fix="loss=ClippedLoss()",
         )
         return
-    found = [*loss.problems(where), *_formula_problems(loss, where)]
-    yield from found
-    ours = type(loss) in LOSSES and type(loss.correction) in (*CORRECTIONS, type(None))
-    if not ours and all(problem.warning for problem in found):
-        from stages.formula_check import trial_problems
+    yield from loss.problems(where)
+    yield from _formula_problems(loss, where)
 
-        yield from trial_problems(loss, where)
+
+def has_own_formula(loss: PolicyLoss) -> bool:
+    """Whether the loss or its correction is a user's class."""
+    return not (type(loss) in LOSSES and type(loss.correction) in (*CORRECTIONS, type(None)))
 
 
 def _formula_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:

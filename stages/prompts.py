@@ -1,4 +1,4 @@
-"""The source of a graph: prompts and their answers, from an enumerable task or a data set.
+"""Prompts: the source of a graph, with prompts and answers from an enumerable task or a data set.
 
     Prompts(Generated("reverse"), batch=32)
     Prompts("train.jsonl", batch=32, prompt="question", answer="solution", extra=("level",))
@@ -6,7 +6,7 @@
     Prompts(Dataset("openai/gsm8k", config="main", split="train"), prompt="question")
     Prompts(Mixture((Dataset("gsm8k", split="train", name="gsm8k"), 2), (Dataset("math.jsonl", name="math"), 1)))
 
-Knows no tokenizer. The row of an admission number never depends on what was admitted before.
+Knows no tokenizer. The row of an admission number does not depend on earlier admissions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RULES = (
     Rule(
         "seed",
         lambda value: value is None or (isinstance(value, int) and 0 <= value < 2**64),
-        "a seed is a whole number from 0 to 2**64 - 1, or None for the run's",
+        "a seed is a whole number from 0 to 2**64 - 1, or None for the run's seed",
         "write seed=0",
     ),
     truth("chat", fix=True),
@@ -51,25 +51,25 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Prompts(Stage):
-    """Draws groups without end: each epoch has every row once, in an order that is a pure function of the seed.
+    """Draws groups endlessly: each epoch has every row once, in an order that depends only on the seed.
 
     source    a `Generated` task, the path of a data set (see `Dataset`), a `Dataset`, or a `Mixture` of these
-    batch     groups a step
+    batch     groups per step
     prompt    column of the prompts
-    answer    column of the answers; None makes no field `answer`
-    extra     columns that become fields: a name is a str field of that name, a `Field` the typed column of its name,
-              and a pair (column, name or `Field`) names both
-    template  a text with `{column}` in it, which makes the prompt instead of the column `prompt`
-    chat      also write `messages`, the conversation as JSON text: a column that is a list of {"role", "content"}, or
-              the prompt as one message of the user. The field `prompt` is the text of the last message
-    system    with `chat`: the system message of a conversation that does not start with one
-    as_text   columns whose numbers, truth values, lists and objects are turned into JSON text
-    shuffle   False draws the rows in the order of the files
-    seed      of the order; None takes the run's
+    answer    column of the answers; None means no field `answer`
+    extra     columns that become fields: a name gives a str field of that name, a `Field` a typed field from the column
+              of its name, and a pair (column, name or `Field`) names both
+    template  a text with `{column}` in it, used as the prompt instead of the column `prompt`
+    chat      also write `messages`, the conversation as JSON text: a column with lists of {"role", "content"}, or the
+              prompt as one user message. The field `prompt` is then the text of the last message
+    system    with `chat`: the system message for conversations that do not start with one
+    as_text   columns whose numbers, booleans, lists and objects are converted to JSON text
+    shuffle   False draws rows in file order
+    seed      of the order; None means the run's seed
 
-    Columns are named by dotted paths into nested objects, such as "reward_model.ground_truth"; the field of an extra
-    column has the last name of its path. A `Mixture`, and a `Dataset` with a name, also make the field `dataset`: the
-    name of the source of a prompt.
+    A column may be a dotted path into nested objects, such as "reward_model.ground_truth"; the field of an extra column
+    gets the last name of its path. A `Mixture`, or a `Dataset` with a name, also writes the field `dataset`: the name
+    of each prompt's source.
     """
 
     source: Generated | str | Path | Dataset | Mixture
@@ -94,7 +94,7 @@ class Prompts(Stage):
         object.__setattr__(self, "writes", (*self._layout().fields, *named))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """The parameters, and at most the first 1,000 rows of each data set."""
+        """Check the parameters, and at most the first 1,000 rows of each data set."""
         where = str(self.location)
         found = [*self._parameter_problems(where), *self._column_problems(where), *self._source_problems(where)]
         yield from found
@@ -146,7 +146,7 @@ class Prompts(Stage):
             yield Problem(
                 where=where,
                 what=f"source is {type(source).__name__}",
-                why="prompts come from a Generated task, from a data set by its path, or from a Mixture of these",
+                why="prompts come from a Generated task, a data set given by its path, or a Mixture of these",
                 fix='write Prompts(Dataset(("a.jsonl", "b.jsonl")))'
                 if isinstance(source, list | tuple)
                 else 'write Prompts(Generated("reverse")) or Prompts("train.jsonl")',
@@ -162,13 +162,13 @@ class Prompts(Stage):
         if isinstance(source, Generated) and not self.shuffle:
             yield Problem(
                 where=where,
-                what="shuffle=False of a Generated task",
-                why="its prompts have no order but that of the seed",
+                what="shuffle=False for a Generated task",
+                why="only the seed orders its prompts",
                 fix="leave out shuffle=",
             )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """The runner: for each admission number in `task.groups` one row, repeated for every sample of the group."""
+        """Return the runner: one row per admission number in `task.groups`, repeated for each sample of the group."""
         layout = self._layout()
         seed = context.seed if self.seed is None else self.seed
         draw = open_source(self.source, layout, seed, shuffle=self.shuffle)
@@ -186,7 +186,7 @@ class Prompts(Stage):
         return run
 
     def _layout(self) -> Layout:
-        """What is right of the columns; the rest is a problem, of which `check` tells."""
+        """The valid columns; `check` reports the others."""
         return Layout(
             prompt=self.prompt,
             answer=self.answer,
@@ -198,12 +198,12 @@ class Prompts(Stage):
         )
 
     def _taken(self) -> list[str]:
-        """The fields that are no extra ones."""
+        """Names of the fields other than extra columns."""
         fields = Layout(answer=self.answer, chat=self.chat).fields
         return [made.name for made in (*fields, *((DATASET,) if self._named() else ()))]
 
     def _named(self) -> bool:
-        """Whether the source of a prompt is a field."""
+        """Whether to write the name of each prompt's source."""
         return isinstance(self.source, Mixture) or (isinstance(self.source, Dataset) and self.source.name is not None)
 
     def _extra(self) -> tuple[Extra, ...]:

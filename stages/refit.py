@@ -69,7 +69,7 @@ class Refit(Stage):
 
     @property
     def uses(self) -> tuple[Model, ...]:
-        """The model whose weights travel."""
+        """The model whose weights are transferred."""
         return (self.model,)
 
     def groups(self) -> tuple[WorkerGroup, ...]:

@@ -1,13 +1,12 @@
-"""The stage that scores samples with a reward model: a sequence classification model of Hugging Face with one label.
+"""RewardModel: scores samples with a Hugging Face sequence classification model that has one label.
 
     judge = WorkerGroup("judge", backend="torch", gpus=1)
 
     RewardModel(Model("Skywork/Skywork-Reward-V2-Qwen3-0.6B"), on=judge, chat=True, microbatch=16)
     Reward(math_verify, model_reward, weights=(1.0, 0.1))
 
-It reads texts, which it encodes with its own tokenizer, so it need not share one with the policy. It only writes the
-field `model_reward`; `ops.rewards.model_reward`, or any reward function that reads that field, makes it part of the
-reward.
+The model's own tokenizer encodes the texts, so the policy may have another one. The stage only writes the field
+`model_reward`; `ops.rewards.model_reward`, or any reward function that reads this field, makes it part of the reward.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ _BACKEND = "torch"
 
 
 _RULES = (
-    at_least("microbatch", 0, why="microbatch is samples in one pass, or 0 for all"),
+    at_least("microbatch", 0, why="microbatch is the number of samples per pass, or 0 for all"),
     truth("chat", why="chat is True, for the model's own chat template, or False", fix=True),
 )
 
 
 @dataclass(frozen=True)
 class RewardModel(Stage):
-    """The score of prompt and response, for each sample.
+    """Scores the prompt and response of each sample.
 
-    model       a folder or hub name with a sequence classification head of one label; never trained here
-    on          its worker group, of the backend "torch"; several workers share a batch by groups
-    microbatch  samples in one pass; 0 is all of the task. The score does not depend on it
-    chat        True puts prompt and response through the chat template of its tokenizer, as a user's message and the
-                assistant's; False reads one after the other
-    name        of the stage in the graph
+    model       a folder or hub name of a model with a one-label sequence classification head; not trained here
+    on          a worker group with backend "torch"; several workers divide a batch by groups
+    microbatch  samples per pass; 0 means all of the task. The score does not depend on it
+    chat        True formats prompt and response as user and assistant messages with the tokenizer's chat template;
+                False concatenates them
+    name        the stage's name in the graph
 
     Metric: `mean`.
     """
@@ -59,11 +58,11 @@ class RewardModel(Stage):
 
     @property
     def uses(self) -> tuple[Model, ...]:
-        """The reward model, which never changes."""
+        """The reward model, frozen."""
         return (self.model.frozen() if isinstance(self.model, Model) else self.model,)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Backend, group, model and ranges."""
+        """Check the backend, the worker group, the model and all ranges."""
         where = str(self.location)
         found = list(backend_problems(self.on, self, "reward"))
         yield from found
@@ -73,7 +72,7 @@ class RewardModel(Stage):
             yield Problem(
                 where=str(group.location),
                 what=f"worker group {group.name!r} has the backend {group.backend!r} and a RewardModel",
-                why="reward models are computed by torch",
+                why="reward models run on torch",
                 fix=f"backend={_BACKEND!r}",
             )
         if group is not None and (group.model_parallel > 1 or group.fully_sharded):
@@ -81,7 +80,7 @@ class RewardModel(Stage):
                 where=str(group.location),
                 what=f"worker group {group.name!r} divides its models over workers and has a RewardModel",
                 why="each worker of a RewardModel holds the whole model and scores its own groups",
-                fix="a worker group of its own, with workers=, and without *_parallel and fully_sharded",
+                fix="use a separate worker group with workers=, without *_parallel and fully_sharded",
             )
         if self.model.warm_start is not None:
             yield Problem(
@@ -100,7 +99,7 @@ class RewardModel(Stage):
         yield from broken(_RULES, self, where=where, says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
-        """Loads the model, so that a bad one is found before the first step."""
+        """Load the model, so that an invalid one is reported before the first step."""
         backend = engine(context)
         backend.reward(self.model, [], [], chat=self.chat, microbatch=self.microbatch)
 

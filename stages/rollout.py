@@ -1,10 +1,10 @@
-"""Rollout: prompts in, sampled responses out. Knows sampling parameters; the backend knows how to sample.
+"""Rollout: samples responses to prompts. Knows sampling parameters; the backend knows how to sample.
 
     Rollout(policy, on=sampler, samples_per_prompt=8, max_tokens=512, temperature=1.0)
 
-A sample's random numbers are a function of the run's seed, its admission number, its index in the group and the token,
-so a sample depends neither on its neighbours nor on a resume. The runner awaits between two tokens: other rollouts,
-rewards and a refit of the same worker run there, and groups that are no longer wanted leave.
+A sample's random numbers are a function of the run's seed, the group's admission number, the index in the group and the
+token, so a sample depends neither on other samples nor on a resume. The runner awaits between two tokens: meanwhile the
+same worker can run other rollouts, rewards and a refit, and cancelled groups leave the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RULES = (
     number("top_p", lambda value: 0 < value <= 1, why="top_p is a number above 0 and at most 1", fix=1.0),
     at_least("top_k", 0, why="top_k is a whole number, 0 (off) or more"),
     number("min_p", lambda value: 0 <= value < 1, why="min_p is a number from 0 (off) to below 1", fix=0.0),
-    at_least("decode_batch", 0, why="decode_batch is a whole number, 0 is all of the task"),
+    at_least("decode_batch", 0, why="decode_batch is a whole number of groups, or 0 for all of the task"),
     Rule("stop", lambda value: _are_texts(value), "stop is a tuple of texts", lambda value: _as_stop(value)),
     truth("chat", fix=False),
 )
@@ -51,16 +51,16 @@ _RULES = (
 class Rollout(Stage):
     """Samples `samples_per_prompt` responses to each prompt.
 
-    max_tokens    tokens of a response at most, the closing one included
-    temperature   divides the logits; logprobs are taken at it too, over the whole vocabulary
-    top_p, top_k, min_p   cut the tail off; 1.0, 0 and 0.0 keep it. The logprobs do not change, so training is slightly
-                  off-policy
-    stop          texts that end a response besides the model's own end of sequence; on the torch backend one token each
-    decode_batch  groups that are decoded together, of those that a task has; 0 is all of them
-    chat          prompts are lists of messages (`Prompts(..., chat=True)`), in the chat template of the model
+    max_tokens    maximum response length, the closing token included
+    temperature   divides the logits; logprobs are also at this temperature, over the whole vocabulary
+    top_p, top_k, min_p   truncate the distribution; 1.0, 0 and 0.0 are off. Logprobs ignore them, so training is then
+                  slightly off-policy
+    stop          texts that end a response, besides the model's end-of-sequence tokens; one token each on torch
+    decode_batch  groups of a task that are decoded together; 0 means all
+    chat          prompts are lists of messages (`Prompts(..., chat=True)`), formatted with the model's chat template
 
-    A group is handed on as soon as the last of its samples has ended; groups that end at the same token are handed on
-    together. Each token has the version of the weights that it was sampled with in `token_versions`.
+    A group is returned as soon as its last sample has ended; groups that end at the same token are returned together.
+    `token_versions` holds the version of the weights that sampled each token.
     Metrics, means over samples: `length_mean` (tokens), `truncated` (fraction).
     """
 
@@ -95,13 +95,13 @@ class Rollout(Stage):
         return (self.model,)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
-        """Backend, model and the ranges of the sampling parameters."""
+        """Check the backend, the model and the sampling parameters."""
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
-        """Opens the backend and its served copy of the model."""
+        """Open the backend and its served copy of the model."""
         backend = engine(context)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
@@ -116,13 +116,13 @@ class Rollout(Stage):
         return run
 
     def vocabulary(self, context: StageContext) -> Sequence[bytes]:
-        """That of the model's tokenizer."""
+        """The bytes of each token of the model's tokenizer, by id."""
         return engine(context).pieces(self.model)
 
     async def _decode(
         self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
-        """The groups at these positions of the task as one decode batch, without those that are cancelled already."""
+        """Decode the groups at these positions of the task as one batch, except those already cancelled."""
         size = context.group_size
         wanted = [position for position in positions if task.groups[position] not in context.cancelled]
         if len(wanted) < len(positions):

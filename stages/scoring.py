@@ -1,9 +1,9 @@
-"""Calls reward functions on samples. Knows how they are called and how they fail; not what the numbers are for.
+"""Calls reward functions on samples. Knows how they are called and how they fail, not what the numbers mean.
 
-A function is called once a sample, in this thread. One that is `async` is awaited, several at a time, each within a
-deadline. One that `ops.rewards.batched` marks is called once, with lists. One that has a method `open` is opened first,
-and what that returns is called in its place: that is where processes and connections live. Where that has a method
-`metrics`, its numbers are reported.
+A function is called once per sample, in this thread. An `async` function is awaited, several calls at a time, each with
+a time limit. A function marked with `ops.rewards.batched` is called once, with lists. If a function has a method
+`open`, that is called first, and its result is called instead of the function: it can hold processes and connections,
+and if it has a method `metrics`, these are reported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ RewardFunction = Callable[..., Any]
 LARGEST = (2 - 2**-23) * 2.0**127  # float32
 
 _RETRY_WAIT_S = 0.2  # before the second attempt; doubled before each further one
-_CLEANUP_S = 1.0  # that cancelled calls get
+_CLEANUP_S = 1.0  # for cancelled calls to end
 
 
 @dataclass(frozen=True)
 class AsyncCalls:
-    """How `async` functions are called: so many at a time, each attempt within `timeout_s`, `retries` more attempts."""
+    """Limits of `async` functions: concurrent calls, seconds per attempt, and attempts after the first one."""
 
     concurrency: int = 16
     timeout_s: float = 60.0
@@ -39,9 +39,9 @@ class AsyncCalls:
 
 
 class Scorer:
-    """Reward functions, opened. `scores` may be called again and again, from one thread at a time.
+    """Opened reward functions. `scores` may be called repeatedly, from one thread at a time.
 
-    `where` is the line that names the functions: what an error of a shipped one points at.
+    `where` is the line that uses the functions; errors of shipped functions point there.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], calls: AsyncCalls, where: str = "") -> None:
@@ -52,9 +52,9 @@ class Scorer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def scores(self, plain: Mapping[str, Sequence[Any]], size: int, sample: Callable[[int], str]) -> list[list[float]]:
-        """For each function one number a sample. `plain` has the values of each field, `sample(i)` names one in errors.
+        """Return one number per sample for each function. `plain` has each field's values; `sample(i)` names a sample.
 
-        Raises StageError where a function raises, is late, or returns something else than finite numbers.
+        Raises StageError if a function raises, times out, or returns anything but finite numbers.
         """
         made: dict[int, list[float]] = {}
         waiting: dict[int, list[_Call]] = {}
@@ -73,7 +73,7 @@ class Scorer:
         return [made[at] for at in range(len(self._functions))]
 
     def metrics(self) -> dict[str, float]:
-        """Of the last call: what the opened functions say about themselves, and retries a sample, by function."""
+        """Metrics of the last call: those that opened functions report, and retries per sample, by function."""
         found = dict(self._retried)
         for function, target in zip(self._functions, self._targets):
             if target is not function and hasattr(target, "metrics"):
@@ -83,7 +83,7 @@ class Scorer:
     def _awaited(self, waiting: Mapping[int, Sequence[_Call]]) -> dict[int, list[float]]:
         if not waiting:
             return {}
-        if self._loop is None:  # one for good, so that a function may keep its connections open
+        if self._loop is None:  # kept, so that a function can keep its connections open
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         flat = [call for calls in waiting.values() for call in calls]
@@ -96,7 +96,7 @@ class Scorer:
 
 @dataclass(slots=True)
 class _Call:
-    """One function on one sample, which `sample(index)` names."""
+    """A call of one function on one sample, which `sample(index)` names."""
 
     function: RewardFunction
     target: Callable[..., Any]
@@ -121,10 +121,10 @@ class _Call:
                 try:
                     await asyncio.wait({running}, timeout=calls.timeout_s)
                 finally:
-                    running.cancel()  # late, or nobody waits any more; not awaited here, because it may not listen
+                    running.cancel()  # too late or no longer needed; not awaited, as it may ignore this
             cause: BaseException | None = None
             if not running.done() or running.cancelled():
-                what = f"gave no answer in {calls.timeout_s:g} s"
+                what = f"did not return within {calls.timeout_s:g} s"
             elif cause := running.exception():
                 what = f"raised {message_of(cause)}"
             else:
@@ -160,7 +160,7 @@ async def _all(calls: Sequence[_Call], limits: AsyncCalls) -> list[float]:
             await asyncio.wait(pending, timeout=_CLEANUP_S)
         for task in left:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: the first failure is the one that is raised
+                task.exception()  # marked as retrieved; only the first failure is raised
 
 
 def _batch(
@@ -193,25 +193,25 @@ def _failure(function: RewardFunction, what: str, inputs: Mapping[str, Any], sam
     return Problem(
         where=where if shipped else where_of(function) or where or short(function),
         what=f"reward {name_of(function)} {what} for {sample}, called with {called_with}",
-        why="every sample needs a finite number, and an error is not taken for a reward of 0",
-        fix="correct or leave out this row of the data, or take another reward"
+        why="every sample needs a finite number, and an error does not count as a reward of 0",
+        fix="correct or remove this row of the data, or use another reward"
         if shipped
         else "handle this input in the function and return a float, or raise timeout_s or retries"
         if is_async(function)
         else "handle this input in the function and return a float"
         if not is_batched(function)
-        else "handle this input in the function and return a list with one float a sample",
+        else "handle this input in the function and return a list with one float per sample",
     )
 
 
 def opened(function: RewardFunction) -> Callable[..., Any]:
-    """What is called in place of the function: what its `open` returns, or the function itself."""
+    """Return what to call instead of the function: the result of its `open`, or the function itself."""
     opener = getattr(function, "open", None)
     return opener() if callable(opener) else function
 
 
 def is_async(function: object) -> bool:
-    """Whether calling it gives an awaitable."""
+    """Whether calling it returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_own_call(function))
 
 
@@ -221,7 +221,7 @@ def is_batched(function: object) -> bool:
 
 
 def name_of(function: object) -> str | None:
-    """The function's name; of an instance that is called, its `__name__` or its class's name in lower case."""
+    """The function's name; for a callable instance, its `__name__` or its class name in snake case."""
     name = getattr(function, "__name__", None)
     if name is None and _own_call(function) is not None:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(function).__name__).lower()
@@ -229,14 +229,14 @@ def name_of(function: object) -> str | None:
 
 
 def where_of(function: object) -> str | None:
-    """File and line of its code."""
+    """File and line of the function's code; None if it has none."""
     unwrapped = inspect.unwrap(function) if callable(function) else function
     code = getattr(unwrapped, "__code__", None) or getattr(_own_call(unwrapped), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else None
 
 
 def parameters_of(function: object) -> list[inspect.Parameter] | None:
-    """Its parameters; None where they cannot be read."""
+    """The function's parameters; None if they cannot be read."""
     if not callable(function):
         return None
     try:
@@ -246,7 +246,7 @@ def parameters_of(function: object) -> list[inspect.Parameter] | None:
 
 
 def fields_of(function: object) -> list[str]:
-    """The fields it reads: its parameters without a default."""
+    """The fields that it reads: its parameters without a default."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters_of(function) or () if p.kind in named and p.default is p.empty]
 
@@ -259,6 +259,6 @@ def short(value: object) -> str:
 
 
 def _own_call(function: object) -> Callable[..., Any] | None:
-    """`__call__` of an instance whose class writes it in Python."""
-    call = getattr(type(function), "__call__", None)  # noqa: B004 - the function is wanted, not whether there is one
+    """`__call__` of an instance whose class defines it in Python."""
+    call = getattr(type(function), "__call__", None)  # noqa: B004 - needs the function itself
     return call if isinstance(call, types.FunctionType) else None

@@ -1,10 +1,10 @@
-"""Tasks whose prompts can all be enumerated, with exact answers and prompts that training never sees.
+"""Tasks with an enumerable set of prompts, exact answers, and held-out prompts that training never sees.
 
     task = Generated("reverse", digits=4)
     task.train(0)              # ("r7310>", "0137")
-    task.held_out_pairs(100)   # 100 pairs that train() never gives
+    task.held_out_pairs(100)   # 100 pairs that train() never returns
 
-Knows no model and no tokenizer; loads numpy when the first pair is asked for.
+Knows no model and no tokenizer; the first pair loads numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LETTERS = {"reverse": "r", "sort": "s", "add": "a"}
 MAX_DIGITS = 6
-_SPLIT_STREAM = 2**32 - 1  # of the permutation that decides what is held out; the epochs count up from 0
+_SPLIT_STREAM = 2**32 - 1  # of the permutation that selects held-out prompts; epochs count up from 0
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Generated:
     """All prompts of one task, in an order fixed by `seed`, split into held-out and training prompts.
 
     task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234) or "add" (a12+34> gives 046)
-    digits    in a prompt: 1 to 6; for "add" of both numbers together, so even. There are 10**digits prompts
-    held_out  prompts that training never sees
-    seed      of what is held out
+    digits    digits per prompt, 1 to 6; for "add" the total of both numbers, so even. There are 10**digits prompts
+    held_out  number of prompts that training never sees
+    seed      selects the held-out prompts
 
-    Every answer has the same length. Raises ValueError with the allowed range where a parameter is outside of it.
+    All answers have the same length. Raises ValueError with the allowed range if a parameter is outside it.
     """
 
     task: Literal["reverse", "sort", "add"] = "reverse"
@@ -50,30 +50,30 @@ class Generated:
         if not (is_whole(self.held_out, 0) and self.held_out < self.size):
             raise ValueError(
                 f"held_out={self.held_out!r} is not a whole number from 0 to {self.size - 1}: "
-                f"{self.digits} digits make {self.size} prompts, and one at least is for training"
+                f"{self.digits} digits make {self.size} prompts, and at least one is for training"
             )
         if not (is_whole(self.seed, 0) and self.seed < 2**64):
             raise ValueError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1")
 
     @property
     def size(self) -> int:
-        """Prompts in all, held out or not."""
+        """Number of prompts, held-out ones included."""
         return 10**self.digits
 
     @property
     def alphabet(self) -> str:
-        """Every character of prompts and answers, each once."""
+        """Every character of prompts and answers, once each."""
         return "0123456789" + LETTERS[self.task] + ("+>" if self.task == "add" else ">")
 
     @property
     def max_answer(self) -> int:
-        """Characters of an answer."""
+        """Number of characters in an answer."""
         return self.digits // 2 + 1 if self.task == "add" else self.digits
 
     def train(self, index: int, order: int = 0) -> tuple[str, str]:
-        """(prompt, answer) number `index` >= 0 of an endless stream: each epoch has every training prompt once.
+        """Return pair `index` >= 0 of an endless stream (prompt, answer); each epoch has every training prompt once.
 
-        `order` is the seed of the shuffling; it does not change which prompts there are.
+        `order` is the shuffle seed; it does not change the set of prompts.
         """
         from ops.random import shuffled
 
@@ -82,7 +82,7 @@ class Generated:
         return self._pair(int(self._split()[self.held_out + shuffled(order, index, self.size - self.held_out)]))
 
     def held_out_pairs(self, count: int) -> list[tuple[str, str]]:
-        """The first `count` held-out (prompt, answer) pairs, always the same. Raises ValueError above `held_out`."""
+        """Return the first `count` held-out (prompt, answer) pairs. Raises ValueError if `count` exceeds `held_out`."""
         if not 0 <= count <= self.held_out:
             raise ValueError(f"count {count} is not in 0 to {self.held_out}, the number of held-out prompts")
         return [self._pair(int(number)) for number in self._split()[:count]]

@@ -26,7 +26,7 @@ from stages.backends import (
     one_shard,
 )
 from stages.logprobs import scoring_problems, sharding
-from stages.losses import ClippedLoss, PolicyLoss, loss_problems
+from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
 from stages.vocabulary import (
     ADVANTAGE,
@@ -135,7 +135,7 @@ class Train(Stage):
         yield from backend_problems(self.on, self, "train")
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
-        yield from loss_problems(self.loss, str(self.location))
+        yield from self._loss_problems()
         for what, legal, why, fix in self._ranges(max(graph.batch, 1)):
             if not legal:
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
@@ -151,6 +151,16 @@ class Train(Stage):
                     why="the loss divides by the maximum response length",
                     fix=f"max_tokens={rollout.max_tokens}",
                 )
+
+    def _loss_problems(self) -> Iterable[Problem]:
+        """Check the loss; if nothing else is wrong, run a user's formula once, on four tokens."""
+        where = str(self.location)
+        found = list(loss_problems(self.loss, where))
+        yield from found
+        if all(problem.warning for problem in found) and has_own_formula(self.loss):
+            from stages.formula_check import trial_problems  # loads torch
+
+            yield from trial_problems(self.loss, where)
 
     def _share_problems(self, graph: Graph) -> Iterable[Problem]:
         """Check that every worker gets part of every minibatch."""

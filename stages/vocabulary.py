@@ -1,4 +1,4 @@
-"""The standard fields of RL post-training, each with what to write where a stage reads it and none writes it.
+"""The standard fields of RL post-training. `hint` is the fix if a stage reads the field and no stage writes it.
 
 `N` samples, `P` prompt tokens, `T` response tokens.
 """
@@ -11,7 +11,7 @@ PROMPT = Field("prompt", dtype="str", hint='write source=Prompts("train.jsonl")'
 ANSWER = Field("answer", dtype="str", hint='write Prompts(..., answer="answer")')
 # JSON text: a list of {"role": ..., "content": ...}
 MESSAGES = Field("messages", dtype="str", hint="write Prompts(..., chat=True)")
-# the name of the source that a prompt came from
+# name of the prompt's source
 DATASET = Field("dataset", dtype="str", hint="write Prompts(Mixture(...)), or Prompts(Dataset(..., name=...))")
 PROMPT_IDS = Field("prompt_ids", dtype="int64", dims="N P", unit="token", low=0, hint=_ROLLOUT)
 RESPONSE = Field("response", dtype="str", hint=_ROLLOUT)
@@ -45,10 +45,10 @@ _STANDARD = {value.name: value for value in list(globals().values()) if isinstan
 
 
 def field_named(name: str, dtype: str = "str") -> Field | None:
-    """The standard field of this name, or one of `dtype` with a value a sample; None where no field can have it."""
+    """The standard field of this name, or a per-sample field of `dtype`; None if the name is invalid."""
     if name in _STANDARD:
         return _STANDARD[name]
     try:
         return Field(name, dtype=dtype)
-    except ValueError:  # who asks says so
+    except ValueError:  # the caller reports it
         return None

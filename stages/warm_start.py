@@ -1,4 +1,4 @@
-"""Supervised training before the graph runs: GRPO needs a model that is right now and then.
+"""Supervised training before the graph runs: GRPO needs a model that is sometimes right.
 
 task = Generated("reverse")
 Model("tiny", config=..., alphabet=task.alphabet, warm_start=Supervised(task, steps=200, until=0.4))
@@ -19,18 +19,18 @@ from stages.tasks import Generated
 if TYPE_CHECKING:
     from pipeline.declare.columns import Ragged
 
-WINDOW = 4  # batches that `until` looks back on
+WINDOW = 4  # batches that `until` averages over
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """Next-token cross-entropy on the answers of training prompts, AdamW at a constant rate.
+    """Next-token cross-entropy on the answers of training prompts; AdamW with a constant learning rate.
 
-    source  training prompts and answers; held-out ones are not touched
-    steps   updates at most
-    until   ends earlier, once this fraction of the answers in the last 4 batches was right, greedily and entirely; how
-            fast a model learns varies from seed to seed, and this makes where it starts alike. None makes all steps
-    batch   examples an update
+    source  training prompts and answers; held-out ones are not used
+    steps   maximum number of updates
+    until   stop once this fraction of the answers in the last 4 batches was entirely right under greedy decoding. How
+            fast a model learns varies with the seed; this makes the starting points alike. None runs all steps
+    batch   examples per update
     lr      learning rate
     """
 
@@ -42,7 +42,7 @@ class Supervised:
     lr: float = 3e-3
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description: what, why, fix."""
+        """Problems of the description, as (what, why, fix)."""
         if not isinstance(self.source, Generated):
             what = f"Supervised has the source {shown(self.source)}"
             yield what, "a warm start trains on the answers of a Generated task", "Supervised(Generated('reverse'))"
@@ -58,7 +58,7 @@ class Supervised:
             yield f"Supervised has lr={self.lr!r}", "the learning rate is 0 or more", "lr=3e-3"
 
     def run(self, model: Any, tokenizer: Any, seed: int) -> None:
-        """Trains `model`, of transformers, in place. A function of the seed, which orders the examples."""
+        """Train `model`, a transformers model, in place. Deterministic in the seed, which orders the examples."""
         import torch
 
         from ops.logprobs import selected_logprobs
@@ -74,7 +74,7 @@ class Supervised:
             all_of_it = Microbatch(tuple(range(self.batch)), max(prompts.lengths), max(answers.lengths))
             made = predict(model, prompts, answers, all_of_it, temperature=1.0, pad=tokenizer.pad_token_id)
             logits_NTV, ids_NT, real_NT = made.logits, made.ids, made.mask_NT
-            # Where every argmax is right given the answer so far, greedy decoding gives exactly this answer.
+            # If every argmax is right given the answer so far, greedy decoding gives exactly this answer.
             right.append(((logits_NTV.argmax(-1) == ids_NT) | ~real_NT).all(1).float().mean().item())
             if self.until is not None and len(right) == WINDOW and fmean(right) >= self.until:
                 return

@@ -2,10 +2,10 @@
 
 python -m benchmarks.gpu.data_parallel [--ranks 1 2 4] [--out FILE]
 
-The same frozen batch, with a heavy tail of lengths, is cut in every way and over every number of ranks (a GPU and a
-process each, gradients over NCCL). Time is the median of the updates after the first. `gradient` is the relative
-distance of the accumulated gradient from that of one rank with plain microbatches: what rounding in bfloat16 leaves,
-and with `--float32` that nothing else does. `--cpu` tries the script with gloo and a tiny model in float32.
+The same frozen batch, with a heavy tail of lengths, is divided with every method and over every number of ranks (one
+GPU and one process each, gradients over NCCL). Time is the median of the updates after the first. `gradient` is the
+relative distance of the accumulated gradient from that of one rank with plain microbatches: the rounding of bfloat16;
+`--float32` shows that there is no other difference. `--cpu` tries the script with gloo and a tiny model in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEADLINE_S = 240.0
 
 
 def ways(budget: int) -> dict[str, tuple[Microbatching, bool]]:
-    """Name -> how the batch is cut, and whether the weights are divided."""
+    """By name: how the batch is divided, and whether the weights are sharded."""
     return {
         "plain, 8 samples": (Plain(8), False),
         "dynamic": (Dynamic(budget), False),
@@ -47,8 +47,8 @@ def lengths(longest: int) -> dict[str, list[int]]:
 
 
 def rank_main(rank: int, size: int, port: int, options: Any, out: str) -> None:
-    """All ways, on one rank; rank 0 writes."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.cpu else str(rank)  # as Ray gives each worker its own
+    """Measure all methods on one rank; rank 0 writes the results."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.cpu else str(rank)  # one GPU per process, as under Ray
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
@@ -73,7 +73,7 @@ def rank_main(rank: int, size: int, port: int, options: Any, out: str) -> None:
 def measure(
     name: str, microbatching: Microbatching, divided: bool, ranks: Any, options: Any, out: Path
 ) -> dict[str, Any]:
-    """One way on this rank."""
+    """Measure one method on this rank."""
     import torch
 
     from stages import ClippedLoss
@@ -160,7 +160,7 @@ def build(options: Any) -> Any:
 
 
 def frozen_batch(sizes: dict[str, list[int]]) -> Any:
-    """Random tokens; logprobs of a policy that is a little different."""
+    """Random tokens, with logprobs of a slightly different policy."""
     import torch
 
     from pipeline.declare.columns import Ragged
@@ -179,9 +179,9 @@ def frozen_batch(sizes: dict[str, list[int]]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest response")
-    parser.add_argument("--budget", type=int, default=8192, help="tokens of a dynamic microbatch or a packed row")
-    parser.add_argument("--float32", action="store_true", help="to see that the gradients differ by rounding only")
+    parser.add_argument("--longest", type=int, default=2048, help="maximum response length in tokens")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens per dynamic microbatch or packed row")
+    parser.add_argument("--float32", action="store_true", help="show that gradients differ by rounding only")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
@@ -198,7 +198,7 @@ def main() -> None:
             rows += torch.load(Path(folder) / f"{size}.pt")
     names = ["ranks", "way", "update_s", "tokens_per_s", "microbatches", "padding", "balance", "peak_gib", "gradient"]
     notes = (
-        f"{SAMPLES} samples, responses to {options.longest} tokens, budget {options.budget} tokens, "
+        f"{SAMPLES} samples, responses of up to {options.longest} tokens, budget {options.budget} tokens, "
         + ("float32" if exact(options) else "bfloat16 with float32 masters")
         + (", tiny model." if options.cpu else ", activations recomputed.")
     )

@@ -1,4 +1,4 @@
-"""What streams of a GPU do at the same time, from a trace of torch's profiler (Chrome's format)."""
+"""How much work of a GPU's streams overlaps, from a trace of torch's profiler (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.record.history import covered_s
 
 
 def traced(run: Callable[[], Any], path: Path) -> None:
-    """Write a trace of one run, to the end of its work on the GPU."""
+    """Write a trace of one run, until its work on the GPU has ended."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         run()
         if torch.cuda.is_available():
@@ -23,7 +23,7 @@ def traced(run: Callable[[], Any], path: Path) -> None:
 
 
 def hidden_percent(path: Path) -> float:
-    """Of the time of all kernels that are not NCCL's, how much has a kernel of another stream beside it."""
+    """The percentage of the time of all kernels other than NCCL's that overlaps a kernel of another stream."""
     spans = [
         (event["args"]["stream"], event["name"].startswith("nccl"), event["ts"], event["ts"] + event["dur"])
         for event in json.loads(path.read_text())["traceEvents"]

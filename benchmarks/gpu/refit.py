@@ -1,17 +1,17 @@
-"""How fast a training layout becomes a serving layout on the GPUs of one host, by every transport.
+"""How fast each transport turns a training layout into a serving layout, on the GPUs of one host.
 
 python -m benchmarks.gpu.refit [--models 4B 8B 30B-A3B] [--timed 20] [--trace FOLDER] [--out FILE] [--cpu]
 
-Half of the GPUs hold a model as Megatron-core's ranks do, the other half take it as vLLM's ranks do, each in a process
-that sees its own GPU only, as under Ray. Values say which tensor and where in it they belong. Transports run in turn, a
-round of each at a time, after 5 rounds that are not counted; a round's time is that of the slowest rank, from a barrier
-to the end of its work on the GPU. Reported are the median, the 95th percentile, and bytes per second that a receiver
-got; `publish` is what the trainer does before a pull: it copies its part into memory that others open and adds it up.
-Every destination is poisoned before the first round of a transport, and its checksum compared with the senders' after
-the last. `--trace` writes what one more `p2p` and `broadcast` do on each rank's streams, and reports how much of
-packing or taking apart is hidden behind another message (`hidden_percent`, of each rank).
+Half of the GPUs hold a model as Megatron-core's ranks do, the other half receive it as vLLM's ranks do, each in a
+process that sees only its own GPU, as under Ray. Each value encodes its tensor and its position. Transports take turns,
+one round each, after 5 rounds that are not counted; a round's time is that of the slowest rank, from a barrier to the
+end of its work on the GPU. The table has the median, the 95th percentile, and bytes per second of a receiver; `publish`
+is the trainer's work before a pull: it copies its part into memory that others can open and computes checksums. Every
+destination is overwritten before a transport's warm-up rounds, and its checksum compared with the senders' after them.
+`--trace` records one more round of `p2p` and `broadcast` on each rank's streams, and reports how much of packing and
+unpacking another message hides (`hidden_percent`, per rank).
 
-Aims (8 H200): pull at 345 GB/s a receiver or more, 365 where runs are long; 4B TP2 PP2 -> TP4 in 5.8 ms.
+Aims (8 H200): pull at 345 GB/s per receiver or more, 365 for long runs; 4B TP2 PP2 -> TP4 in 5.8 ms.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MODELS = {
 NAMES = {"4B": "Qwen3-4B", "8B": "Llama-8B", "30B-A3B": "Qwen3-30B-A3B"}
 MAPPINGS: dict[
     int, dict[str, tuple[tuple[str, ...], dict[str, int], int]]
-] = {  # by senders, which are as many as receivers
+] = {  # by the number of senders, which equals that of receivers
     4: {
         "TP2 PP2 -> TP4": (("4B", "8B", "tiny"), {"tensor": 2, "stages": 2}, 4),
         "TP4 -> TP4": (("4B", "8B", "tiny"), {"tensor": 4}, 4),
@@ -92,12 +92,12 @@ DEADLINE_S = 560.0
 
 
 def trained(layout: dict[str, int], senders: int) -> list[Part]:
-    """The parts of the senders; what the layout does not divide is data parallel."""
+    """The parts of the senders; ranks beyond those of the layout are data-parallel replicas."""
     return split(**layout, replicas=senders // prod(layout.values()))
 
 
 def encoded(place: Place, tensor: Tensor, version: int, device: torch.device) -> torch.Tensor:
-    """Values of a box, 16 bits each, that say which tensor and which element of it they are."""
+    """Values of a box, 16 bits each, that encode their tensor and element."""
     index = torch.zeros([1] * len(place.box), dtype=torch.int64, device=device)
     for dimension, (start, stop) in enumerate(place.box):
         steps = int(np.prod(tensor.shape[dimension + 1 :]))
@@ -109,7 +109,7 @@ def encoded(place: Place, tensor: Tensor, version: int, device: torch.device) ->
 
 
 class Rank:
-    """One process: a sender or a receiver of the mapping at hand."""
+    """One process: a sender or a receiver."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.number, self.ranks = options.rank, options.ranks
@@ -139,7 +139,7 @@ class Rank:
         )
 
     def mapping(self, model: str, name: str, layout: dict[str, int], tensor: int) -> list[dict[str, Any]]:
-        """All arms of one mapping; rows on rank 0."""
+        """Measure all arms of one mapping. Returns the rows."""
         decoder = MODELS[model]
         parts = trained(layout, self.senders)
         source, destination = qwen3(decoder, parts, tensor, self.senders // tensor)
@@ -167,7 +167,7 @@ class Rank:
         return rows
 
     def _hidden(self, run: Callable[[], Any], name: str) -> list[int]:
-        """Of each rank, in one more round."""
+        """The hidden percentage of each rank, in one more round."""
         path = Path(self.traces) / f"{name} {self.number}.json".replace(" -> ", "-").replace(" ", "-")
         dist.barrier()
         traced(run, path)
@@ -248,7 +248,7 @@ class Rank:
         ]  # fmt: skip
 
     def _once(self, run: Callable[[], Any]) -> float:
-        """Seconds of the slowest rank."""
+        """Run one round. Returns the seconds of the slowest rank."""
         self._done()
         dist.barrier()
         begun = time.perf_counter()
@@ -264,7 +264,7 @@ class Rank:
 
 
 def rank(options: argparse.Namespace) -> None:
-    """A process of the benchmark."""
+    """Run one process of the benchmark."""
     own, rows = Rank(options), []
     for name, (models, layout, tensor) in MAPPINGS[own.senders].items():
         for model in models:
@@ -281,9 +281,9 @@ def rank(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["4B", "8B", "30B-A3B"])
-    parser.add_argument("--timed", type=int, default=20, help="rounds that count")
-    parser.add_argument("--trace", default="", help="a folder for traces of each rank's streams")
-    parser.add_argument("--ranks", type=int, default=0, help="processes; all GPUs by default")
+    parser.add_argument("--timed", type=int, default=20, help="measured rounds")
+    parser.add_argument("--trace", default="", help="folder for traces of each rank's streams")
+    parser.add_argument("--ranks", type=int, default=0, help="number of processes; default: one per GPU")
     parser.add_argument("--cpu", action="store_true", help="tiny models over gloo, to try the script")
     parser.add_argument("--out", help="write JSON here")
     for hidden in ("--rank", "--port"):

@@ -1,13 +1,14 @@
-"""From the end of an update to a sampler that generates with it: refits into a vLLM that runs, on GPUs of one host.
+"""Time from the end of an update until the sampler generates with it: refits into a running vLLM, on GPUs of one host.
 
 python -m benchmarks.gpu.refit_ready [--model 4B] [--senders 2] [--layout "stages=2"] [--tensor 2] [--shared]
                                      [--peer nccl ipc] [--cpu]
 
-Senders hold the model as Megatron-core's ranks do, one process a GPU; the engine is the one that a run has, on other
-GPUs or, with --shared, on the senders', as where trainer and sampler are colocated and both are awake. A round is
-`publish` on all senders and then `serve`: pause, every rank brings its part and adds it up, resume; the versions'
-values differ. Reported are medians and 95th percentiles of its parts in milliseconds, as the refit's record has them.
-`--peer` does the same with vLLM's own engines behind it, from one GPU that holds the whole model (`vllm_transfer`).
+Senders hold the model as Megatron-core's ranks do, one process per GPU; the engine is the same as in a run, on other
+GPUs or, with --shared, on the senders' GPUs, as if trainer and sampler were colocated and both awake. A round is
+`publish` on all senders and then `serve`: pause, every rank receives its part and computes checksums, resume. The
+versions' values differ. The table has medians and 95th percentiles of the parts in milliseconds, from the refit's
+record.
+`--peer` then does the same with vLLM's own engines, from one GPU that holds the whole model (`vllm_transfer`).
 
 Aim (8 H200): Qwen3-4B TP2 PP2 -> TP4 ready to generate in 10 ms, Qwen3-30B-A3B EP4 -> TP4 in 60 ms.
 """
@@ -37,7 +38,7 @@ PARTS = ("ready", "publish", "serve", "pause", "receive", "move", "check", "fini
 
 
 def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, number: int) -> None:
-    """A process that holds a Megatron rank's part, and publishes it whenever it is asked to."""
+    """A process that holds a Megatron rank's part, and publishes it on request."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
 
@@ -56,7 +57,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     shares = Shares(places.tensors(decoder, kind), places.places(decoder, part, dtype.itemsize), held)
     while (version := wire.recv()) is not None:
         for parameter in held.values():
-            parameter.fill_(0.01 * (version % 7))  # replicas have the same
+            parameter.fill_(0.01 * (version % 7))  # equal on all replicas
         if gpu:
             torch.cuda.synchronize()
         wire.send(None)
@@ -68,7 +69,7 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
 
 
 def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[str]) -> list[dict[str, float]]:
-    """The parts of each round in milliseconds."""
+    """Run all rounds. Returns the parts of each round in milliseconds."""
     from stages.backends.vllm.engine import open_engine
 
     context = multiprocessing.get_context("spawn")
@@ -114,7 +115,7 @@ def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[st
 
 
 def rows_of(arm: str, parts: Sequence[str], rounds: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """A row for each part."""
+    """One row per part."""
     return [
         {
             "arm": arm,
@@ -130,8 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="4B")
     parser.add_argument("--senders", type=int, default=2)
-    parser.add_argument("--layout", default="stages=2", help="of the senders: tensor=, stages=, experts=")
-    parser.add_argument("--tensor", type=int, default=2, help="GPUs of the engine")
+    parser.add_argument("--layout", default="stages=2", help="layout of the senders: tensor=, stages=, experts=")
+    parser.add_argument("--tensor", type=int, default=2, help="number of GPUs of the engine")
     parser.add_argument("--shared", action="store_true", help="the engine runs on the senders' GPUs")
     parser.add_argument("--peer", choices=("nccl", "ipc"), nargs="*", default=[], help="vLLM's own engines")
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the engine's weights and cache")
@@ -146,7 +147,7 @@ def main() -> None:
         path = model_of(options.model, Path(folder))
         rounds = measured(options, Path(folder), path, gpus)[WARM:]
         lookups = max(found["lookups"] for found in rounds)
-        warm = f"look-ups in a round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
+        warm = f"look-ups per round {lookups:g} (warm: 0), tensors through the loader {rounds[-1]['loader']:g}"
         where = " on the same GPUs" if options.shared else ""
         mapping = f"{options.senders} senders ({options.layout}) to TP{options.tensor}{where}"
         notes = f"{options.model}: {mapping}, {len(rounds)} rounds; {warm}."

@@ -1,10 +1,10 @@
-"""What it costs to sample through Sluice: its vLLM backend against vLLM alone, on one GPU, the same prompts.
+"""The cost of sampling through Sluice: its vLLM backend against vLLM alone, on one GPU, with the same prompts.
 
 python -m benchmarks.gpu.rollout [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--out FILE]
 
-Both sample from softmax(logits) and return the logprob of each token; vLLM alone with its own sampler, `LLM.generate`
-and `n` samples a prompt. Each contender has a process of its own and the second of two rounds counts. Also: the time of
-one choice of tokens for as many rows, as the logits processor makes it, without an engine.
+Both sample from softmax(logits) and return the logprob of each token; vLLM alone uses its own sampler, `LLM.generate`
+and `n` samples per prompt. Each contender runs in a separate process, and the second of two rounds counts. The table
+also has the time of one choice of tokens for the same number of rows, as in the logits processor, without an engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTENDERS = ("vLLM alone", "vllm backend", "choice")
 
 
 def prompts(groups: int) -> list[str]:
-    """Of the generated task."""
+    """Prompts of the generated task."""
     task = Generated("reverse")
     return [task.train(index, order=0)[0] for index in range(groups)]
 
@@ -78,7 +78,7 @@ def ours(options: argparse.Namespace, folder: Path) -> float:
 
 
 def choice(options: argparse.Namespace, folder: Path) -> float:
-    """Seconds of choosing one token for every sample."""
+    """Seconds to choose one token for every sample."""
     import torch
 
     from stages.backends import Sampling

@@ -1,4 +1,4 @@
-"""Models of true shape with random weights, as Hugging Face folders, drawn on a GPU where there is one.
+"""Models of real shapes with random weights, as Hugging Face folders, initialized on a GPU if there is one.
 
 python -m benchmarks.gpu.shapes 4B FOLDER
 """
@@ -31,7 +31,7 @@ DEADLINE_S = 600.0
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is sampled: a model, and groups of samples of that many tokens."""
+    """Add the flags of the workload: the model, and the numbers of groups, samples and tokens."""
     parser.add_argument("--model", choices=SHAPES, default="0.6B")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -39,7 +39,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(name: str, folder: Path) -> str:
-    """The path of a model's folder within `folder`, made by a process of its own, which leaves nothing on the GPU."""
+    """The path of a model's folder within `folder`. A separate process writes it and leaves nothing on the GPU."""
     path = folder / f"qwen3-{name}"
     if not path.exists():
         command = [sys.executable, "-m", "benchmarks.gpu.shapes", name, str(path)]

@@ -1,16 +1,16 @@
-"""A whole GRPO step on GPUs: vLLM samples, Megatron-core trains, weights of true shape drawn at random.
+"""A whole GRPO step on GPUs: vLLM samples, Megatron-core trains; random weights of a real model's shape.
 
 python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--colocated] [--peer]
                               [--transport auto] [--steps 4] [--out FILE]
 
-Every response has all its tokens, since a random model hardly ever ends one. Reported, as means over the steps behind
-the first: seconds per step and of each stage, tokens/s per GPU in rollout (response tokens) and in training (prompt and
-response tokens, previous-policy logprobs included), model FLOP utilisation of training (no padding, no recomputation;
-dense bfloat16 peak), the share of the time in which neither engine works, and the mismatch of rollout and trainer
-logprobs. `--colocated` has sampler and learner on the same GPUs, in turns; then also the seconds of a step in which
-memory changes hands, and what is in use on a GPU in each turn. These and that share leave out the last step, which is
-given up before its refit. `--peer` runs TRL's GRPOTrainer with vLLM behind it, on the same work and one GPU
-(benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
+Responses have the maximum length, since a random model hardly ever ends one. The table has means over the steps after
+the first: seconds per step and per stage, tokens/s per GPU in rollout (response tokens) and in training (prompt and
+response tokens, previous-policy logprobs included), model FLOP utilization of training (no padding, no recomputation;
+dense bfloat16 peak), the share of time in which neither engine works, and the mismatch of rollout and trainer logprobs.
+`--colocated` runs sampler and learner on the same GPUs, in turns, and adds the seconds per step in which memory changes
+hands, and the memory in use on a GPU in each turn. These and that share leave out the last step, which ends before its
+refit. `--peer` then runs TRL's GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu`
+tries the script with a tiny model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """
@@ -45,7 +45,7 @@ ENGINES = ("rollout", "prev_logprobs", "train")
 
 
 def even(response: str) -> float:
-    """A reward that a random model gets half of the time."""
+    """A reward that a random model receives half of the time."""
     return float(len(response) % 2 == 0)
 
 
@@ -84,7 +84,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
 
 
 def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> dict[str, Any]:
-    """Means over the steps behind the first, from the record of a run."""
+    """Means over the steps after the first, from the record of a run."""
     lines = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["step"] > 1]
     events = [event for _, event in trace.read(run_dir.events)]
     published = [event.at_s for event in events if isinstance(event, trace.Published)]
@@ -119,7 +119,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
 
 
 def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
-    """Seconds of a step in which memory changes hands, and GiB in use on a GPU, by all processes, in each turn."""
+    """Seconds per step in which memory changes hands, and GiB in use on a GPU by all processes in each turn."""
     made: dict[str, Any] = {"turns s": round(covered_s((turn.start_s, turn.end_s) for turn in turns) / steps, 2)}
     for awake, state, changes in ((True, "awake", "wakes"), (False, "asleep", "sleeps")):
         for group in ("sampler", "learner"):
@@ -132,16 +132,16 @@ def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
-    parser.add_argument("--sampler", type=int, default=1, help="GPUs that sample")
-    parser.add_argument("--sampler-tensor", type=int, default=1, help="of them, those that hold one model together")
-    parser.add_argument("--learner", type=int, default=1, help="GPUs that train")
+    parser.add_argument("--sampler", type=int, default=1, help="number of sampling GPUs")
+    parser.add_argument("--sampler-tensor", type=int, default=1, help="number of sampling GPUs that share one model")
+    parser.add_argument("--learner", type=int, default=1, help="number of training GPUs")
     parser.add_argument("--learner-tensor", type=int, default=1)
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
-    parser.add_argument("--colocated", action="store_true", help="on the same GPUs, in turns; synchronous only")
-    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="how weights go over")
-    parser.add_argument("--peer", action="store_true", help="TRL with vLLM on one GPU, on the same work")
-    parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed row")
+    parser.add_argument("--colocated", action="store_true", help="sampler and learner share GPUs; synchronous only")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="transport of the refit")
+    parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
+    parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(
-            f"--steps {options.steps}: the first warms up and the last is given up before its refit; at least 3"
+            f"--steps {options.steps}: the first is a warm-up and the last ends before its refit; use at least 3"
         )
     if options.cpu:
         options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
@@ -167,8 +167,8 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """One run, as the last of the rows. It has one step more, which is given up, since the checkpoint at the end of a
-    large model takes minutes."""
+    """Run once, into the last of the rows. The run has an extra step, during which it is stopped, since the final
+    checkpoint of a large model takes minutes."""
     from pipeline.executors.ray import RayExecutor
 
     graph = described(options, staleness, policy)
@@ -189,11 +189,11 @@ def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path
 
 
 class EnoughError(Exception):
-    """All steps that count are done."""
+    """All measured steps are done."""
 
 
 def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The same work with TRL, in a process of its own on one GPU."""
+    """Run the same work with TRL, in a separate process on one GPU."""
     out = folder / "peer.json"
     work = [f"--{name}={getattr(options, name)}" for name in ("model", "groups", "samples", "tokens", "steps")]
     command = [sys.executable, "-m", "benchmarks.gpu.trl_step", *work, "--out", str(out)]
@@ -204,7 +204,7 @@ def peer(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    where = "on the same, in turns" if options.colocated else "on others"
+    where = "on the same GPUs, in turns" if options.colocated else "on others"
     notes = (
         f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train {where} "
         f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "

@@ -3,9 +3,9 @@
 python -m benchmarks.gpu.torch_backend [--steps 4] [--out FILE]
 python -m benchmarks.gpu.torch_backend --ray --workers 2 [--fully-sharded]     # 2 GPUs sample, 2 train
 
-In one process sampler and learner share a GPU; on Ray each worker has its own. The weights are random, so nothing is
-learned: the run shows that the path works on GPUs, how far the sampler's logprobs are from the trainer's in bfloat16,
-and where the time goes.
+In one process, sampler and learner share a GPU; on Ray, each worker has its own. The weights are random, so nothing is
+learned: the run shows that the backend works on GPUs, how far the sampler's logprobs are from the trainer's in
+bfloat16, and where the time goes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QWEN3_06B = {  # huggingface.co/Qwen/Qwen3-0.6B, config.json, with the vocabular
 
 
 def graph(steps: int, gpus: int, config: dict, max_tokens: int, workers: int = 1, fully_sharded: bool = False) -> Graph:
-    """GRPO with a frozen reference model, sampler and learner on a GPU a worker (or the same, in one process)."""
+    """GRPO with a frozen reference model; one GPU per worker, or a shared one in one process."""
     source = Generated("reverse", digits=4)
     policy = Model("qwen3-0.6b-shape", config=config, alphabet=source.alphabet)
     sampler = WorkerGroup("sampler", backend="torch", workers=workers, gpus=gpus)
@@ -73,7 +73,7 @@ def graph(steps: int, gpus: int, config: dict, max_tokens: int, workers: int = 1
 
 
 def executor(on_ray: bool) -> Any:
-    """Who runs it."""
+    """The executor."""
     if not on_ray:
         return LocalExecutor()
     from pipeline.executors.ray import RayExecutor
@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--ray", action="store_true", help="actors and TransferQueue instead of one process")
-    parser.add_argument("--workers", type=int, default=1, help="of the sampler, and of the learner")
-    parser.add_argument("--fully-sharded", action="store_true", help="divide the learner's weights over its workers")
+    parser.add_argument("--workers", type=int, default=1, help="workers of the sampler, and of the learner")
+    parser.add_argument("--fully-sharded", action="store_true", help="shard the learner's weights over its workers")
     parser.add_argument("--cpu", action="store_true", help="a two-layer model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
@@ -107,7 +107,7 @@ def main() -> None:
         import torch
 
         memory = f" Peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB."
-    where = "in one process" if not options.ray else f"on Ray, {options.workers} workers a group"
+    where = "in one process" if not options.ray else f"on Ray, {options.workers} workers per group"
     where += ", fully sharded" if options.fully_sharded else ""
     notes = f"16 prompts x 8 samples, {options.max_tokens} tokens at most, bfloat16, {where}.{memory}"
     report("gpu.torch_backend", rows, names, notes, options.out)

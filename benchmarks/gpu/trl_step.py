@@ -1,8 +1,8 @@
-"""The step of benchmarks/gpu/step.py with TRL's GRPOTrainer and vLLM, both on one GPU, as a peer to it.
+"""The step of benchmarks/gpu/step.py with TRL's GRPOTrainer and vLLM on one GPU, for comparison.
 
 python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] [--out FILE]
 
-The same model, prompts, numbers of samples and tokens, two updates per batch, no reference model, bfloat16, truncated
+The same model, prompts, number of samples and tokens, two updates per batch, no reference model, bfloat16, truncated
 importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's default, and sleeps while TRL trains.
 """
 
@@ -22,12 +22,12 @@ from benchmarks.gpu.step import even
 from benchmarks.report import report
 from stages.tasks import Generated
 
-MICROBATCH = 8  # samples; a larger one does not fit beside the logits of 152k tokens
+MICROBATCH = 8  # samples; more do not fit in memory, with logits over 152k tokens
 UPDATES = 2
 
 
 def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
-    """Of each step, and of its generation."""
+    """Seconds of each step, and of its generation."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

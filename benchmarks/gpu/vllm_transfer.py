@@ -1,8 +1,8 @@
-"""vLLM's own weight-transfer engines, the peers of `benchmarks.gpu.refit_ready`: from one GPU that holds all weights.
+"""vLLM's own weight transfer engines, for comparison in `benchmarks.gpu.refit_ready`: one GPU holds all weights.
 
 A round is start, update and finish of vLLM's `LLM`, while a trainer process sends. `nccl` sends packed messages to
-other GPUs; `ipc` opens the trainer's memory, which it finds on its own GPU only. A version's values differ from the one
-before, and at the end every parameter is looked at.
+other GPUs; `ipc` opens the trainer's memory, which must be on the same GPU. Consecutive versions have different values,
+and every parameter is checked at the end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def value_of(version: int) -> float:
-    """What all parameters of a version are."""
+    """The value of all parameters of a version."""
     return 0.01 * (version % 7)
 
 
 def trainer(wire: Connection, gpu: str, folder: str, engine: str, port: int, world: int) -> None:
-    """A process that holds the whole model and sends it whenever it is asked to."""
+    """A process that holds the whole model, and sends it on request."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
@@ -61,13 +61,13 @@ def trainer(wire: Connection, gpu: str, folder: str, engine: str, port: int, wor
 
 
 def extremes(worker: Any) -> dict[str, tuple[float, float]]:
-    """The least and the largest value of each parameter; runs in vLLM's worker."""
+    """The minimum and maximum of each parameter; runs in vLLM's worker."""
     return {name: (float(p.min()), float(p.max())) for name, p in worker.model_runner.model.named_parameters()}
 
 
 def measured(engine: str, options: Namespace, path: str, gpus: list[str], rounds: int) -> list[dict[str, float]]:
-    """The parts of each round in milliseconds. Raises RuntimeError where parameters are not those of the last one."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles of ipc, and functions for the workers
+    """Run all rounds. Returns the parts of each in milliseconds. Raises RuntimeError if the final values are wrong."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for ipc handles, and to send functions to workers
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
@@ -119,5 +119,5 @@ def measured(engine: str, options: Namespace, path: str, gpus: list[str], rounds
     process.join(30)
     llm.llm_engine.engine_core.shutdown()
     if wrong := [name for name, pair in seen.items() if pair != (wanted, wanted)]:
-        raise RuntimeError(f"vLLM's {engine} engine: {len(wrong)} parameters are not {wanted}, as {wrong[0]}")
+        raise RuntimeError(f"vLLM's {engine} engine: {len(wrong)} parameters are not {wanted}, such as {wrong[0]}")
     return found

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose(wanted: Sequence[str]) -> str:
-    """The interface, or "" (the caller's default) if none exists and is up; then it warns, once per list."""
+    """Return the interface; if none exists and is up, warn once per list and return "", the caller's default."""
     there = {name for _, name in socket.if_nameindex()}
     for name in wanted:
         if name in there and is_up(name):
@@ -31,7 +31,7 @@ def choose(wanted: Sequence[str]) -> str:
 
 
 def is_up(name: str) -> bool:
-    """Whether an interface is up and has a link. Raises OSError if it does not exist."""
+    """Return whether an interface is up and has a link. Raises OSError if it does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _FLAGS, struct.pack("16sH14x", name.encode(), 0))
     (flags,) = struct.unpack("16xH14x", answer)
@@ -41,7 +41,7 @@ def is_up(name: str) -> bool:
 @cache
 def _warn(wanted: tuple[str, ...], up: tuple[str, ...]) -> None:
     _log.warning(
-        "none of the network interfaces %s is there and up, so the default is used; up are %s",
+        "none of the network interfaces %s exists and is up, so the default is used; interfaces that are up: %s",
         list(wanted),
         list(up),
     )

@@ -33,7 +33,7 @@ class GroupError(RuntimeError):
 
 
 class Wire(Protocol):
-    """What moves the bytes of a group."""
+    """The library that moves the bytes of a group."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> None: ...
 
@@ -105,12 +105,12 @@ class StatelessGroup:
         self.wire.broadcast(tensor, root)
 
     def together(self) -> Any:
-        """A context in which sends and receives are issued as one."""
+        """Return a context in which sends and receives are issued as one."""
         return self.wire.together()
 
     def check(self, deadline_s: float = DEADLINE_S) -> None:
-        """Rank 0 broadcasts a random number and every rank checks it. Raises GroupError naming rank and key, or after
-        the deadline."""
+        """Test the group: rank 0 broadcasts a random number and every rank checks it. Raises GroupError if it is wrong,
+        naming rank and key, or after the deadline."""
         if self.rank == 0:
             self.store.set(CHECKED, str(secrets.randbelow(2**53)))
         wanted = int(self.store.get(CHECKED))
@@ -119,13 +119,13 @@ class StatelessGroup:
         self.finish(deadline_s)
         if value.tolist() != [wanted, wanted]:
             raise GroupError(
-                f"rank {self.rank} of {self.ranks}: the first broadcast brought {value.tolist()}, and the store has "
-                f"{wanted} under {CHECKED!r}; weights would go the same way"
+                f"rank {self.rank} of {self.ranks}: the first broadcast delivered {value.tolist()}, but the store has "
+                f"{wanted} under {CHECKED!r}; weights would be wrong too"
             )
 
     def finish(self, deadline_s: float, over: Callable[[], bool] = lambda: False) -> None:
         """Wait until all transfers on the current CUDA stream are done; on the CPU they already are. Raises GroupError
-        after the deadline (a dead peer would block forever), or once `over`, polled every `LOOK_S`, says so."""
+        after the deadline (a dead peer would block forever), or once `over`, polled every `LOOK_S`, returns True."""
         if self.device.type != "cuda":
             return
         begun_s = time.monotonic()
@@ -229,7 +229,7 @@ class _Nccl:
         self._nccl = nccl
         unique_id = nccl.UniqueId.from_bytes(bytes(store.get("id")))
         store.set(f"rank {rank}", "")
-        store.wait([f"rank {each}" for each in range(ranks)])  # do not start what a missing rank could not finish
+        store.wait([f"rank {each}" for each in range(ranks)])  # without all ranks, the next step would never finish
         index = torch.cuda.current_device() if device.index is None else device.index
 
         def connected() -> Any:
@@ -263,8 +263,8 @@ class _Nccl:
 
 
 def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any], None]) -> Any:
-    """Call `connected`, which blocks forever if a peer dies, with a deadline. Raises what it raises, or RuntimeError
-    after the deadline; `late` receives a result that arrives after all."""
+    """Call `connected`, which blocks forever if a peer dies, with a deadline. Raises its exception, or RuntimeError
+    after the deadline; `late` is called with a result that arrives after that."""
     made: Future[Any] = Future()
 
     def run() -> None:

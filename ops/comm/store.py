@@ -3,7 +3,7 @@
     group = StatelessGroup.over(Asking(client, deadline_s=60), rank=0, ranks=2, device=device, name="...")
 
 torch's client is blocked while a thread waits in it, and new connections are expensive: the server looks up the host
-name of each one and answers nobody meanwhile, for seconds if name servers are slow.
+name of each one and serves no requests meanwhile, for seconds if name servers are slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORTEST_S, LONGEST_S = 5e-4, 2e-2  # between two polls
 
 class Asking(dist.Store):
     """Waits by polling. A key that does not arrive within `deadline_s` raises DistStoreError. So does a missing key as
-    soon as the key `over` is set: the server writes there why waiting is pointless.
+    soon as the key `over` is set: the server stores there why waiting is pointless.
 
     C++ can call these methods only while Python holds a reference to this object.
     """
@@ -32,7 +32,7 @@ class Asking(dist.Store):
         self._client.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits for it."""
+        """Return the value of a key; waits until it is set."""
         self.wait([key])
         return bytes(self._client.get(key))
 
@@ -44,6 +44,6 @@ class Asking(dist.Store):
             if self._over and self._client.check([self._over]):
                 raise dist.DistStoreError(bytes(self._client.get(self._over)).decode())
             if time.monotonic() > ends_s:
-                raise dist.DistStoreError(f"{' and '.join(keys)} did not come in time")
+                raise dist.DistStoreError(f"{' and '.join(keys)} did not arrive in time")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_S)

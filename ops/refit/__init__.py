@@ -1,1 +1,1 @@
-"""Moves weights from the trainer's layout to the sampler's: which bytes go where, and how they travel."""
+"""Moves weights from the trainer's layout to the sampler's: plans which bytes go where, and transfers them."""

@@ -2,7 +2,7 @@
 
 Each rank of a wave reports itself. If it does not, a rank that lost it as a transfer peer reports it. The last rank to
 report writes the state; if reports are missing, the first rank to time out writes it. The first state written holds for
-all ranks. Knows ranks and the store, not what travels.
+all ranks. Knows ranks and the store, not what is transferred.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Agreement:
             ) from error
 
     def forget(self) -> None:
-        """Delete what this rank wrote for the previous version. Call it once all ranks are in the next one."""
+        """Delete the keys that this rank wrote for the previous version. Call it once all ranks are in the next one."""
         for key in self._old:
             self._store.delete_key(key)
         self._old, self._new = self._new, []
@@ -103,7 +103,7 @@ class Agreement:
         return True
 
     def _tell(self, key: str, text: str) -> str:
-        """Like `_write`, for a key that others wait on: a store without libuv wakes them for `set` only."""
+        """Write a key that others wait on, like `_write`: a store without libuv wakes them for `set` only."""
         found = self._write(key, text)
         if found == text:
             self._store.set(key, text)

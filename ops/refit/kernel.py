@@ -1,8 +1,8 @@
 """Two Triton kernels over a table of tiles, one tile per program: one copies bytes, the other computes checksums and
 can copy in the same pass.
 
-A tile's words are numbered row by row, so every lane has work however short the rows are. The source may lie on another
-GPU of the machine, mapped over NVLink: the kernel only loads from there.
+A tile's words are numbered row by row, so every lane has work even if rows are short. The source may be on another GPU
+of the machine, mapped over NVLink: the kernel only loads from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _move(table, like, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mixed(word):
-    """The `_mixed` of ops/refit/sums.py."""
+    """Same as `_mixed` in ops/refit/sums.py."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)

@@ -3,8 +3,8 @@
     tensors = {"model.norm.weight": Tensor((1024,), "bfloat16")}
     layout = Layout(tensors, ranks=[[Place("model.norm.weight", ((0, 1024),), "norm", 0, (2,))]])
 
-Coordinates are those of a Hugging Face folder, without padding. A layer's experts form one tensor each for gate, up and
-down, with the experts in the first dimension. Each side describes itself in these coordinates only, so neither knows
+Coordinates follow a Hugging Face folder, without padding. A layer's experts form one tensor each for gate, up and down,
+with the experts in the first dimension. Each side describes itself only in these coordinates, so neither needs to know
 how the other names or interleaves its parameters. Plain numbers: no device is touched.
 """
 
@@ -83,7 +83,7 @@ class Layout:
 
 
 def dense(tensor: str, box: Box, item_bytes: int, buffer: str, offset: int = 0) -> Place:
-    """The place of a box that is contiguous in row-major order."""
+    """Return the place of a box that is contiguous in row-major order."""
     strides: list[int] = []
     for start, stop in reversed(box):
         strides.insert(0, item_bytes)
@@ -92,23 +92,23 @@ def dense(tensor: str, box: Box, item_bytes: int, buffer: str, offset: int = 0) 
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def size(box: Box) -> int:
-    """Number of elements in a box."""
+    """Return the number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """The overlap of two boxes, or None."""
+    """Return the overlap of two boxes, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def without(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that cover `box` without `hole`. `hole` must lie within `box`."""
+    """Return disjoint boxes that cover `box` without `hole`, which must be inside `box`."""
     rest: list[Box] = []
     left = list(box)
     for i, (start, stop) in enumerate(hole):
@@ -121,7 +121,7 @@ def without(box: Box, hole: Box) -> list[Box]:
 def check_apart(layout: Layout, rank: int) -> None:
     """Raise ValueError if two places of a rank share a byte."""
     spans = [_span(layout, place, number) for number, place in enumerate(layout.ranks[rank])]
-    reaching: list[_Span] = []  # those that end after the next one starts
+    reaching: list[_Span] = []  # spans that end after the next one starts
     for span in sorted(spans):
         reaching = [other for other in reaching if other.buffer == span.buffer and other.stop > span.start]
         for other in reaching:
@@ -149,7 +149,7 @@ def _span(layout: Layout, place: Place, number: int) -> _Span:
 
 
 def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:
-    """Start offsets of a place's runs, and the bytes of one run."""
+    """Return the start offsets of a place's runs, and the bytes of one run."""
     run, starts = layout.tensors[place.tensor].item_bytes, np.array([place.offset])
     for stride, extent in sorted(zip(place.strides, (stop - start for start, stop in place.box))):
         if extent > 1 and stride == run and len(starts) == 1:
@@ -160,7 +160,7 @@ def _runs(layout: Layout, place: Place) -> tuple[np.ndarray, int]:
 
 
 def _shared(first: tuple[np.ndarray, int], second: tuple[np.ndarray, int]) -> int | None:
-    """A byte that two places share, or None."""
+    """Return a byte that two places share, or None."""
     starts = np.concatenate([first[0], second[0]])
     ends = np.concatenate([first[0] + first[1], second[0] + second[1]])
     order = np.argsort(starts, kind="stable")

@@ -1,7 +1,7 @@
 """Shared memory that other processes on this machine open by a handle. Knows bytes, not what they mean.
 
-On a GPU this is a CUDA memory handle as torch passes it on. On the CPU it is an unnamed in-memory file that goes away
-with its owner, but stays valid for readers that have opened it.
+On a GPU, the handle is torch's CUDA memory handle. On the CPU, the memory is an unnamed in-memory file that disappears
+with its owner but stays valid for readers that have opened it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SharedMemory:
 
     @cached_property
     def handle(self) -> Handle:
-        """The handle for other processes. Always the same one, so that they recognize it: on each call torch would
-        create another reader count and another record of it."""
+        """The handle for other processes. Cached, so that they recognize it: each call of torch would create another
+        reader count and another record of the memory."""
         if self._file >= 0:
             return Handle("cpu", len(self.bytes), self.mark.mark, (f"/proc/{os.getpid()}/fd/{self._file}",))
         _, *values = self.bytes.untyped_storage()._share_cuda_()
@@ -61,9 +61,9 @@ class SharedMemory:
 
 
 def opened(memory: Handle | SharedMemory, device: torch.device) -> torch.Tensor:
-    """The bytes in place, flat and read-only. `device` is the one that reads them.
+    """Open memory in place, as flat, read-only bytes for the reading `device`.
 
-    Raises OSError if the owner of CPU memory is gone.
+    Raises OSError if the owner of CPU memory has ended.
     """
     if isinstance(memory, SharedMemory):
         return memory.bytes
@@ -73,7 +73,7 @@ def opened(memory: Handle | SharedMemory, device: torch.device) -> torch.Tensor:
             return _mapped(file, memory.size)
         finally:
             os.close(file)
-    torch.cuda.init()  # torch itself would map it for the device with the owner's index
+    torch.cuda.init()  # torch itself would map it to the device with the owner's index
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *memory.values)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: memory.size]
 

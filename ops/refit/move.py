@@ -50,7 +50,8 @@ class Moves:
             _rows(there, copy.destination_offset, copy.destination_stride, copy).copy_(rows)
 
     def described(self, turn: int) -> list[tuple[int, torch.Tensor]]:
-        """Tables by word size: destination and source address, rows, run, destination and source stride, in words."""
+        """Build the tables by word size: destination and source address, rows, run, destination and source stride, in
+        words."""
         made = tiles(
             np.array(
                 [
@@ -75,7 +76,7 @@ class Moves:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, in place."""
+    """Return the bytes of a contiguous tensor, in place."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

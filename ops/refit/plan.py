@@ -3,9 +3,9 @@
     plan = build(trainer, sampler)                 # every rank builds the same plan: compare plan.digest first
     for copy in plan.copies(receiver=3): ...       # what rank 3 of the sampler receives, and from where
 
-What a receiver needs is cut out of the boxes that senders hold. A box that several senders hold (data-parallel
-replicas, tied weights) is divided into segments; each goes to the sender with the least load. Senders that hold the
-same boxes differ by at most one segment. Plain numbers: no device is touched.
+A receiver's boxes are cut out of the boxes that senders hold. A box that several senders hold (data-parallel replicas,
+tied weights) is divided into segments; each is assigned to the sender with the least load. Senders that hold the same
+boxes differ by at most one segment. Plain numbers: no device is touched.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two plans that move the same bytes in the same way."""
+        """Hash that is equal for two plans that move the same bytes in the same way."""
         hashes: dict[int, bytes] = {}  # by identity: many segments have the same holders
         for segment in self._segments:
             for holders in (segment.sources, segment.destinations):
@@ -91,7 +91,7 @@ class Plan:
         return hashed.hexdigest()
 
     def copies(self, receiver: int) -> list[Copy]:
-        """The copies for one receiver. Raises ValueError if two of its places overlap."""
+        """Return the copies for one receiver. Raises ValueError if two of its places overlap."""
         check_apart(self._to, receiver)
         return [
             copy
@@ -146,7 +146,7 @@ def pieces(box: Box, limit: int) -> list[Box]:
 
 
 def _holders(layout: Layout) -> dict[str, dict[Box, list[tuple[int, Place]]]]:
-    """Holders by tensor and box."""
+    """Return the holders by tensor and box."""
     found: dict[str, dict[Box, list[tuple[int, Place]]]] = {}
     for rank, places in enumerate(layout.ranks):
         for place in places:
@@ -178,7 +178,8 @@ class _Givers:
         self._apart = int((meet & meet.T).sum()) == len(boxes)
 
     def cover(self, box: Box) -> list[tuple[Box, Box]]:
-        """Disjoint parts of a box, each with the box that contains it. Raises ValueError if a part is missing."""
+        """Split a box into disjoint parts, each with the sender's box that contains it. Raises ValueError if a part is
+        missing."""
         meeting, edges = self._meeting(box)
         if self._apart and (edges[:, :, 1] - edges[:, :, 0]).prod(1).sum() == size(box):
             parts = [tuple((start, stop) for start, stop in part) for part in edges.tolist()]
@@ -199,7 +200,7 @@ class _Givers:
         return found
 
     def _meeting(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
-        """The boxes that overlap this one, and the overlaps."""
+        """Return the indices of the boxes that overlap this one, and the overlaps."""
         wanted = np.array(box, np.int64)
         low = np.maximum(self._edges[:, :, 0], wanted[:, 0])
         high = np.minimum(self._edges[:, :, 1], wanted[:, 1])
@@ -208,7 +209,7 @@ class _Givers:
 
 
 def _summed(ranks: Sequence[int], took: np.ndarray, count: int) -> np.ndarray:
-    """Bytes for each of `count` ranks: exact integer sums."""
+    """Return the bytes of each of `count` ranks: exact integer sums."""
     total = np.zeros(count, np.int64)
     np.add.at(total, np.array(ranks, np.int64), took)
     return total
@@ -239,7 +240,7 @@ def _choose(segments: Sequence[_Segment], senders: int) -> list[np.ndarray]:
 
 
 def _filled(load: np.ndarray, bytes_each: int, count: int) -> np.ndarray:
-    """How many of `count` equal segments each sender gets if each goes to the least-loaded one."""
+    """Return how many of `count` equal segments each sender gets if each goes to the least-loaded one."""
     low, high = int(load.min()), int(load.max()) + bytes_each * count
     while high - low > 1:  # find the highest level that whole segments fill completely
         level = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What a trainer rank offers of its weights: its part of a version, where it lies, and its checksums.
+"""A trainer rank's share of a version: its part of the weights, where it is in memory, and its checksums.
 
     shares = Shares(tensors, places, parameters)           # on each rank, once
     share = shares.publish(parameters)                     # for each version; the shares of all ranks form the model
@@ -31,7 +31,7 @@ ALIGNED = 256  # bytes; every parameter begins at a multiple
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A rank's part of a version. `memory` is what the transport's sender offers: memory that processes on the same
+    """A rank's part of a version. `memory` is the offer of the transport's sender: memory that processes on the same
     machine open, the bytes themselves, anything else, or the mark of memory that the rank itself sends from."""
 
     layout: bytes  # tensors of the model, and this rank's places in the memory
@@ -51,8 +51,8 @@ def open_to(memory: SharedMemory) -> SharedMemory:
 
 
 class Shares:
-    """Copies a rank's parameters and describes where they are. Dtypes are those of the model's tensors, whatever the
-    parameters have.
+    """Copies a rank's parameters and describes where they are. The copies have the dtypes of the model's tensors,
+    regardless of the parameters' own.
 
     On the CPU the last two versions are kept, so a late reader finds the previous one while the next is written; on a
     GPU, where memory is scarce, only one.
@@ -72,7 +72,7 @@ class Shares:
         return Share(version.layout, version.filled(parameters), offer(version.memory))
 
     def memory(self, mark: Mark) -> torch.Tensor:
-        """The flat bytes for a share's mark. Raises ValueError for a mark of another process."""
+        """Return the flat bytes for a share's mark. Raises ValueError for a mark of another process."""
         for each in self._all:
             if each.memory.mark == mark:
                 return each.memory.bytes
@@ -119,7 +119,7 @@ class _Version:
 
 
 def bytes_of(share: Share, device: torch.device) -> torch.Tensor:
-    """The flat bytes of a share whose memory this device can read: in place, or on the CPU."""
+    """Return the flat bytes of a share whose memory this device can read: in place, or on the CPU."""
     if isinstance(share.memory, np.ndarray):
         return torch.from_numpy(share.memory)
     assert isinstance(share.memory, Handle | SharedMemory), "neither memory nor bytes"
@@ -127,12 +127,12 @@ def bytes_of(share: Share, device: torch.device) -> torch.Tensor:
 
 
 def layout_of(shares: Sequence[Share]) -> Layout:
-    """The layout of the model over all ranks."""
+    """Return the layout of the model over all ranks."""
     return _layout(tuple(share.layout for share in shares))
 
 
 def digest_of(shares: Sequence[Share]) -> str:
-    """The hash of the version, independent of its layout.
+    """Return the hash of the version, independent of its layout.
 
     Raises ValueError, naming the tensor, if ranks disagree or part of it is missing.
     """

@@ -37,7 +37,7 @@ KEPT_BYTES = 64 << 20  # up to this size of CPU buffers, the factors of their wo
 
 
 class Summed(msgspec.Struct, frozen=True, array_like=True):
-    """The boxes that a rank holds, encoded, and their checksums: two int64 per box."""
+    """The encoded boxes that a rank holds, and their checksums: two int64 per box."""
 
     boxes: bytes
     sums: bytes
@@ -70,7 +70,7 @@ class Sums:
             self._here = [_Tile(row, word, keeps) for word, table in tables for row in table.tolist()]
 
     def described(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> list[tuple[int, np.ndarray]]:
-        """Tables for ops.refit.kernel.add, by word size."""
+        """Build the tables for ops.refit.kernel.add, by word size."""
         made = tiles(np.array(list(self._descriptors(tensors, places)), np.int64).reshape(-1, 7))
         salts = np.array([_salt(place.tensor) for place in places], np.int64)[made[:, 0]]
         apart = [memory.data_ptr() - filling.data_ptr() for memory, filling in zip(self._kept, self._sources)]
@@ -99,8 +99,8 @@ class Sums:
         return Summed(self._boxes, sums.tobytes())
 
     def _descriptors(self, tensors: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[int, ...]]:
-        """Slot, first byte in the tensor, address to read, rows, run, row stride in the tensor and in memory, in
-        bytes."""
+        """Yield (slot, first byte in the tensor, address to read, rows, run, row stride in the tensor, row stride in
+        memory), in bytes."""
         for slot, (place, source) in enumerate(zip(places, self._sources)):
             tensor = tensors[place.tensor]
             canonical = dense(place.tensor, whole(tensor.shape), tensor.item_bytes, "")
@@ -114,12 +114,12 @@ def _salt(name: str) -> int:
 
 
 def _signed(word: int) -> int:
-    """As a signed 64-bit number."""
+    """Reinterpret as a signed 64-bit number."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finalizer (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
+    """Apply the SplitMix64 finalizer (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
     elementwise on uint64."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -148,7 +148,7 @@ class _Tile:
         return np.array([(words * first).sum(), (exchanged * second).sum()]).view(np.int64)
 
     def _numbers(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """For each word, its factors in both sums and its bit offset within 8 bytes."""
+        """Return each word's factors in both sums and its bit offset within 8 bytes."""
         start, step, word = self._where
         rows, run = self._here.shape
         byte = start + step * np.arange(rows)[:, None] + word * np.arange(run)
@@ -169,7 +169,7 @@ def _factor(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 
 def digest(tensors: Mapping[str, Tensor], ranks: Sequence[Summed]) -> str:
-    """sha256 over the checksums of all tensors, combined from all ranks.
+    """Return the sha256 over the checksums of all tensors, combined from all ranks.
 
     Raises ValueError, naming the tensor, if holders of the same box have different bytes or boxes are missing.
     """

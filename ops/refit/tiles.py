@@ -34,9 +34,8 @@ def tiles(descriptors: np.ndarray) -> np.ndarray:
 
 
 def in_turns(keys: np.ndarray, sizes: np.ndarray, turn: int) -> np.ndarray:
-    """An order that interleaves keys evenly: every prefix has about the same share of each key's bytes. The `turn`-th
-    key
-    goes first each time."""
+    """Return an order that interleaves keys evenly: every prefix has about the same share of each key's bytes. The
+    `turn`-th key goes first each time."""
     known = np.unique(keys)
     share = np.zeros(len(keys))
     for place, key in enumerate(known):
@@ -47,6 +46,6 @@ def in_turns(keys: np.ndarray, sizes: np.ndarray, turn: int) -> np.ndarray:
 
 
 def word_bytes(described: np.ndarray) -> np.ndarray:
-    """For each descriptor, the largest word size that divides all its numbers."""
+    """Return, for each descriptor, the largest word size that divides all its numbers."""
     joint = np.bitwise_or.reduce(described[:, [1, 2, 4, 5, 6]], axis=1) | WORDS[0]
     return joint & -joint

@@ -1,11 +1,11 @@
-"""Plans who sends a version to whom, in waves: a receiver that has all of it forwards it in the next wave.
+"""Plans which rank sends a version to which, in waves: a receiver that has all of it forwards it in the next wave.
 
     waves({1: 0, 2: 0, 3: 0}, State())             # one sender, three receivers that hold equal boxes
     [[[1, TRAINER]], [[2, TRAINER], [3, 1]]]       # [receiver, source], wave by wave
 
 Ranks are numbered as in a group: senders come first. All senders together are one source, the trainer. In each wave it
 sends to one receiver of each kind, and a receiver that has the version sends to one receiver of its kind. So n
-receivers of a kind have it after ceil(log2(n + 1)) waves, and in no wave does a sender send more than it holds for one
+receivers of a kind have it after ceil(log2(n + 1)) waves, and in each wave a sender sends at most what it holds for one
 receiver of each kind. Plans and their inputs are JSON-safe. Nothing here communicates.
 """
 
@@ -35,8 +35,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `by` reports about a rank. About itself: whether it has the version, and which ranks it could not get it
-    from. About another: that it is gone. `plan` identifies the inputs of its plan."""
+    """The report of the rank `by` about a rank. About itself: whether it has the version, and which ranks it could not
+    get it from. About another rank: that it is gone. `plan` identifies the inputs of its plan."""
 
     by: int
     holds: bool = False
@@ -49,15 +49,15 @@ class NoSourceError(ValueError):
 
 
 def kinds(layout: Layout) -> list[int]:
-    """For each rank, the first rank that holds the same boxes: each can get a version from the other."""
+    """Return, for each rank, the first rank that holds the same boxes: each can get a version from the other."""
     first: dict[frozenset[object], int] = {}
     held = [frozenset((place.tensor, place.box) for place in places) for places in layout.ranks]
     return [first.setdefault(boxes, rank) for rank, boxes in enumerate(held)]
 
 
 def waves(kind: Mapping[int, int], state: State, trainer: Collection[int] | None = None) -> list[Wave]:
-    """The waves after which every receiver that is not gone has the version. `kind` is by receiver; `trainer` lists the
-    kinds that the trainer can send, by default all.
+    """Return the waves after which every receiver that is not gone has the version. `kind` maps receivers to kinds;
+    `trainer` lists the kinds that the trainer can send, by default all.
 
     Receivers choose in order; each starts looking for a free source at a different place. Raises NoSourceError, naming
     the receivers that no rank can send it to.
@@ -87,7 +87,7 @@ def waves(kind: Mapping[int, int], state: State, trainer: Collection[int] | None
 
 
 def gives(source: Layout, destination: Layout, kind: Mapping[int, int]) -> list[int]:
-    """The kinds that the trainer can send with its remaining places."""
+    """Return the kinds that the trainer can send with its remaining places."""
     found = []
     for each in sorted(set(kind.values())):
         try:
@@ -99,8 +99,8 @@ def gives(source: Layout, destination: Layout, kind: Mapping[int, int]) -> list[
 
 
 def parts(wave: Wave, source: Layout, destination: Layout, rank: int, segment_bytes: int) -> dict[Pair, list[Copy]]:
-    """What a rank sends and receives in a wave, by (sender, receiver). From the trainer: by the plan for all its
-    receivers, which balances the load over its ranks. From a receiver: everything that it holds."""
+    """Return the copies that a rank sends and receives in a wave, by (sender, receiver). From the trainer: by the plan
+    for all its receivers, which balances the load over its ranks. From a receiver: everything that it holds."""
     senders = len(source.ranks)
     found: dict[Pair, list[Copy]] = {}
     direct = [receiver for receiver, giver in wave if giver == TRAINER]
@@ -118,8 +118,8 @@ def parts(wave: Wave, source: Layout, destination: Layout, rank: int, segment_by
 
 
 def settled(state: State, expected: Collection[int], reports: Mapping[int, Report], senders: int) -> State:
-    """The state after a wave or a roll call of the `expected` ranks. A rank that did not report itself is gone; a
-    failed transfer between two live ranks is not retried."""
+    """Return the state after a wave, or after a roll call, of the `expected` ranks. A rank that did not report itself
+    is gone; a failed transfer between two live ranks is not retried."""
     there = {rank for rank in expected if rank in reports and reports[rank].by == rank}
     if len(plans := {reports[rank].plan for rank in there}) > 1:
         by_plan = [sorted(rank for rank in there if reports[rank].plan == plan) for plan in sorted(plans)]

@@ -3,8 +3,8 @@
     def brevity(response: str) -> float:
         return 1.0 / (1 + len(response))
 
-What has parameters of its own is a frozen dataclass that is called like a function, such as `Overlong`. `text` compares
-texts, `number` final numbers, `symbolic` mathematics; `layout` looks at tags and boxes, `length` at tokens.
+A reward with parameters is a frozen dataclass that is called like a function, such as `Overlong`. `text` compares
+texts, `number` final numbers, and `symbolic` mathematics; `format` checks tags and boxes, and `length` token counts.
 """
 
 from ops.rewards.batched import SampleError, batched

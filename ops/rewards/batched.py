@@ -5,7 +5,7 @@
         seen = Counter(response)
         return [1.0 / seen[text] for text in response]
 
-Their parameter names are fields like those of any reward; each is a list with one entry a sample.
+Their parameter names are fields, as for any reward; each parameter is a list with one entry per sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Sequence[float]])
 
 
 class SampleError(ValueError):
-    """What a batched reward raises where one sample is at fault; `index` is its position in the lists."""
+    """Raised by a batched reward if one sample is invalid; `index` is its position in the lists."""
 
     def __init__(self, index: int, text: str) -> None:
         self.index = index
@@ -28,6 +28,6 @@ class SampleError(ValueError):
 
 
 def batched(function: Function) -> Function:
-    """Marks a function as a batched reward: it gets lists and returns one number a sample, in the same order."""
+    """Mark a function as a batched reward: it receives lists and returns one number per sample, in the same order."""
     function.batched = True  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Rewards for the layout of a response, whatever it says.
+"""Rewards for the format of a response, regardless of its content.
 
 Reward(math_verify, tagged("think", "answer"), weights=(1.0, 0.1))
 Reward(math_verify, boxed, weights=(1.0, 0.1))
@@ -14,7 +14,7 @@ _TAG = re.compile(r"[A-Za-z][\w-]*\Z")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last closed \boxed{...} of a text holds, or None. Braces inside it are matched."""
+    r"""Return the content of the last closed \boxed{...} in a text, or None. Braces inside it are matched."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
@@ -25,15 +25,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed(response: str) -> float:
-    r"""1.0 where the response has a closed \boxed{...} that is not empty, else 0.0."""
+    r"""Return 1.0 if the response has a closed \boxed{...} and the last one is not empty, else 0.0."""
     return float(bool((last_boxed(response) or "").strip()))
 
 
 @dataclass(frozen=True, init=False)
-class tagged:  # noqa: N801 - it is used as the function that it stands for
-    """1.0 where the response is exactly these tags, in this order, each once; white space between them is free.
+class tagged:  # noqa: N801 - it is used like a function
+    """1.0 if the response consists of exactly these tags, once each and in this order, else 0.0. White space between
+    and around them is allowed.
 
-    `tagged("think", "answer")` is right for `<think>...</think> <answer>...</answer>` and nothing around it.
+    `tagged("think", "answer")` accepts `<think>...</think> <answer>...</answer>` with no other text around it.
     """
 
     tags: tuple[str, ...]
@@ -56,11 +57,11 @@ class tagged:  # noqa: N801 - it is used as the function that it stands for
         return float(re.fullmatch(rf"\s*{pattern}\s*", response, re.DOTALL) is not None)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description: what, why, fix."""
+        """Yield the problems of the description, as (what, why, fix)."""
         if not self.tags:
-            yield "tagged() names no tag", "it looks for tags", "tagged('think', 'answer')"
+            yield "tagged() names no tag", "it checks for tags", "tagged('think', 'answer')"
         for tag in self.tags:
             if not (isinstance(tag, str) and _TAG.match(tag)):
                 yield f"tagged has the tag {tag!r}", "a tag is a word, without brackets", "tagged('think', 'answer')"
         for tag in dict.fromkeys(tag for tag in self.tags if self.tags.count(tag) > 1):
-            yield f"tagged names the tag {tag!r} twice", "each tag is there once", "each tag once"
+            yield f"tagged names the tag {tag!r} twice", "each tag occurs once", "name each tag once"

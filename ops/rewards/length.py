@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
-    """Soft punishment of long responses: 0 up to max_tokens - cache, then linear, -1 from max_tokens on.
+    """Return a soft penalty for long responses: 0 up to max_tokens - cache, then linear, and -1 from max_tokens.
 
     length      tokens of the response
-    max_tokens  the longest response that is wanted, in tokens
-    cache       the last so many of them over which the punishment grows, 1 to max_tokens
+    max_tokens  the maximum desired length, in tokens
+    cache       tokens before max_tokens over which the penalty grows, 1 to max_tokens
 
-    DAPO, arXiv 2503.14476, equation 13. Beyond max_tokens it stays -1. Raises ValueError for another cache.
+    DAPO, arXiv 2503.14476, equation 13. Beyond max_tokens it stays -1. Raises ValueError if `cache` is out of range.
     """
     if not 1 <= cache <= max_tokens:
         raise ValueError(f"cache is {cache}, not between 1 and max_tokens, {max_tokens}")
@@ -25,9 +25,9 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
-    """`overlong_penalty` as a reward: the fields are its parameters, the length is that of `response_ids`.
+    """`overlong_penalty` as a reward, for the length of `response_ids`. The attributes are its parameters.
 
-    For it to see responses beyond max_tokens - cache, the rollout's max_tokens is as large as this one.
+    The rollout's max_tokens should be at least this max_tokens; otherwise responses are cut before the full penalty.
     """
 
     max_tokens: int
@@ -39,11 +39,11 @@ class Overlong:
         return overlong_penalty(len(response_ids), self.max_tokens, self.cache)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description: what, why, fix."""
+        """Yield the problems of the description, as (what, why, fix)."""
         sizes = (self.max_tokens, self.cache)
         if any(not isinstance(size, int) or isinstance(size, bool) for size in sizes) or not 1 <= sizes[1] <= sizes[0]:
             yield (
                 f"Overlong has max_tokens={self.max_tokens!r} and cache={self.cache!r}",
-                "the punishment grows over the last `cache` of `max_tokens` tokens",
-                "whole numbers with 1 <= cache <= max_tokens, such as max_tokens=16384, cache=4096",
+                "the penalty grows over the last `cache` of `max_tokens` tokens",
+                "use whole numbers with 1 <= cache <= max_tokens, such as max_tokens=16384, cache=4096",
             )

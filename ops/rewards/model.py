@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def model_reward(model_reward: float) -> float:
-    """What a `RewardModel` stage of the graph wrote for the sample, unchanged.
+    """Return the score that a `RewardModel` stage of the graph wrote for the sample, unchanged.
 
     Reward(math_verify, model_reward, weights=(1.0, 0.1))
     """

@@ -1,4 +1,4 @@
-"""Rewards that compare the last number of a text. Decimal numbers only; `ops.rewards.symbolic` reads mathematics.
+"""Rewards that compare the last number of a text. Decimal numbers only; `ops.rewards.symbolic` parses mathematics.
 
 final_number("so it is $1,250.50.")                   # Decimal("1250.50")
 gsm8k_match("... 16 - 7 = 9 eggs", "... #### 9")      # 1.0
@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# A sign counts where it does not stand between two numbers or words: 7-3 ends in 3, "is -3" in -3.
+# A sign between two numbers or words does not count: 7-3 ends in 3, "is -3" in -3.
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
 _NUMBER = re.compile(rf"(?<![\w.)])[-\u2212]\$?{_UNSIGNED}|{_UNSIGNED}")
 GSM8K_MARK = "####"
 
 
 def final_number(text: str) -> Decimal | None:
-    """The last decimal number of a text, or None.
+    """Return the last decimal number of a text, or None.
 
-    A comma separates thousands; a minus and a dollar sign before the number are read.
+    Commas may separate thousands; a minus sign and a dollar sign before the number are accepted.
     """
     found = [match.group() for match in _NUMBER.finditer(text)]
     if not found:
@@ -27,9 +27,9 @@ def final_number(text: str) -> Decimal | None:
 
 
 def number_match(response: str, answer: str) -> float:
-    """1.0 where the last number of the response equals the last number of the answer, else 0.0.
+    """Return 1.0 if the last number of the response equals the last number of the answer, else 0.0.
 
-    Raises ValueError where the answer has no number.
+    Raises ValueError if the answer has no number.
     """
     expected = final_number(answer)
     if expected is None:
@@ -38,9 +38,9 @@ def number_match(response: str, answer: str) -> float:
 
 
 def gsm8k_match(response: str, answer: str) -> float:
-    """`number_match` for answers as GSM8K writes them: the solution, then `#### ` and the number.
+    """Return `number_match` for answers in GSM8K's format: the solution, then `#### ` and the number.
 
-    Of the response, what follows its last `####` counts, or all of it where it has none. Raises ValueError where the
+    In the response, only the text after its last `####` counts, or all of it if it has none. Raises ValueError if the
     answer has no number after `####`. Data: Cobbe et al. 2021, arXiv 2110.14168.
     """
     _, mark, expected = answer.rpartition(GSM8K_MARK)

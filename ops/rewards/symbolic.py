@@ -3,9 +3,9 @@ r"""Mathematical equality of answers, by math-verify (LaTeX, fractions, sets, in
     Reward(math_verify)
     Reward(MathVerify(timeout_s=3.0, on_timeout=0.0, on_error=0.0, processes=4))
 
-The library computes with sympy. A response such as `\boxed{9^{9^9}}` keeps it busy for ever, and it works in main
-threads only. So it runs in processes of its own, which start when the stage is set up; one that is late is killed and
-replaced.
+The library computes with sympy. A response such as `\boxed{9^{9^9}}` would keep it busy forever, and it works only in
+main threads. It therefore runs in separate processes, which start when the stage is set up; a process that exceeds its
+deadline is killed and replaced.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SCRIPT = Path(__file__).with_name("symbolic_worker.py")
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerify:
-    r"""1.0 where the last expression of the response equals the answer, else 0.0.
+    r"""1.0 if the last expression of the response equals the answer, else 0.0.
 
-    timeout_s     seconds for one sample
-    on_timeout    the reward of a response that takes longer, or more than 4 GiB; None makes it an error
+    timeout_s     time limit per sample, in seconds
+    on_timeout    the reward of a response that exceeds it, or 4 GiB of memory; None makes it an error
     on_error      the reward of a response that makes the library raise, or its process die; None makes it an error
-    processes     that compare at the same time; each takes a core while it works
-    answer_after  of the answer, only what follows the last such mark counts; GSM8K's is "####". Empty is all of it
+    processes     number of processes that compare in parallel; each uses one core while it works
+    answer_after  use only the part of the answer after the last such mark; GSM8K's is "####". Empty uses all of it
 
     A response without mathematics is wrong: 0.0. An answer without mathematics, or without the mark, is an error that
-    names its sample. An answer that is neither a plain number nor marked as mathematics ($, \(, \[, \boxed) is read as
-    LaTeX.
+    names its sample. An answer that is neither a plain number nor marked as mathematics ($, \(, \[, \boxed) is parsed
+    as LaTeX.
 
     Metrics, as fractions of samples: `math_verify_timeouts`, `math_verify_errors`.
     """
@@ -51,7 +51,7 @@ class MathVerify:
     batched = True
 
     def __call__(self, response: list[str], answer: list[str]) -> list[float]:
-        """Compares with processes that live as long as the call: for trying it out. A stage uses `open`."""
+        """Compare with processes that live only for this call, to try it out. A stage uses `open`."""
         opened = self.open()
         try:
             return opened(response, answer)
@@ -59,15 +59,15 @@ class MathVerify:
             opened.close()
 
     def open(self) -> OpenMathVerify:
-        """Starts the processes; they are ready while the rest is set up."""
+        """Start the processes without waiting for them, so that they load during the rest of the setup."""
         return OpenMathVerify(self)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description or the installation: what, why, fix."""
+        """Yield the problems of the description and the installation, as (what, why, fix)."""
         if importlib.util.find_spec("math_verify") is None:
             yield "math_verify needs the package 'math-verify'", "it is not installed", "pip install -e '.[math]'"
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            yield f"MathVerify has timeout_s={self.timeout_s!r}", "it is seconds, above 0", "timeout_s=5.0"
+            yield f"MathVerify has timeout_s={self.timeout_s!r}", "it is a time in seconds, above 0", "timeout_s=5.0"
         for name in ("on_timeout", "on_error"):
             value = getattr(self, name)
             if not (value is None or _is_number(value)):
@@ -79,7 +79,7 @@ class MathVerify:
 
 
 class OpenMathVerify:
-    """The processes of a `MathVerify`, and what they said last."""
+    """The running processes of a `MathVerify`, and the metrics of its last call."""
 
     def __init__(self, description: MathVerify) -> None:
         self._description = description
@@ -87,7 +87,7 @@ class OpenMathVerify:
         self._counts = {"timeouts": 0.0, "errors": 0.0}
 
     def __call__(self, response: Sequence[str], answer: Sequence[str]) -> list[float]:
-        """One reward a sample. Raises SampleError for the first that has none."""
+        """Return one reward per sample. Raises SampleError for the first sample that is an error."""
         pairs = [(text, self._expected(i, answer[i])) for i, text in enumerate(response)]
         distinct = list(dict.fromkeys(pairs))
         limit_s = self._description.timeout_s
@@ -100,7 +100,7 @@ class OpenMathVerify:
         return [self._score(i, reply_to[pair]) for i, pair in enumerate(pairs)]
 
     def metrics(self) -> dict[str, float]:
-        """Of the last call: fractions of its samples."""
+        """Return the metrics of the last call, as fractions of its samples."""
         return self._counts
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class OpenMathVerify:
             return answer
         _, found, expected = answer.rpartition(mark)
         if not found:
-            raise SampleError(index, f"the answer has no {mark!r}, after which MathVerify(answer_after=) looks")
+            raise SampleError(index, f"the answer has no {mark!r}, the mark of MathVerify(answer_after=)")
         return expected
 
     def _score(self, index: int, reply: Any) -> float:
@@ -127,7 +127,7 @@ class OpenMathVerify:
                 raise SampleError(index, f"math-verify failed (on_error=0.0 counts it as wrong): {error}")
             return float(self._description.on_error)
         if reply[0] == "answer":
-            raise SampleError(index, f"the answer cannot be read: {reply[1]}; fix this row, or filter it out")
+            raise SampleError(index, f"the answer cannot be read: {reply[1]}; correct this row, or filter it out")
         return float(reply[0] == "right")
 
 

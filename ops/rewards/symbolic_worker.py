@@ -1,8 +1,8 @@
-"""The process that compares answers with math-verify. Run as a script by `ops.rewards.symbolic`; imports none of ours.
+"""The process that compares answers with math-verify. `ops.rewards.symbolic` runs it; it imports nothing of Sluice.
 
-A question is `[response, answer, seconds]`, a reply one of `["right"]`, `["wrong"]`, `["memory"]`, `["answer", why]`
+A question is `[response, answer, seconds]`. A reply is one of `["right"]`, `["wrong"]`, `["memory"]`, `["answer", why]`
 (the answer cannot be read) and `["error", why]` (the library raised). The library runs in the main thread, without its
-own alarms: the process that asks keeps the time.
+own alarms: the calling process enforces the deadline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY_BYTES = 4 << 30  # of address space
-CPU_GRACE_S = 30  # an orphan that computes on is ended by the kernel so many CPU seconds after its deadline
+CPU_GRACE_S = 30  # the kernel ends an orphan that keeps computing this many CPU seconds after its deadline
 
-# Read as it stands. Everything else that is not marked as mathematics is LaTeX without its marks, as data sets have it:
-# the library would take the 2 of 2\sqrt{3} for the answer.
+# Plain numbers, parsed as they are. Any other answer without marks of mathematics is treated as LaTeX without its
+# marks, as data sets have it: the library would take the 2 of 2\sqrt{3} for the answer.
 _PLAIN = re.compile(r"\s*[-+]?\s*[$\u20ac\u00a3]?\s*[-+]?[\d.,\s]*\d\.?\s*(?:/\s*\d+)?\s*\\?%?\s*\Z")
 _MARKED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
@@ -29,7 +29,7 @@ _MARKED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 def main() -> None:
     """Answer until standard input closes."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is not a reply
+    os.dup2(2, 1)  # the library's own output must not mix with replies
     logging.disable(logging.CRITICAL)
     try:
         verdict("1", "1")  # compiles the patterns and the grammar
@@ -48,17 +48,17 @@ def main() -> None:
 
 
 def reply(response: str, answer: str) -> list[str]:
-    """The reply to one question."""
+    """Return the reply to one question."""
     try:
         return verdict(response, answer)
     except MemoryError:
         return ["memory"]
-    except Exception as error:  # noqa: BLE001 - anything may come out of the library; the asking process names the sample
+    except Exception as error:  # noqa: BLE001 - the library may raise anything; the calling process names the sample
         return ["error", " ".join(f"{type(error).__name__}: {error}".split())[:300]]
 
 
 def verdict(response: str, answer: str) -> list[str]:
-    """What math-verify says, as a reply."""
+    """Return math-verify's verdict as a reply."""
     from math_verify import parse, verify
 
     try:
@@ -73,7 +73,7 @@ def verdict(response: str, answer: str) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def read_answer(answer: str) -> list[Any]:
-    """The answer of a data set as expressions; an empty list where there is none."""
+    """Parse the answer of a data set to expressions; empty if there are none."""
     from math_verify import parse
 
     text = answer if _PLAIN.match(answer) or _MARKED.search(answer) else rf"\boxed{{{answer}}}"

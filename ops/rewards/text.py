@@ -12,14 +12,14 @@ from dataclasses import KW_ONLY, dataclass
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1.0 where the texts are equal, else 0.0."""
+    """Return 1.0 if the texts are equal, else 0.0."""
     return float(response.strip() == answer.strip())
 
 
 def digit_match(response: str, answer: str) -> float:
-    """The fraction of positions that hold the right character, 0.0 to 1.0: right positions / length of the longer text.
+    """Return the fraction of positions with the right character, 0.0 to 1.0, relative to the length of the longer text.
 
-    Dense, so that a policy which is never entirely right still learns. Two empty texts give 1.0.
+    Dense, so that a policy that is never entirely right still learns. Two empty texts score 1.0.
     """
     response, answer = response.strip(), answer.strip()
     longest = max(len(response), len(answer))
@@ -28,10 +28,11 @@ def digit_match(response: str, answer: str) -> float:
 
 
 def regex_match(pattern: str, group: int | str | None = None, *, name: str = "regex_match") -> Callable[..., float]:
-    """A reward made of a regular expression (the syntax of `re`, searched for anywhere in the response).
+    """Return a reward from a regular expression (in the syntax of `re`, searched for anywhere in the response).
 
-    Without `group`: 1.0 where the pattern is found; reads `response`. With `group`: 1.0 where that group of the *last*
-    match is the answer, white space aside; reads `response` and `answer`. `name` tells two of them apart.
+    Without `group`: 1.0 if the pattern is found; reads `response`. With `group`: 1.0 if that group of the *last* match
+    is the answer, ignoring surrounding white space; reads `response` and `answer`. `name` distinguishes several such
+    rewards.
     """
     return _Found(pattern, name=name) if group is None else _FoundAnswer(pattern, group, name=name)
 
@@ -50,7 +51,7 @@ class _Found:
         return float(re.search(self.pattern, response) is not None)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description: what, why, fix."""
+        """Yield the problems of the description, as (what, why, fix)."""
         yield from _pattern_problems(self.pattern)
 
 
@@ -70,7 +71,7 @@ class _FoundAnswer:
         return float(bool(found) and found[-1].strip() == answer.strip())
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with the description: what, why, fix."""
+        """Yield the problems of the description, as (what, why, fix)."""
         broken = list(_pattern_problems(self.pattern))
         yield from broken
         if broken:
@@ -81,7 +82,7 @@ class _FoundAnswer:
             has = f"the group{'s' * (len(known) > 2)} {', '.join(map(repr, known[1:]))}" if known[1:] else "no group"
             yield (
                 f"regex_match has group={self.group!r}, and the pattern {self.pattern!r} has {has}",
-                "the group is what is compared with the answer",
+                "the group is compared with the answer",
                 f"group={known[1]!r}" if known[1:] else "put the answer in parentheses, or write group=0 for all of it",
             )
 
@@ -93,5 +94,5 @@ def _pattern_problems(pattern: str) -> Iterator[tuple[str, str, str]]:
         yield (
             f"regex_match cannot read the pattern {pattern!r}: {error}",
             "it is a regular expression of Python's re",
-            r"a pattern such as r'answer is (\d+)'",
+            r"use a pattern such as r'answer is (\d+)'",
         )

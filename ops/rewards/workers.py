@@ -1,11 +1,11 @@
-"""Processes that each run one script and answer one question at a time, with a deadline; a late one is killed.
+"""Processes that each run one script and answer one question at a time. A process that exceeds its deadline is killed.
 
     workers = Workers([sys.executable, "-P", "script.py"], count=2)
-    replies = workers.ask([["1+1"], ["9^9^9"]], deadline_s=5.0)        # one decoded reply, or `Lost`, a question
+    replies = workers.ask([["1+1"], ["9^9^9"]], deadline_s=5.0)        # per question: the decoded reply, or `Lost`
 
-The script writes `["ready"]` (or `["broken", why]`) to its standard output, then reads one line of JSON a question and
-writes one line of JSON a reply. It knows nothing of this process, inherits no thread and no lock of it, and ends when
-its standard input closes, which also happens when this process is killed.
+The script writes `["ready"]` (or `["broken", why]`) to its standard output. It then reads one line of JSON per question
+and writes one line of JSON per reply. It inherits no thread and no lock of this process, and ends when its standard
+input closes, which also happens if this process is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-START_DEADLINE_S = 120.0  # imports on a busy machine
+START_DEADLINE_S = 120.0  # allows for imports on a busy machine
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lost:
 
 
 class Workers:
-    """`count` processes, started at once and not waited for; the first `ask` waits until they are up.
+    """Starts `count` processes without waiting for them; the first `ask` waits until they are ready.
 
     They end with `close`, with this object, or with this process. One caller at a time.
     """
@@ -45,13 +45,13 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes as they are now."""
+        """Process ids of the current processes."""
         return [process.pid for process in self._processes]
 
     def ask(self, questions: Sequence[Any], deadline_s: float) -> list[Any]:
-        """A reply, or `Lost`, for each question, in their order. Raises RuntimeError where a process does not start."""
+        """Return a reply, or `Lost`, for each question, in order. Raises RuntimeError if a process does not start."""
         for i, process in enumerate(self._processes):
-            if process.question is not None:  # an earlier call was broken off: what it asked is nobody's business now
+            if process.question is not None:  # an earlier call was interrupted: its question is obsolete
                 self._replace(i)
         replies: list[Any] = [None] * len(questions)
         open_questions = deque(range(len(questions)))
@@ -61,7 +61,7 @@ class Workers:
                     number = open_questions[0]
                     if process.send(number, questions[number], deadline_s):
                         open_questions.popleft()
-                    else:  # it ended while it was idle, which is no question's fault
+                    else:  # it ended while idle, not because of a question
                         self._replace(i)
             self._wait()
             for i, process in enumerate(self._processes):
@@ -79,7 +79,7 @@ class Workers:
         self._finalizer()
 
     def _wait(self) -> None:
-        """Until one that starts or works has something to say, or is late."""
+        """Wait until a starting or busy process sends something, or exceeds its deadline."""
         watched = [process for process in self._processes if not process.ready or process.question is not None]
         with selectors.DefaultSelector() as selector:
             for process in watched:
@@ -101,7 +101,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # orders of sets decide how some expressions are simplified
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # set order affects how some expressions are simplified
         )
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._input, self.output = self._popen.stdin, self._popen.stdout
@@ -116,7 +116,7 @@ class _Process:
         return self._popen.pid
 
     def send(self, number: int, question: Any, deadline_s: float) -> bool:
-        """Whether the process took it."""
+        """Send a question. Returns whether the process accepted it."""
         rest = memoryview(json.dumps(question).encode() + b"\n")
         try:
             while rest:
@@ -132,7 +132,7 @@ class _Process:
         self._ended = self._ended or not chunk
 
     def outcome(self) -> Any:
-        """The reply that is there, `Lost`, or None while there is nothing. Raises RuntimeError at a failed start."""
+        """Return the reply, `Lost`, or None if there is none yet. Raises RuntimeError if the process did not start."""
         line, newline, rest = self._received.partition(b"\n")
         message = None
         if newline:
@@ -158,9 +158,9 @@ class _Process:
         elif message is not None:
             raise RuntimeError(message[1])
         elif self._ended:
-            raise RuntimeError(f"{' '.join(self._popen.args)} ended with status {self._popen.wait()} before it was up")  # type: ignore[arg-type]
+            raise RuntimeError(f"{' '.join(self._popen.args)} ended with status {self._popen.wait()} while starting")  # type: ignore[arg-type]
         elif time.monotonic() >= self.deadline:
-            raise RuntimeError(f"{' '.join(self._popen.args)} was not up after {START_DEADLINE_S:g} s")  # type: ignore[arg-type]
+            raise RuntimeError(f"{' '.join(self._popen.args)} was not ready after {START_DEADLINE_S:g} s")  # type: ignore[arg-type]
 
 
 def _end_all(processes: list[_Process]) -> None:

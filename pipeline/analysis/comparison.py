@@ -88,7 +88,7 @@ def compare(first: OpenedRun, second: OpenedRun) -> Comparison:
 
 
 def compare_metrics(first: Sequence[Metrics], second: Sequence[Metrics]) -> dict[str, dict[int, Pair]]:
-    """Values by metric and step. Of a repeated step the last one counts."""
+    """Return the values by metric and step. If a step is repeated, its last line counts."""
     sides = [{int(line["step"]): line for line in lines if "step" in line} for lines in (first, second)]
     names = dict.fromkeys(name for side in sides for line in side.values() for name in line if name != "step")
     steps = sorted({*sides[0], *sides[1]})
@@ -100,7 +100,7 @@ def compare_metrics(first: Sequence[Metrics], second: Sequence[Metrics]) -> dict
 
 
 def changes(first: OpenedRun, second: OpenedRun) -> list[Change]:
-    """Differences between the two plans, and between the runs' flags."""
+    """Return the differences between the two plans, and between the runs' flags."""
     parts = [(_parts(run.plan), _flags(run)) for run in (first, second)]
     (before, flags), (after, other_flags) = parts
     found: list[Change] = []
@@ -110,7 +110,7 @@ def changes(first: OpenedRun, second: OpenedRun) -> list[Change]:
 
 
 def _parts(plan: Plan) -> dict[str, dict[str, dict[str, Any]]]:
-    """A plan by kind, name and attribute. Single values have the attribute ""."""
+    """Return a plan by kind, name and attribute. Single values have the attribute ""."""
     built = msgspec.to_builtins(plan)
     return {
         "setting": {name: {"": built[name]} for name in SETTINGS},
@@ -148,7 +148,7 @@ def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 
 def _whole(values: Mapping[str, Any] | None) -> Any:
-    """A part that only one run has: its value or attributes."""
+    """Return the value or attributes of a part that only one run has; ABSENT if `values` is None."""
     return values.get("", values) if values is not None else ABSENT
 
 

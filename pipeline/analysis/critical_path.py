@@ -68,15 +68,15 @@ class StepPath(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[PathSpan, ...]
 
     def seconds(self, what: str) -> dict[str, float]:
-        """Seconds by `stage` or `cause`, largest first."""
+        """Return the seconds by `stage` or `cause`, largest first."""
         return _summed((getattr(span, what), span.end_s - span.start_s) for span in self.spans)
 
 
 def critical_path(
     plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
 ) -> CriticalPath:
-    """The summed path of every step. `ends` are (end time, step number); the first entry only marks where the second
-    step starts."""
+    """Return the summed path of every step. `ends` are (end time, step number); the first entry only marks the start of
+    the second step."""
     steps = step_paths(plan, tasks, ends, waits=waits)
     ends_s = [end_s for end_s, _ in ends]
     by_stage = mean_seconds(steps, "stage")
@@ -91,18 +91,18 @@ def critical_path(
 def step_paths(
     plan: Plan, tasks: Tasks, ends: Sequence[tuple[float, int]], *, waits: Waits | None = None
 ) -> tuple[StepPath, ...]:
-    """The path of every step after the first entry of `ends`, as contiguous spans."""
+    """Return the path of every step after the first entry of `ends`, as contiguous spans."""
     walker = Walker(tasks, waits or Waits(plan, tasks))
     return tuple(walker.walk(start_s, end_s, step) for (start_s, _), (end_s, step) in pairwise(ends))
 
 
 def mean_seconds(steps: Sequence[StepPath], what: str) -> dict[str, float]:
-    """Seconds per step by `stage` or `cause`, largest first."""
+    """Return the seconds per step by `stage` or `cause`, largest first."""
     return _summed((name, spent_s / len(steps)) for step in steps for name, spent_s in step.seconds(what).items())
 
 
 def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The sum per name, largest first."""
+    """Return the sum per name, largest first."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in parts:
         sums[name] += value
@@ -110,7 +110,7 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Sequence[float]) -> str:
-    """Names the stage that bounds a step, and how long the stage that it bounds waited. `by_stage` holds seconds per
+    """Describe which stage bounds a step and how long the stage that it bounds waited. `by_stage` holds seconds per
     step."""
     total_s = sum(by_stage.values())
     if not total_s:
@@ -127,7 +127,7 @@ def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Seque
 
 
 def _idle(tasks: Tasks, stage: PlannedStage, start_s: float, end_s: float) -> float:
-    """Seconds without a running task of the stage."""
+    """Return the seconds without a running task of the stage."""
     idle_s, reached_s = 0.0, start_s
     spans = sorted((s.start_s, s.end_s) for ran in tasks.ran.values() for s in ran if s.stage == stage.name)
     for begun_s, ended_s in spans:
@@ -147,7 +147,7 @@ class Walker:
         self._before: dict[int, Reason | None] = {}
 
     def walk(self, start_s: float, end_s: float, step: int) -> StepPath:
-        """The path between two times; the later one is the end of a step."""
+        """Return the path between two times; the later one is the end of a step."""
         ended = self._waits.ended(step)
         spans, at_s, last = self.back(Reason(end_s, "field", ended) if ended is not None else None, start_s, end_s)
         spans.append(_nobodys(ROOM if last and last.cause == ROOM else DRIVER, start_s, at_s))
@@ -155,8 +155,8 @@ class Walker:
         return StepPath(step=step, start_s=start_s, end_s=end_s, spans=ordered)
 
     def back(self, reason: Reason | None, start_s: float, end_s: float) -> tuple[list[PathSpan], float, Reason | None]:
-        """Spans of `reason` and its predecessors between two times, last first; the time they reach back to; and what
-        was ready then if no task made it."""
+        """Return (spans, start, reason): the spans of `reason` and its predecessors between two times, last first; the
+        time at which the first of them starts; and the prerequisite ready at that time, if no task made it."""
         spans: list[PathSpan] = []
         at_s = end_s
         while reason is not None and at_s > start_s:
@@ -174,7 +174,7 @@ class Walker:
         return spans, at_s, None
 
     def _reason(self, number: int, begun_s: float) -> Reason | None:
-        """What a task that started then waited for."""
+        """Return what a task that started at `begun_s` waited for."""
         task = self._tasks.submitted[number]
         if begun_s < task.at_s:  # spans inside the walk do not reach back to their start
             return self._waits.queued(task, begun_s) or self._waits.last(task, begun_s)

@@ -44,7 +44,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None) -> Findings:
-    """The findings of a run, or of one step, counted from 0. Raises GraphError if that step has not ended."""
+    """Return the findings of a run, or of one step, counted from 0. Raises GraphError if that step has not ended."""
     tasks = tasks or Tasks(run.events)
     waits = Waits(run.plan, tasks)
     ends = step_ends(tasks)

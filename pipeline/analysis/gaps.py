@@ -23,19 +23,19 @@ from pipeline.record import trace
 from pipeline.record.history import Tasks
 
 CAUSES = {
-    "field": "a column had not been written that its next task waited for",
+    "field": "its next task waited for a column that had not been written",
     "weights": "weights had not been trained, or not been published",
-    "fence": "what it waited for must not run beside this stage",
-    "worker": "another worker that is needed, or its own process, did something else",
+    "fence": "its next task must not run at the same time as this stage",
+    "worker": "another worker that its next task needs, or its own process, was busy",
     "drain": "a stream had to end before weights were sent",
     "order": "the scheduler held its next task back",
-    "room": "no groups had been admitted: no room in the data plane, or rollout was as far ahead as it may be",
-    "turn": "another group had its GPUs, or it gave them away or took them back",
+    "room": "no groups had been admitted: no room in the data plane, or rollout was as far ahead as allowed",
+    "turn": "another group had its GPUs, or it was handing them over or taking them back",
     "checkpoint": "a checkpoint was being written",
-    "driver": "its next task, or the report that allows it, was on its way",
+    "driver": "its next task, or the report that allows it, was in transit",
     "start": "the run was starting",
-    "done": "nothing was left to do",
-    "open": "the record does not say yet what comes next",
+    "done": "no work was left",
+    "open": "its next task is not in the record yet",
 }
 Worker = tuple[str, int]  # group and rank
 Span = tuple[float, float, int]  # start, end, task
@@ -44,8 +44,8 @@ Span = tuple[float, float, int]  # start, end, task
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Idle time with one cause of `CAUSES`. Times are monotonic seconds.
 
-    `stage` is what ran meanwhile and `field` the column or weights that the worker waited for; empty if the cause has
-    none. `task` is the number of the next task, or None.
+    `stage` is the stage that ran meanwhile, and `field` the column or weights that the worker waited for; empty if the
+    cause has none. `task` is the number of the next task, or None.
     """
 
     group: str
@@ -59,14 +59,14 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def workers(plan: Plan, tasks: Tasks) -> list[Worker]:
-    """The workers of a run, by group: those that were placed, else those of the plan."""
+    """Return the workers of a run, by group: the placed ones, or all workers of the plan if none was placed."""
     placed = {(event.group, event.worker) for event in tasks.others if isinstance(event, trace.Placed)}
     every = [(group.name, rank) for group in plan.groups for rank in range(group.workers)]
     return [worker for worker in every if worker in placed] or every
 
 
 def gaps(plan: Plan, tasks: Tasks, start_s: float, end_s: float, *, waits: Waits | None = None) -> Iterator[Gap]:
-    """The gaps of every worker between two times, in time order; gaps and tasks together cover it completely."""
+    """Yield the gaps of every worker between two times, in time order; gaps and tasks together cover the interval."""
     finder = _Finder(plan, tasks, waits or Waits(plan, tasks), start_s, end_s)
     for worker in workers(plan, tasks):
         yield from finder.of(worker)
@@ -100,7 +100,7 @@ class _Finder:
         self._first_s = min([*begun, *(task.at_s for task in tasks.submitted.values())], default=until_s)
 
     def of(self, worker: Worker) -> Iterator[Gap]:
-        """The gaps of one worker in time order."""
+        """Yield the gaps of one worker in time order."""
         reached_s = max(self._started_s, self._from_s)
         for start_s, end_s, number in self._spans.get(worker, ()):
             if start_s > reached_s:
@@ -112,7 +112,7 @@ class _Finder:
             yield from self._parted(worker, None, reached_s, self._until_s, "done" if self._finished else "open")
 
     def _divided(self, worker: Worker, start_s: float, end_s: float, number: int) -> Iterator[Gap]:
-        """The gap before a task, split by what it waited for."""
+        """Yield the gap before a task, split by what the task waited for."""
         task, to_s = self._tasks.submitted[number], min(end_s, self._until_s)
         if start_s < self._first_s:
             yield from self._parted(worker, number, start_s, min(to_s, self._first_s), "start")
@@ -134,7 +134,7 @@ class _Finder:
             yield from self._parted(worker, number, span.start_s, span.end_s, span.cause, stage, span.field)
 
     def _first(self, task: trace.Submitted) -> Reason | None:
-        """The last prerequisite of a task, work of other workers included."""
+        """Return the last prerequisite of a task, including work of other workers."""
         if task.task not in self._known:
             at_s = task.at_s + 1e-9
             needs = [need for need in (*self._waits.needs(task), *self._shared(task)) if need.at_s <= at_s]
@@ -143,7 +143,7 @@ class _Finder:
         return self._known[task.task]
 
     def _shared(self, task: trace.Submitted) -> Iterator[Reason]:
-        """Work of other workers that a task needs, or that held the GPUs of its group."""
+        """Yield work of other workers that a task needs, or that held the GPUs of its group."""
         for group in self._stages[task.stage].groups:
             if task.replica is None and (free := latest(self._free_of[group], task.at_s)):
                 yield Reason(free[0], "worker", free[1], self._tasks.submitted[free[1]].stage)
@@ -160,7 +160,7 @@ class _Finder:
         cause: str,
         *named: str,
     ) -> Iterator[Gap]:
-        """An interval with one cause (`named`: stage and field), minus the worker's own turns and checkpoints."""
+        """Yield an interval with one cause (`named`: stage and field), minus the worker's own turns and checkpoints."""
         if start_s >= end_s:
             return
         cuts = [(*span, "turn") for span in _overlapping(self._turned.get(worker, ()), start_s, end_s)]
@@ -175,7 +175,7 @@ class _Finder:
 
 
 def _overlapping(spans: Sequence[tuple[float, float]], start_s: float, end_s: float) -> Iterator[tuple[float, float]]:
-    """The spans, out of consecutive ones, that overlap an interval."""
+    """Yield the spans that overlap an interval, from spans in time order."""
     for place in range(max(0, bisect_right(spans, (start_s, start_s)) - 1), len(spans)):
         if spans[place][0] >= end_s:
             return
@@ -196,7 +196,7 @@ def _cut(start_s: float, end_s: float, spans: Sequence[tuple[float, float, str]]
 
 
 def _busy(plan: Plan, tasks: Tasks, until_s: float) -> dict[Worker, list[Span]]:
-    """Each worker's tasks in time order. An unfinished one lasts until it was lost, or until now."""
+    """Return each worker's tasks in time order. An unfinished one lasts until it was lost, or until now."""
     lost_s = {event.task: event.at_s for event in tasks.others if isinstance(event, trace.Retried)}
     over_s = next((e.at_s for e in tasks.others if isinstance(e, trace.Failed | trace.Ended)), until_s)
     spans: dict[Worker, list[Span]] = defaultdict(list)
@@ -218,7 +218,7 @@ def _busy(plan: Plan, tasks: Tasks, until_s: float) -> dict[Worker, list[Span]]:
 
 
 def _freed(plan: Plan, tasks: Tasks) -> dict[str, list[tuple[float, int]]]:
-    """By worker group, the end times of its tasks, in time order."""
+    """Return the end times of each worker group's tasks, in time order."""
     freed: dict[str, list[tuple[float, int]]] = defaultdict(list)
     hosts = {stage.name: stage.groups for stage in plan.stages}
     for number, acknowledged in tasks.acknowledged.items():

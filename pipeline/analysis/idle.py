@@ -35,7 +35,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def idle_by_worker(workers: Iterable[Worker], found: Iterable[Gap], wall_s: float) -> list[Idle]:
-    """The sums of every worker. `found` holds their gaps within `wall_s`."""
+    """Return the sums of every worker. `found` holds their gaps within `wall_s`."""
     sums: dict[Worker, dict[tuple[str, str, str], float]] = {worker: {} for worker in workers}
     for gap in found:
         key = (gap.cause, gap.stage, gap.field)
@@ -45,7 +45,7 @@ def idle_by_worker(workers: Iterable[Worker], found: Iterable[Gap], wall_s: floa
 
 
 def idle_by_group(found: Sequence[Idle]) -> list[Idle]:
-    """The means over the workers of each group."""
+    """Return the means over the workers of each group."""
     members: dict[str, list[Idle]] = defaultdict(list)
     for one in found:
         members[one.group].append(one)

@@ -31,8 +31,8 @@ PIECE = 1 << 16  # approximate characters per piece
 
 
 class Starts:
-    """The times of a record as seconds since the run first started, across resumptions. The wall clock bridges them, as
-    the monotonic clock restarts with the machine."""
+    """Converts the times of a record to seconds since the run first started. The wall clock connects resumed parts,
+    because the monotonic clock restarts with the machine."""
 
     def __init__(self) -> None:
         self.number = -1  # of the current start
@@ -41,7 +41,7 @@ class Starts:
 
     @staticmethod
     def of(run: Path) -> Starts:
-        """The clock of a run, at its last start."""
+        """Return the clock of a run, at its last start."""
         starts = Starts()
         for _, event in trace.read(RunDir(run).events):
             if isinstance(event, trace.Started):
@@ -49,7 +49,7 @@ class Starts:
         return starts
 
     def start(self, event: trace.Started) -> None:
-        """The run was started, or resumed."""
+        """Record that the run was started or resumed."""
         self.number += 1
         if self._first_wall_s is None:
             self._first_wall_s = event.wall_s
@@ -89,7 +89,7 @@ def _joined(*parts: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _lanes(run: Path) -> dict[tuple[int, int, str, int], int]:
-    """By start, task, group and worker: the thread of a task, if it is not the worker's first."""
+    """Return the threads of tasks that are not on their worker's first thread, by start, task, group and worker."""
     spans: dict[tuple[str, int], list[tuple[float, float, int, int]]] = defaultdict(list)
     starts = Starts()
     for _, event in trace.read(RunDir(run).events):
@@ -121,7 +121,7 @@ class _Events:
         self._present: set[int] = set()
 
     def named(self, run: str) -> Iterator[dict[str, Any]]:
-        """Names of the processes and of the run's own threads."""
+        """Yield the names of the processes and of the run's own threads."""
         yield _name("process_name", RUN, 0, run)
         yield _name("thread_name", RUN, PATH, "critical path")
         yield _name("thread_name", RUN, DRIVER, "driver")
@@ -129,7 +129,7 @@ class _Events:
             yield _name("process_name", process, 0, group)
 
     def of_record(self) -> Iterator[dict[str, Any]]:
-        """The events in record order."""
+        """Yield the events in record order."""
         threads: set[tuple[int, int]] = set()
         for _, event in trace.read(RunDir(self._run).events):
             match event:
@@ -147,7 +147,7 @@ class _Events:
                         )
                     yield self._slice(event.stage, process, thread, event.start_s, event.end_s, _told(event))
                 case trace.Turned():
-                    what = "wakes up" if event.awake else "gives its memory away"
+                    what = "reclaims its GPU memory" if event.awake else "frees its GPU memory"
                     thread = event.worker * THREADS + THREADS - 1
                     process, used = self._groups.get(event.group, RUN), {"memory_bytes": event.memory_bytes}
                     yield self._slice(what, process, thread, event.start_s, event.end_s, used)
@@ -172,7 +172,7 @@ class _Events:
                     yield self._counter("groups present", event.end_s, len(self._present))
 
     def of_path(self, paths: Iterable[StepPath]) -> Iterator[dict[str, Any]]:
-        """The critical path of the last start, as consecutive slices."""
+        """Yield the critical path of the last start as consecutive slices."""
         for path in paths:
             for span in path.spans:
                 message = {"step": path.step + 1, "cause": span.cause, "field": span.field, "task": span.task}

@@ -3,7 +3,7 @@
     report = analyse([event for _, event in trace.read(run_dir.events)], plan)
     print(report.critical_path.sentence)        # rollout-bound: 61 % of the step; train waited 4.1 s per step
 
-Recorded and simulated runs are treated alike. Of a resumed run, only the part since the last start counts.
+Recorded and simulated runs are treated alike. For a resumed run, only the part since the last start counts.
 """
 
 from __future__ import annotations
@@ -93,13 +93,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def analyse(events: Iterable[trace.TraceEvent], plan: Plan, *, warm_up: int | None = None) -> Report:
-    """The report of a run. `warm_up` is the number of leading steps to skip; None is max_staleness + 1, at most
-    half."""
+    """Return the report of a run. `warm_up` is the number of leading steps to skip; see `warm_up_steps` for None."""
     return report(plan, Tasks(events), warm_up=warm_up)
 
 
 def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits | None = None) -> Report:
-    """The report of a run from its tasks."""
+    """Return the report of a run from its tasks."""
     steps = step_ends(tasks)
     ends = [at_s for at_s, _ in steps]
     count = len(ends) - 1
@@ -117,12 +116,12 @@ def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits
 
 
 def warm_up_steps(plan: Plan, steps: int, wanted: int | None = None) -> int:
-    """How many leading steps count as warm-up: `wanted`, or one more than rollout may run ahead; at most half."""
+    """Return how many leading steps are warm-up: `wanted`, or one more than rollout may run ahead; at most half."""
     return min(plan.ahead + 1 if wanted is None else wanted, max(0, steps // 2))
 
 
 def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[str, float]:
-    """Share of the time from `start_s` to `end_s` in which a worker has a task, averaged over each group."""
+    """Return the share of the time between `start_s` and `end_s` in which a worker has a task, averaged per group."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for ran in tasks.ran.values():
         for span in ran:
@@ -140,7 +139,7 @@ def utilisation(plan: Plan, tasks: Tasks, start_s: float, end_s: float) -> dict[
 
 
 def stage_seconds(tasks: Tasks, start_s: float, end_s: float, steps: int) -> dict[str, float]:
-    """Seconds per step in which a stage had a task, on its busiest worker, by stage; over `steps` between two times."""
+    """Return the seconds per step in which a stage had a task on its busiest worker, for `steps` between two times."""
     spans: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for ran in tasks.ran.values():
         for span in ran:
@@ -154,7 +153,7 @@ def stage_seconds(tasks: Tasks, start_s: float, end_s: float, steps: int) -> dic
 
 
 def _cores(tasks: Tasks, start_s: float, end_s: float) -> float:
-    """CPU seconds of tasks per second; tasks that are partly inside count proportionally."""
+    """Return the CPU seconds of tasks per second; tasks that are partly inside count proportionally."""
     if end_s <= start_s:
         return 0.0
     used_s = 0.0
@@ -167,7 +166,7 @@ def _cores(tasks: Tasks, start_s: float, end_s: float) -> float:
 
 
 def staleness(plan: Plan, tasks: Tasks) -> Staleness:
-    """The age of trained samples."""
+    """Return the age of trained samples."""
     samples: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     for event in tasks.others:
@@ -180,7 +179,7 @@ def staleness(plan: Plan, tasks: Tasks) -> Staleness:
 
 
 def _lengths(event: trace.Trained, tokens: Mapping[int, int]) -> list[float]:
-    """Tokens of each group: the trained tokens, split by group lengths where known."""
+    """Return the tokens of each group: the trained tokens, split by group lengths if known."""
     total = max(event.entries.values(), default=0)
     weights = [tokens.get(group, 0) * count for group, count in zip(event.groups, event.samples)]
     if not all(weights):
@@ -189,7 +188,7 @@ def _lengths(event: trace.Trained, tokens: Mapping[int, int]) -> list[float]:
 
 
 def drops(tasks: Tasks) -> Drops:
-    """Dropped groups by reason, and their lengths relative to the rest."""
+    """Return the dropped groups by reason, and their lengths relative to the rest."""
     reasons: Counter[str] = Counter()
     lengths = dict(tasks.tokens)
     gone: set[int] = set()
@@ -211,7 +210,7 @@ def drops(tasks: Tasks) -> Drops:
 
 
 def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[Bucket]:
-    """Buckets of equal size, as far as ties allow."""
+    """Yield buckets of equal size, as far as ties allow."""
     ordered = sorted(lengths, key=lambda group: lengths[group])
     start = 0
     for number in range(1, LENGTH_BUCKETS + 1):
@@ -230,7 +229,7 @@ def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[Bucket]:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """A report as plain values: seconds, shares and counts."""
+    """Convert a report to plain values: seconds, shares and counts."""
     return {
         "step_s": report.steps.mean,
         "step_median_s": report.steps.median,

@@ -3,8 +3,8 @@
     found = slack(plan, Tasks(events))
     found.steps[3]["reward"]           # 0.8: seconds that the reward of the fourth step had to spare
 
-A task inherits the slack of the tasks that wait for it, plus the time its result lay unread. A task that publishes a
-version has none. The slack of a task is thus the least idle time on any path from it to a version.
+A task inherits the slack of the tasks that wait for it, plus the time before they read its result. A task that
+publishes a version has none. The slack of a task is thus the least idle time on any path from it to a version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slack(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[int, dict[str, float | None]]
 
     def stages(self) -> dict[str, float | None]:
-        """The minimum of each stage over all steps, most urgent first."""
+        """Return the minimum of each stage over all steps, most urgent first."""
         least: dict[str, float | None] = {}
         for found in self.steps.values():
             for stage, seconds in found.items():
@@ -40,7 +40,7 @@ class Slack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slack(plan: Plan, tasks: Tasks, *, waits: Waits | None = None) -> Slack:
-    """The slack of every finished task."""
+    """Compute the slack of every finished task."""
     waits = waits or Waits(plan, tasks)
     place = {number: min((span.start_s, number) for span in ran) for number, ran in tasks.ran.items()}
     ran = sorted((number for number in tasks.ran if number in tasks.submitted), key=place.__getitem__, reverse=True)
@@ -61,8 +61,8 @@ def slack(plan: Plan, tasks: Tasks, *, waits: Waits | None = None) -> Slack:
 
 
 def _idle_before(task: trace.Submitted, begun_s: float, waits: Waits) -> Iterator[tuple[int, float]]:
-    """The tasks that this one waited for, and how long before its submission (or its start, in the same process) each
-    was done."""
+    """Yield the tasks that this one waited for, and how long before its submission (or its start, in the same process)
+    each was done."""
     needs = waits.needs(task)
     held = waits.held(task, latest_of(needs), task.at_s + 1e-9)
     for reason in (*needs, *waits.parts(task), *([held] if held else ())):
@@ -74,7 +74,7 @@ def _idle_before(task: trace.Submitted, begun_s: float, waits: Waits) -> Iterato
 
 
 def lesser(one: float | None, other: float | None) -> float | None:
-    """The smaller of two slacks; None is infinite."""
+    """Return the smaller of two slacks; None is infinite."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)

@@ -20,7 +20,7 @@ GAPS = ("group", "worker", "cause", "stage", "field", "task", "start_s", "end_s"
 
 
 def tables(run: Path) -> dict[str, Iterator[str]]:
-    """The tables of a run by file name, as CSV lines. Steps count from 1; times are seconds since the run first
+    """Return the tables of a run by file name, as CSV lines. Steps count from 1; times are seconds since the run first
     started. Raises GraphError if `run` is not a run directory."""
     opened = open_run(run)
     found, since = find(opened), Starts.of(run)
@@ -33,13 +33,13 @@ def tables(run: Path) -> dict[str, Iterator[str]]:
 
 
 def spans_csv(run: Path) -> Iterator[str]:
-    """One line per task and worker; `start` counts earlier starts of the run, `cpu_s` is CPU seconds, `groups` a
+    """Yield one line per task and worker; `start` counts earlier starts of the run, `cpu_s` is CPU seconds, `groups` a
     count."""
     return _lines(SPANS, _span_rows(run))
 
 
 def metrics_csv(run: Path) -> Iterator[str]:
-    """The lines of metrics.jsonl, with one column per metric name."""
+    """Yield the lines of metrics.jsonl, with one column per metric name."""
     file = RunDir(run).metrics
     names = list(dict.fromkeys(name for line in read_metrics(file) for name in line))
     return _lines(names, ([line.get(name, "") for name in names] for line in read_metrics(file)))
@@ -75,7 +75,7 @@ def _gap_rows(found: Findings, clock: Starts) -> Iterator[Sequence[Any]]:
 
 
 def _lines(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """CSV lines, header first; None becomes empty."""
+    """Yield CSV lines, header first; None becomes empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(names)

@@ -27,9 +27,9 @@ from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.record.history import Tasks
 
-AT_ONCE_S = 0.005  # a task submitted this soon after a prerequisite waited for that one only
+AT_ONCE_S = 0.005  # a task submitted this soon after a prerequisite waited only for that prerequisite
 ROOM = "room"
-Done = tuple[float, int]  # when it was ready, and the task that made it
+Done = tuple[float, int]  # the time when it was ready, and the task that made it
 
 
 class Reason(NamedTuple):
@@ -47,7 +47,7 @@ class Reason(NamedTuple):
 
 
 class Waits:
-    """Answers what the tasks of a record waited for."""
+    """Finds what the tasks of a record waited for."""
 
     def __init__(self, plan: Plan, tasks: Tasks) -> None:
         self._plan, self._tasks = plan, tasks
@@ -71,7 +71,7 @@ class Waits:
         self._index()
 
     def _index(self) -> None:
-        """When each possible prerequisite was ready."""
+        """Index when each possible prerequisite was ready."""
         for number, ran in self._tasks.ran.items():
             for span in ran if number in self._tasks.submitted else ():
                 self._ended_in[self._tasks.process.get((span.group, span.worker), 0)].append((span.end_s, number))
@@ -113,7 +113,7 @@ class Waits:
             self._published.append((last_s, number))
 
     def _writers(self, stage: PlannedStage) -> list[tuple[str, str]]:
-        """The stages that write what a stage waits for, each with the first such column; all weights."""
+        """Return the stages that write a stage's inputs, each with its first such column, and all weights."""
         found: dict[str, str] = {}
         weights = [(self._writer[field], field) for field in stage.reads if field in self._weights]
         for field in (*stage.reads, *stage.awaits):
@@ -122,7 +122,7 @@ class Waits:
         return [*found.items(), *weights]
 
     def ended(self, step: int) -> int | None:
-        """The task that ends a step: the refit, or without one the last to be acknowledged."""
+        """Return the task that ends a step: the refit, or without a refit the last task to be acknowledged."""
         there = [
             done
             for stage in self._plan.stages
@@ -131,14 +131,15 @@ class Waits:
         return next((number for _, number in sorted(there, reverse=True) if number in self._tasks.ran), None)
 
     def last(self, task: trace.Submitted, before_s: float) -> Reason | None:
-        """The last prerequisite of a task that was submitted by `before_s`."""
+        """Return the last prerequisite of a task that was ready by its submission and by `before_s`."""
         at_s = min(task.at_s, before_s) + 1e-9
         reasons = [reason for reason in self.needs(task) if reason.at_s <= at_s]
         last = latest_of(reasons)
         return self.held(task, last, at_s) or last
 
     def held(self, task: trace.Submitted, last: Reason | None, at_s: float) -> Reason | None:
-        """The task whose end released this one, if all prerequisites were ready (`last`) and it was held back."""
+        """Return the task whose end released this one, if the scheduler held it back after its last prerequisite
+        (`last`) was ready."""
         if last is None or task.at_s - last.at_s > AT_ONCE_S:
             held = self._made(latest(self._acknowledged, at_s), "order")
             if held and (last is None or held[0].at_s > last.at_s + AT_ONCE_S):
@@ -146,14 +147,14 @@ class Waits:
         return None
 
     def queued(self, task: trace.Submitted, begun_s: float) -> Reason | None:
-        """What its process did between submission and start of a task, if that took long."""
+        """Return the work that occupied a task's process between its submission and its start, if that took long."""
         if begun_s - task.at_s <= AT_ONCE_S:
             return None
         found = self.before_in_process(task, begun_s)
         return found if found and found.at_s > task.at_s else None
 
     def before_in_process(self, task: trace.Submitted, begun_s: float) -> Reason | None:
-        """The last task to end in a task's process before it started."""
+        """Return the last task to end in a task's process before it started."""
         span = self._tasks.ran[task.task][0]
         found = latest(self._ended_in[self._tasks.process.get((span.group, span.worker), 0)], begun_s)
         if found is None or found[1] == task.task:
@@ -161,7 +162,7 @@ class Waits:
         return Reason(found[0], "worker", found[1], self._tasks.submitted[found[1]].stage)
 
     def needs(self, task: trace.Submitted) -> list[Reason]:
-        """All prerequisites of a task; of a column, the last group to arrive."""
+        """Return all prerequisites of a task; for a column, the last group to arrive."""
         stage = self._stages[task.stage]
         reasons: list[Reason] = []
         for writer, field in self._made_by[stage.name]:
@@ -189,7 +190,7 @@ class Waits:
         return reasons + ([Reason(max(admitted), ROOM, None)] if admitted else [])
 
     def parts(self, task: trace.Submitted) -> Iterator[Reason]:
-        """The tasks that wrote a task's inputs, each once, with the time of its last input."""
+        """Yield the tasks that wrote a task's inputs, each once, with the time of its last input."""
         for writer, field in self._made_by[task.stage]:
             if field not in self._weights:
                 done = self._done[writer]
@@ -202,14 +203,14 @@ class Waits:
                     yield Reason(at_s, "field", number, writer, field)
 
     def published_at(self, at_s: float) -> Reason | None:
-        """The latest publication at that time."""
+        """Return the publication at `at_s`, or just before; None if there is none."""
         found = self._made(latest(self._published, at_s), "weights")
         if not found or at_s - found[0].at_s > AT_ONCE_S:
             return None
         return found[0]._replace(field=self._stages[found[0].stage].writes[0])
 
     def worked_until(self, number: int, at_s: float) -> float:
-        """When a task had finished what was acknowledged at `at_s`: a stream puts some groups before others."""
+        """Return when a task had finished the groups acknowledged at `at_s`: a stream puts some before others."""
         ended_s = min(at_s, max(span.end_s for span in self._tasks.ran[number]))
         if self._stages[self._tasks.submitted[number].stage].shape == "stream":
             return max((put.end_s for put in self._tasks.puts[number] if put.end_s <= at_s), default=ended_s)
@@ -222,11 +223,11 @@ class Waits:
 
 
 def latest_of(reasons: Sequence[Reason]) -> Reason | None:
-    """The latest reason; in a tie, one other than `worker`."""
+    """Return the latest reason; in a tie, one other than `worker`."""
     return max(reasons, key=lambda reason: (reason.at_s, reason.cause != "worker"), default=None)
 
 
 def latest(events: Sequence[Done], at_s: float) -> Done | None:
-    """The last event at or before `at_s`, of events in time order."""
+    """Return the last event at or before `at_s`, from events in time order."""
     place = bisect_right(events, (at_s + 1e-9, 1 << 62))
     return events[place - 1] if place else None

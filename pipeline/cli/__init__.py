@@ -1,1 +1,1 @@
-"""What the commands share: loading a graph file, flags, the console."""
+"""Code that the commands share: graph file loading, flags, console output."""

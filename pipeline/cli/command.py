@@ -1,7 +1,6 @@
-"""What the commands share: a parser whose complaints are `GraphError`s like every other mistake of the user, the types
-of its flags, and the exit code.
+"""A command-line parser that reports mistakes as `GraphError`, flag types, and exit codes.
 
-`--help` has one line per flag: its name and what it takes, the default in a column of its own, and what it is for.
+`--help` prints one line per flag: its name and value type, its default in a separate column, and its purpose.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pipeline.cli import console
 from pipeline.errors import GraphError, Problem, SluiceError
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_EMPTY = "\0"  # a help text that argparse does not leave out
-DEFAULT_WIDTH = 18  # a longer default has a line of its own
+_EMPTY = "\0"  # a help text that argparse does not omit
+DEFAULT_WIDTH = 18  # a longer default gets its own line
 
 
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
-    """Run a command on `argv`, or what the process was given; its exit code, what is wrong printed."""
+    """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
     try:
         return command(list(sys.argv[1:] if argv is None else argv))
     except SluiceError as error:
@@ -34,7 +33,7 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
 
 
 def whole(text: str) -> int:
-    """The type of a flag that takes a whole number."""
+    """Parse the value of a flag that takes a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -42,7 +41,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """The type of a flag that takes a number."""
+    """Parse the value of a flag that takes a number."""
     try:
         return float(text)
     except ValueError:
@@ -50,14 +49,14 @@ def number(text: str) -> float:
 
 
 def truth(text: str) -> bool:
-    """The type of a flag that is on or off."""
+    """Parse the value of a flag that is on or off."""
     if text.lower() not in TRUTHS:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
     return TRUTHS[text.lower()]
 
 
 def chosen(value: Any, choices: Iterable[Any]) -> Any:
-    """The value, which must be one of the choices."""
+    """Return `value`. Raises ArgumentTypeError if it is not one of the choices."""
     words = [str(choice) for choice in choices]
     if str(value) not in words:
         near = difflib.get_close_matches(str(value), words, n=1)
@@ -67,17 +66,17 @@ def chosen(value: Any, choices: Iterable[Any]) -> Any:
 
 
 def one_of(*words: str) -> dict[str, Any]:
-    """The settings of a flag that takes one of these words."""
+    """Return the argparse settings of a flag that takes one of these words."""
     return {"type": lambda text: chosen(text, words), "metavar": braces(words)}
 
 
 def braces(words: Iterable[Any]) -> str:
-    """How a usage line shows a choice."""
+    """Format a choice for a usage line."""
     return "{" + ",".join(map(str, words)) + "}"
 
 
 def add_switch(group: Any, option: str, parse: Callable[[str], Any], **settings: Any) -> Any:
-    """A flag that is on or off: `--name`, `--no-name`, and with a value, `--name true` or `--name=false`."""
+    """Add an on/off flag: `--name`, `--no-name`, or with a value, `--name true` or `--name=false`."""
     switch = group.add_argument(option, nargs="?", const=True, type=parse, metavar="BOOL", **settings)
     switch.negated = f"--no-{option.removeprefix('--')}"
     group.add_argument(switch.negated, action="store_const", const=False, **settings | {"help": argparse.SUPPRESS})
@@ -85,11 +84,11 @@ def add_switch(group: Any, option: str, parse: Callable[[str], Any], **settings:
 
 
 class Help(argparse.HelpFormatter):
-    """One line per flag, with the defaults of a group of flags in one column."""
+    """Formats one line per flag, with the defaults of each flag group in one column."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
-        self._widths: dict[int, int] = {}  # of the defaults, by action
+        self._widths: dict[int, int] = {}  # id of the action -> width of its defaults column
 
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
         actions = list(actions)
@@ -121,7 +120,7 @@ class Help(argparse.HelpFormatter):
 
 
 def default_of(action: argparse.Action) -> str:
-    """The default of a flag as the help shows it; empty where it has none to show."""
+    """Return a flag's default as the help shows it; empty if there is none to show."""
     default = getattr(action, "shown", action.default)
     if action.nargs == 0 or default in (None, argparse.SUPPRESS, []):
         return ""
@@ -129,7 +128,7 @@ def default_of(action: argparse.Action) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """`graph_file` is what the command is asked to look at, for the command line that prints its flags."""
+    """A parser that raises GraphError. `graph_file` names the command's argument in "see ... --help" messages."""
 
     graph_file = "GRAPH"
 
@@ -137,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A switch that the graph file or another flag follows has no value of its own."""
+        """Parse the arguments. A switch takes no value if the graph file or another flag follows it."""
         words: list[str] = []
         for word, following in zip(args, [*args[1:], "--"]):
             is_switch = hasattr(self._option_string_actions.get(word), "negated")
@@ -146,36 +145,36 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> Any:
-        """Raise what argparse would print."""
+        """Raise GraphError with the message that argparse would print."""
         flag, _, said = message.removeprefix("argument ").partition(": ")
         see = f"see {self.prog} {self.graph_file} --help"
         if flag == "unrecognized arguments":
             unknown = [word for word in said.split() if word.startswith("-")]
             raise GraphError(*(self._unknown(word, see) for word in unknown or [said]))
         if not flag.startswith("-"):
-            raise GraphError(Problem(where="command line", what=message, why="the flags are those of --help", fix=see))
+            raise GraphError(Problem(where="command line", what=message, why="--help lists the flags", fix=see))
         if said == "expected one argument":
             example = f"{flag} {self._option_string_actions[flag].metavar or 'VALUE'}"
             raise GraphError(Problem(where=flag, what="it has no value", why="this flag takes one", fix=example))
         what, _, near = said.partition("; did you mean ")
         fix = f"{flag} {near.removesuffix('?')}" if near else see
-        raise GraphError(Problem(where=flag, what=what, why="the flags are those of --help", fix=fix))
+        raise GraphError(Problem(where=flag, what=what, why="--help lists the flags", fix=fix))
 
     def _unknown(self, word: str, see: str) -> Problem:
-        """A flag that there is none of, with the one that it resembles."""
+        """Return the problem of an unknown argument, with the most similar flag if there is one."""
         flag, options = word.partition("=")[0], sorted(self._option_string_actions)
         near = difflib.get_close_matches(flag, options, n=1, cutoff=0.75)
         near = near or [option for option in options if option.startswith(flag) or option.endswith(flag.lstrip("-"))]
         return Problem(
             where=word if flag.startswith("-") else "command line",
             what="there is no such flag" if flag.startswith("-") else f"unexpected argument {word!r}",
-            why="the flags are those of --help",
+            why="--help lists the flags",
             fix=f"did you mean {near[0]}?" if near else see,
         )
 
 
 def graph_named(argv: Sequence[str], positional: str | None) -> str | None:
-    """The graph file of a command line: the first argument, or the first Python file where flags come before it."""
+    """Return the graph file of a command line: the first argument, or the first Python file if flags come before it."""
     if positional is None or Path(positional).exists():
         return positional
     return next((word for word in argv if word.endswith(".py") and not word.startswith("-")), positional)

@@ -1,6 +1,6 @@
 """Prints a run's problems, plan, progress line and final table.
 
-Colors only on a terminal, and none if NO_COLOR is set.
+Colors appear only on a terminal, and never if NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of the terminal's width, or 100 columns without a terminal."""
+    """Return a console as wide as the terminal, or 100 columns wide without a terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -28,7 +28,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """One line per problem on stderr. Paths are relative to the working directory if below it."""
+    """Print one line per problem to stderr. Paths below the working directory are shown relative to it."""
     here = f"{Path.cwd()}/"
     for problem in problems:
         text = " ".join(str(problem).splitlines())
@@ -36,7 +36,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """The graph from top to bottom, the placement, and the fields and lifetime of each edge."""
+    """Print the graph from top to bottom, the placement, and the lifetime of each field."""
     from rich.table import Table
 
     out = console()
@@ -58,12 +58,12 @@ def print_plan(plan: Plan) -> None:
     if plan.fences:
         out.print()
         for fence in plan.fences:
-            when = "of the step before" if fence.lag else "of the same step"
+            when = "of the previous step" if fence.lag else "of the same step"
             out.print(f"{fence.after} waits for {fence.before} {when}: {fence.why}", markup=False)
 
 
 def drawing(plan: Plan) -> list[str]:
-    """The stages by layer, each with its inputs and their writers, as lines of text."""
+    """Return the stages by layer as lines of text, each with its inputs and their writers."""
     writer = {life.field: life.writer for life in plan.lifetimes}
     lines = []
     for depth, layer in enumerate(plan.layers):
@@ -96,7 +96,7 @@ def _volume(plan: Plan, edge: object | None) -> str:
     return f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
 
 
-_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # beside the rewards of an evaluation
+_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards
 
 
 class Progress:
@@ -108,16 +108,16 @@ class Progress:
         self._begun_s = time.monotonic()
         self._done = start
         self.evaluations: list[tuple[int, float]] = []
-        self.measure = ""  # what is evaluated: the first reward of the evaluation
+        self.measure = ""  # the metric that is shown: the first reward of the evaluation
         self.last: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()  # groups, by reason
 
     def begin(self) -> None:
-        """The first step is about to start; the time-left estimate begins here."""
+        """Start the clock of the time-left estimate. Called just before the first step."""
         self._begun_s = time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step finished; -1 is the evaluation before the first."""
+        """Record that a step finished; -1 is the evaluation before the first step."""
         evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
         if evaluated:
             self.measure = evaluated.removeprefix("eval/").replace("_", " ")
@@ -135,7 +135,7 @@ class Progress:
         self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
 
     def end(self) -> None:
-        """Leave the last line where it is."""
+        """Keep the last progress line and move below it."""
         if self._live:
             print()
 
@@ -174,7 +174,7 @@ class Progress:
 def print_summary(
     plan: Plan, progress: Progress, *, run_dir: str, wall_s: float, commands: Sequence[tuple[str, str]]
 ) -> None:
-    """The final table: results, locations, next commands."""
+    """Print the final table: results, locations, next commands."""
     rows: list[tuple[str, str]] = []
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
@@ -190,5 +190,5 @@ def print_summary(
     rows.append(("run directory", run_dir))
     rows.extend(commands)
     width = max(len(label) for label, _ in rows)
-    for label, value in rows:  # never wrapped: commands are there to be copied
+    for label, value in rows:  # never wrapped, so that commands can be copied
         print(f"{label:<{width}}  {value}")

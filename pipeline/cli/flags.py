@@ -1,9 +1,9 @@
 """The parameters of `graph()` as command-line flags.
 
-Each parameter has a type (int, float, str, bool, a Literal of those, or one of them | None) and a default; the flag has
-the parameter's name with dashes, and a bool has `--name` and `--no-name`. Its help is the line of the docstring that
-starts with its name and two spaces or a colon (lines that are indented further continue it), or else the comment at the
-end of the parameter's own line:
+Each parameter has a type (int, float, str, bool, a Literal of those, or one of them | None) and a default. The flag is
+the parameter's name with dashes; a bool has `--name` and `--no-name`. Its help is the docstring line that starts with
+its name followed by two spaces or a colon, plus any lines below that are indented further. Without such a line, it is
+the comment at the end of the parameter's own line:
 
     def graph(
         steps: int = 100,  # batches to train on
@@ -40,9 +40,9 @@ _KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them 
 
 @dataclass(frozen=True)
 class Flag:
-    """One parameter of graph(). `choices` is not empty for a Literal; `optional` admits the word none.
+    """One parameter of graph(). `choices` is not empty for a Literal; `optional` allows the word none.
 
-    `where` is the line of graph(), `help` what its docstring says about the parameter.
+    `where` is the file and line of graph(); `help` is the parameter's description from its docstring or comment.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """The default as the help shows it."""
+        """The default, as the help shows it."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         if self.default is None:
@@ -67,7 +67,7 @@ class Flag:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default) or '""'
 
     def parse(self, text: str) -> Any:
-        """The value of a text. Raises ArgumentTypeError that says what is expected."""
+        """Parse a value. Raises ArgumentTypeError with the expected form if the text is not valid."""
         if self.optional and text.lower() == "none":
             return None
         value = _READS[self.type](text)
@@ -75,9 +75,9 @@ class Flag:
 
 
 def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
-    """Add the parameters of graph(). A flag that is not given is absent from the namespace.
+    """Add the parameters of graph() to a parser. A flag that is not given is absent from the namespace.
 
-    Raises GraphError where a parameter has the name of a flag that the parser has already.
+    Raises GraphError if the parser already has a flag of that name.
     """
     group = parser.add_argument_group("parameters of graph()")
     for flag in flags:
@@ -97,7 +97,7 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
                 Problem(
                     where=flag.where,
                     what=f"parameter {flag.name!r} of graph() would be the flag {flag.option}",
-                    why="the command has a flag of that name",
+                    why="the command already has a flag of that name",
                     fix="rename the parameter",
                 )
             ) from error
@@ -105,7 +105,7 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
 
 
 def spelled(name: str, value: object) -> list[str]:
-    """The words of a command line that give a parameter of graph() this value."""
+    """Return the command-line words that set a parameter of graph() to this value."""
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
@@ -113,7 +113,7 @@ def spelled(name: str, value: object) -> list[str]:
 
 
 def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
-    """The flags of graph(), which is in the file `path`. Raises GraphError with every parameter that cannot be one."""
+    """Return the flags of graph() in the file `path`. Raises GraphError with each parameter that cannot be a flag."""
     where = line_of(path, function)
     try:
         hints = typing.get_type_hints(plain(function))
@@ -122,8 +122,8 @@ def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
             Problem(
                 where=where,
                 what=f"the types of graph() cannot be read: {type(error).__name__}: {error}",
-                why="they are those of the flags",
-                fix=f"types that are {_KNOWN_TYPES}",
+                why="the flags have these types",
+                fix=f"use types that are {_KNOWN_TYPES}",
             )
         ) from error
     said = _comments(plain(function)) | _said(plain(function).__doc__ or "")
@@ -138,7 +138,7 @@ def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
 
 
 def _flag(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, said: str) -> Flag | Problem:
-    """The flag of a parameter, or why it has none."""
+    """Return the flag of a parameter, or the problem that prevents one."""
     name, default = parameter.name, parameter.default
     hint = hints.get(name, type(default))
     kind, choices, optional = _kind(hint)
@@ -150,19 +150,19 @@ def _flag(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, sa
 
 
 def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """What keeps a parameter from being a flag, why, and what to write instead."""
+    """Return (what, why, fix) if a parameter cannot be a flag, else None."""
     name, default, shape = parameter.name, parameter.default, parameter.kind
     if shape in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
         stars: dict[Any, str] = {parameter.VAR_POSITIONAL: f"*{name}", parameter.VAR_KEYWORD: f"**{name}"}
         what = f"graph() takes {stars.get(shape) or f'{name!r} before a /'}"
-        return what, "every parameter is a flag, and is given by name", "ordinary parameters, such as steps: int = 100"
+        return what, "every parameter is a flag, set by name", "use ordinary parameters, such as steps: int = 100"
     says = f"parameter {name!r} of graph()"
     if default is parameter.empty:
         example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
         fix = str(parameter.replace(default=_Verbatim(example)))
         return f"{says} has no default", "a graph can be checked without flags", fix
     if name not in hints and type(default) not in _TYPES:
-        return f"{says} has no type", "it is that of the flag", f"a type that is {_KNOWN_TYPES}"
+        return f"{says} has no type", "the flag needs one", f"give it a type that is {_KNOWN_TYPES}"
     hint = hints.get(name, type(default))
     kind, choices, optional = _kind(hint)
     if kind is None:
@@ -171,12 +171,12 @@ def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[
     if not fits or (choices and default is not None and default not in choices):
         what = f"{says} is {_shown(hint)} and has the default {default!r}"
         fix = f"{name}: {_shown(hint)} = {choices[0]!r}" if choices else "correct the type or the default"
-        return what, "a default is a value of its type", fix
+        return what, "a default is a value of the parameter's type", fix
     return None
 
 
 class _Verbatim:
-    """Prints as the text it is made of."""
+    """An object whose repr is the given text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -186,8 +186,8 @@ class _Verbatim:
 
 
 def _said(docstring: str) -> dict[str, str]:
-    """What a docstring says about parameters, in lines such as `lr, eps   of the optimizer` or `lr: the learning rate`;
-    lines that are indented further go on with it."""
+    """Return the parameter descriptions in a docstring, by name, from lines such as `lr, eps   of the optimizer` or
+    `lr: the learning rate`; lines that are indented further continue the description above."""
     said: dict[str, str] = {}
     names: list[str] = []
     open_at = -1
@@ -205,10 +205,10 @@ def _said(docstring: str) -> dict[str, str]:
 
 
 def _comments(function: Any) -> dict[str, str]:
-    """The comments at the end of the lines of a function's parameters."""
+    """Return the end-of-line comments of a function's parameters, by name."""
     try:
         source = inspect.getsource(function)
-    except OSError:  # it was not made from a file
+    except OSError:  # the function has no source file
         return {}
     found: dict[str, str] = {}
     lines = source.splitlines()
@@ -241,12 +241,12 @@ def _kind(hint: Any) -> tuple[type | None, tuple[Any, ...], bool]:
 
 
 def plain(function: Any) -> Any:
-    """graph() itself, where it is another graph's with other defaults: partial(grpo.graph, max_staleness=1)."""
+    """Unwrap a partial such as partial(grpo.graph, max_staleness=1), which reuses another graph with new defaults."""
     return function.func if isinstance(function, functools.partial) else function
 
 
 def line_of(path: Path, function: Callable[..., Any]) -> str:
-    """Where a function of the graph file is defined."""
+    """Return the file and line where a function of the graph file is defined."""
     code = inspect.unwrap(plain(function)).__code__
     own = Path(code.co_filename).resolve() == path.resolve()
     return f"{path if own else code.co_filename}:{code.co_firstlineno}"

@@ -1,6 +1,6 @@
-"""What there is to run and what was run: the recipes that come with Sluice, and the runs in a folder.
+"""Lists the recipes that come with Sluice and the runs in a folder.
 
-Recipes are not loaded: the first sentence of each is read.
+Recipes are parsed, not imported; the list shows the first sentence of each docstring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parents[2] / "graphs"
 
 
 def recipes(folder: Path = RECIPES) -> list[tuple[Path, str]]:
-    """The graph files of a folder, each with the first sentence of its docstring."""
+    """Return the graph files in a folder, each with the first sentence of its docstring."""
     found = []
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -28,14 +28,14 @@ def recipes(folder: Path = RECIPES) -> list[tuple[Path, str]]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a module defines."""
+    """Return the names of a module's top-level functions and variables."""
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return functions | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def print_list(runs: Path) -> None:
-    """The recipes, and the runs in a folder, the one that was started last first."""
+    """Print the recipes and the runs in a folder, most recently started first."""
     from rich.table import Table
 
     out = console.console()
@@ -56,6 +56,6 @@ def print_list(runs: Path) -> None:
 
 
 def _shown(path: Path) -> str:
-    """From the working directory where it is below that."""
+    """Return the path relative to the working directory if it is below it, else unchanged."""
     shown = os.path.relpath(path)
     return str(path) if shown.startswith(os.pardir) else shown

@@ -1,4 +1,4 @@
-"""Loads a graph file: plain Python with a function `graph(...) -> Graph`, whose parameters are the flags."""
+"""Loads a graph file: plain Python with a function `graph(...) -> Graph` whose parameters are the flags."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class GraphFile:
 
     @property
     def says(self) -> str:
-        """What the file says of its graph: the first paragraph of the function, or of the file."""
+        """The graph's description: the first paragraph of the function's docstring, or of the module's."""
         own = None if isinstance(self.function, functools.partial) else self.function.__doc__
         return (own or self.module.__doc__ or "").strip().partition("\n\n")[0]
 
     def build(self, values: Mapping[str, Any]) -> Graph:
-        """Call graph(). Raises GraphError where it raises anything, or returns something else than a Graph."""
+        """Call graph(). Raises GraphError if it raises, or returns anything but a Graph."""
         try:
             graph = self.function(**values)
         except SluiceError:
@@ -53,7 +53,7 @@ class GraphFile:
                     where=_deepest(error, self.path),
                     what=f"graph() raised {message_of(error)}",
                     why="the descriptions in it must be valid",
-                    fix=_call_fix(error, self.module) or "correct that line, or the flag behind it",
+                    fix=_call_fix(error, self.module) or "correct that line, or the flag that sets its value",
                 )
             ) from error
         if not isinstance(graph, Graph):
@@ -61,7 +61,7 @@ class GraphFile:
                 Problem(
                     where=line_of(self.path, self.function),
                     what=f"graph() returned {type(graph).__name__}",
-                    why="it returns a pipeline.Graph",
+                    why="it must return a pipeline.Graph",
                     fix="return Graph(name=..., source=..., stages=(...), schedule=...)",
                 )
             )
@@ -69,7 +69,7 @@ class GraphFile:
 
 
 def _call_fix(error: Exception, module: types.ModuleType) -> str | None:
-    """The parameters of what was called with others, where the file has it by its name."""
+    """Return a fix that lists the parameters of a wrongly called function; None if the file does not have its name."""
     call = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
     called = vars(module).get(call["name"]) if call else None
     if call is None or not callable(called):
@@ -81,14 +81,14 @@ def _call_fix(error: Exception, module: types.ModuleType) -> str | None:
     if near:
         return f"did you mean {near[0]}? Otherwise, {fix}"
     if call["wrong"].startswith("takes") and isinstance(called, type):
-        return f"give them by name; {fix}"
+        return f"pass them by name; {fix}"
     if call["wrong"].startswith("missing") and not isinstance(called, type):
-        return f"{fix}; where the function itself is meant, leave out the brackets"
+        return f"{fix}; to pass the function itself, leave out the parentheses"
     return fix
 
 
 def load(path: Path) -> GraphFile:
-    """Import a graph file. Raises GraphError where it is missing, does not import, or has no usable graph()."""
+    """Import a graph file. Raises GraphError if it is missing, does not import, or has no usable graph()."""
     if not path.is_file():
         raise GraphError(_no_file(path))
     module = _import(path)
@@ -129,7 +129,7 @@ def _import(path: Path) -> types.ModuleType:
     if problems := list(_hidden(path, folders)):
         raise GraphError(*problems)
     if str(folders[0]) not in sys.path:
-        sys.path.append(str(folders[0]))  # a graph may import what lies beside it
+        sys.path.append(str(folders[0]))  # a graph may import modules from its own folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -140,7 +140,7 @@ def _import(path: Path) -> types.ModuleType:
         if isinstance(error, SyntaxError):
             where, text = f"{error.filename}:{error.lineno}", error.msg
         elif isinstance(error, ModuleNotFoundError):
-            fix = f"install {error.name}, or fix that line"
+            fix = f"install {error.name}, or correct that line"
         raise GraphError(
             Problem(
                 where=where,
@@ -153,10 +153,10 @@ def _import(path: Path) -> types.ModuleType:
 
 
 def _hidden(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
-    """What the graph file imports from a package of the user's that one of ours hides."""
+    """Yield a problem for each import of a user's package that one of Sluice's packages would hide."""
     try:
         tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # the import says so
+    except SyntaxError:  # importing the file reports it
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.ImportFrom) and node.level):
@@ -175,13 +175,13 @@ def _rename(where: str, name: str, theirs: Path) -> Problem:
     return Problem(
         where=where,
         what=f"{name!r} is imported, and the {folder} {theirs} would be hidden",
-        why=f"{first!r} is a module of {owner}, which comes before one of the user's",
+        why=f"{first!r} is a module of {owner}, which takes precedence over the user's",
         fix=f"rename {theirs}, and import it by its new name",
     )
 
 
 def _deepest(error: BaseException, path: Path) -> str:
-    """The last line of the user's own file in a traceback."""
+    """Return the last line of the user's own file in a traceback."""
     line, traceback, own = None, error.__traceback__, path.resolve()
     while traceback:
         if Path(traceback.tb_frame.f_code.co_filename).resolve() == own:

@@ -1,4 +1,4 @@
-"""What a run directory says of its run: how it is written down, and what a resume takes from it."""
+"""Records a run in its run directory, and reads that record back for a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "nump
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """run.json: what was run, with what, where."""
+    """run.json: the graph, its flags, and the environment of the run."""
 
     graph: str
     file: str
@@ -38,13 +38,13 @@ class RunRecord(msgspec.Struct, kw_only=True):
 
 
 class _MetricsLine(msgspec.Struct):
-    """What a resume reads of a line of metrics.jsonl."""
+    """The part of a line of metrics.jsonl that a resume reads."""
 
     step: int
 
 
 class _Sizes(msgspec.Struct):
-    """What a resume reads of plan.json."""
+    """The part of plan.json that a resume reads."""
 
     batch: int
     group_size: int
@@ -53,7 +53,7 @@ class _Sizes(msgspec.Struct):
 def describe(
     run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
 ) -> None:
-    """Write run.json and the copy of the graph file."""
+    """Write run.json and a copy of the graph file."""
     record = RunRecord(
         graph=planned.name,
         file=str(file.path),
@@ -72,13 +72,13 @@ def describe(
 
 
 def recorded(path: str | None) -> RunRecord:
-    """The record of the run that is resumed. Raises GraphError where `path` is no run directory."""
+    """Return the record of the run to resume. Raises GraphError if `path` is not a run directory."""
     if path is None:
         raise GraphError(
             Problem(
                 where="--resume",
                 what="no run directory is named",
-                why="a resume goes on in the run's own directory",
+                why="a run resumes in its own directory",
                 fix="--run-dir RUN --resume",
             )
         )
@@ -89,7 +89,7 @@ def recorded(path: str | None) -> RunRecord:
                 where=f"--run-dir {path}",
                 what="run.json is not there",
                 why="a resume needs a run directory",
-                fix="name a folder that a run made",
+                fix="name a folder that a run created",
             )
         )
     try:
@@ -101,7 +101,7 @@ def recorded(path: str | None) -> RunRecord:
 
 
 def resume_step(text: str) -> int | None:
-    """The STEP of --resume; None is the newest. Raises GraphError where it is no step."""
+    """Parse the STEP of --resume; None is the newest. Raises GraphError if it is not a step."""
     if text == "last":
         return None
     if not text.isdigit():
@@ -117,24 +117,23 @@ def resume_step(text: str) -> int | None:
 
 
 def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int) -> None:
-    """Whether `planned` goes on with what the run began. Raises GraphError where it does not."""
+    """Raise GraphError if `planned` does not continue the recorded run."""
     if record.graph != planned.name or record.seed != seed:
         raise GraphError(
             Problem(
                 where="--resume",
-                what=f"the run is of {record.graph!r} with seed {record.seed}, "
-                f"this is {planned.name!r} with seed {seed}",
-                why="a resumed run goes on as if it had not stopped",
-                fix="the same graph and seed",
+                what=f"the run is {record.graph!r} with seed {record.seed}, this is {planned.name!r} with seed {seed}",
+                why="a resumed run continues as if it had not stopped",
+                fix="use the same graph and seed",
             )
         )
     if start >= planned.steps:
         raise GraphError(
             Problem(
                 where="--resume",
-                what=f"the checkpoint has {start} steps behind it, the graph runs {planned.steps}",
+                what=f"the checkpoint is of step {start}, the graph runs {planned.steps} steps",
                 why="nothing is left to do",
-                fix=f"--steps {start * 2}, where graph() has such a parameter",
+                fix=f"--steps {start * 2}, if graph() has such a parameter",
             )
         )
     before = msgspec.json.decode(run_dir.plan.read_bytes(), type=_Sizes)
@@ -142,29 +141,29 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
         raise GraphError(
             Problem(
                 where="--resume",
-                what=f"the run is of {before.batch} x {before.group_size} samples a step, this is of "
+                what=f"the run has {before.batch} x {before.group_size} samples per step, this has "
                 f"{planned.batch} x {planned.group_size}",
-                why="the next prompt and the random numbers follow from the samples so far",
-                fix="the same batch and the same number of samples a prompt",
+                why="the next prompt and the random numbers depend on the samples so far",
+                fix="use the same batch and the same number of samples per prompt",
             )
         )
 
 
 def cut_metrics(run_dir: RunDir, start: int) -> None:
-    """Steps after the checkpoint are made again: drop their lines."""
+    """Drop the lines of steps after the checkpoint from metrics.jsonl; these steps run again."""
     if run_dir.metrics.is_file():
         kept = []
         for number, line in enumerate(run_dir.metrics.read_bytes().splitlines(keepends=True), start=1):
             try:
                 done = msgspec.json.decode(line, type=_MetricsLine).step
             except msgspec.DecodeError as error:
-                if not line.endswith(b"\n"):  # the line that was being written as the run ended
+                if not line.endswith(b"\n"):  # the run ended while it wrote this line
                     continue
                 raise GraphError(
                     Problem(
                         where=f"{run_dir.metrics}:{number}",
                         what=f"this line cannot be read: {error}",
-                        why="the resumed run goes on in this file",
+                        why="the resumed run appends to this file",
                         fix="remove the line, then --resume",
                     )
                 ) from error

@@ -1,10 +1,10 @@
-"""Where columns lie between stages: the protocol. `memory` is the reference, `transfer_queue` the real one.
+"""The store of columns between stages: its protocol. `memory` is the reference, `transfer_queue` the real one.
 
 The guarantees, tested by one contract suite against both:
 - `put` checks schema, shape, dtype, row count, key uniqueness and value ranges, and names stage, key and field.
 - A repeated put of the same bytes by the same attempt is a no-op; other bytes raise.
 - The attempt is part of the row's name: leftovers of an old attempt are never visible through a newer handle.
-- Reading what is not present, or was cleared, raises; there is no "all fields". An undeclared reader raises.
+- Reading a field that is not present, or was cleared, raises; there is no "all fields". An undeclared reader raises.
 - A fetched column never aliases the store. Dense columns come back dense. Clearing is idempotent.
 - Every call has a deadline; a lost controller or storage unit is `DataPlaneLost`, never a hang.
 - Concurrent calls from several threads may share round trips; each keeps these guarantees, and an error reaches only
@@ -45,15 +45,15 @@ class DataPlane(Protocol):
         unit: str = "sample",
         tags: Sequence[dict] | None = None,
     ) -> KVBatchMeta:
-        """Write columns for `keys` (canonical key order) and return the handle that names what is now present."""
+        """Write columns for `keys` (in canonical order) and return a handle that names the fields now present."""
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> Columns:
-        """The named columns, in the order of `meta.keys`."""
+        """Return the named columns, in the order of `meta.keys`."""
 
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store itself has: field -> one bool per key, including fields written by external processes.
+        """Return the store's own presence, field -> one bool per key, including fields that external processes wrote.
 
         Slow; keep it off the hot path. A key is looked up in the row of its group.
         """
@@ -67,7 +67,7 @@ class DataPlane(Protocol):
         *,
         attempt: int = 0,
     ) -> KVBatchMeta:
-        """A handle for externally written fields that `presence` found, in the row format above."""
+        """Return a handle for externally written fields that `presence` found, in the row format above."""
 
     def clear(self, meta: KVBatchMeta) -> None:
         """Remove all rows in the handle's placements, with all their fields. Idempotent."""
@@ -76,7 +76,7 @@ class DataPlane(Protocol):
         """Drop rows from this process's cache after another process cleared them."""
 
     def row_count(self, partition: str) -> int:
-        """Number of rows in the partition. Slow; for tests and the check at the end of a run."""
+        """Return the number of rows in the partition. Slow; for tests and the check at the end of a run."""
 
     def drain(self) -> None:
         """Remove every row of every partition that this process registered."""
@@ -86,5 +86,5 @@ class DataPlane(Protocol):
 
 
 def row_name(key: str, attempt: int) -> str:
-    """The name of the row with the group of `key`."""
+    """Return the name of the row that holds the group of `key`."""
     return f"{key.partition('_')[0]}.{attempt}"

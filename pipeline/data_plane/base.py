@@ -1,7 +1,7 @@
 """The common part of both stores: `put`, `get` and `adopt` on top of "write these rows" and "read these rows".
 
 A store is a subclass with `_write`, `_read`, `_remove`, `presence`, `row_count`, `drain`, `evict` and `close`; checks,
-row layout and handles are the same for all of them, and live here and in `checks` and `rows`.
+row layout and handles are the same for all of them, and are implemented here and in `checks` and `rows`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowPlane:
     def _read(
         self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
     ) -> list[dict[str, Block]]:
-        """The fields of each tuple of rows, in new memory. Raises DataPlaneError if one is missing."""
+        """Return the fields of each tuple of rows, in new memory. Raises DataPlaneError if one is missing."""
         raise TypeError(f"{type(self).__name__} does not define _read")
 
     def _remove(self, partition: str, rows: Sequence[str]) -> None:
@@ -50,8 +50,8 @@ class RowPlane:
                 | (before.readers ^ declared.readers)
             )
             raise broken(
-                f"partition {partition!r}", f"it is registered already with another {', '.join(different)}",
-                "a partition is declared once, alike in every process", "use one declaration, or another partition",
+                f"partition {partition!r}", f"it is already registered with a different {', '.join(different)}",
+                "every process declares a partition identically", "use one declaration, or another partition",
             )  # fmt: skip
 
     def put(
@@ -73,7 +73,7 @@ class RowPlane:
         )  # fmt: skip
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> Columns:
-        """The named columns, in the order of `meta.keys`; see `DataPlane.get`."""
+        """Return the named columns, in the order of `meta.keys`; see `DataPlane.get`."""
         where = f"reader {reader!r}, get from {meta.partition_id!r}"
         declared = self._declared(meta.partition_id, where)
         check_get(declared, meta, fields, reader=reader)
@@ -95,7 +95,7 @@ class RowPlane:
         self, partition: str, keys: Sequence[str], fields: Sequence[str], lengths: Mapping[str, Sequence[int]],
         *, attempt: int = 0,
     ) -> KVBatchMeta:  # fmt: skip
-        """A handle for rows that an external process wrote; see `DataPlane.adopt`."""
+        """Return a handle for rows that an external process wrote; see `DataPlane.adopt`."""
         where = f"adopt from {partition!r}"
         declared = self._declared(partition, where)
         for name in fields:
@@ -104,16 +104,14 @@ class RowPlane:
         needed = {dim for name in fields if (dim := declared.fields[name].ragged)}
         own = {dim: tuple(lengths[dim]) for dim in sorted(needed) if dim in lengths}
         if missing := sorted(needed - own.keys()):
-            raise broken(
-                where, f"no lengths of {missing[0]}", "a ragged column is cut by them", "give one length a key"
-            )
+            raise broken(where, f"no lengths of {missing[0]}", "they split a ragged column", "give one length per key")
         layout = lay_out(keys, attempt, own)
         for name, start, stop in zip(layout.names, layout.edges, layout.edges[1:]):
             indices = [int(key.partition("_g")[2]) for key in keys[start:stop]]
             if indices != list(range(len(indices))):
                 raise broken(
                     where, f"keys {keys[start]} to {keys[stop - 1]} of row {name}",
-                    "a row is read from its first sample on", "adopt whole groups, in key order",
+                    "a row is read from its first sample", "adopt whole groups, in key order",
                 )  # fmt: skip
         return KVBatchMeta(
             keys=tuple(keys), partition_id=partition, fields=tuple(fields), lengths=own,
@@ -139,23 +137,23 @@ class RowPlane:
 
 
 def absent(where: str, field: str, row: str) -> DataPlaneError:
-    """The error for reading something that was never written, or was cleared."""
+    """Return the error for reading a field that was never written, or was cleared."""
     return broken(
-        where, f"field {field!r} of row {row} is not there", "it was not produced yet, or it was cleared",
+        where, f"field {field!r} of row {row} is not present", "it was not written yet, or it was cleared",
         "read after the stage that writes it, and before its last reader has acknowledged",
     )  # fmt: skip
 
 
 def conflict(where: str, field: str, row: str) -> DataPlaneError:
-    """The error for a second put of other bytes by the same attempt."""
+    """Return the error for a second put by the same attempt with different bytes."""
     return broken(
-        where, f"field {field!r} of row {row} is there already with other bytes", "one attempt writes a field once",
-        "put the repeat as the next attempt",
+        where, f"field {field!r} of row {row} already has different bytes", "one attempt writes a field once",
+        "put them as the next attempt",
     )  # fmt: skip
 
 
 def _empty(field: Field) -> Column:
-    """An empty column."""
+    """Return an empty column of the field."""
     if field.dtype == "str":
         return []
     import torch

@@ -1,7 +1,7 @@
-"""Caches what one process wrote or fetched, up to a byte limit. Knows rows and fields, no store.
+"""Caches the rows that one process wrote or fetched, up to a byte limit. Knows rows and fields, no store.
 
 Rows of one put share memory, which is freed when the last of them is dropped. The limit counts that memory, so it holds
-whatever is dropped first. The least recently used row is evicted first.
+in any eviction order. The least recently used row is evicted first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RowCache:
                 self._drop(next(iter(self._rows)))
 
     def get(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> dict[str, Block]:
-        """The fields that are cached for all of the rows, in new memory."""
+        """Return the fields that are cached for all of the rows, in new memory."""
         with self._lock:
             held = [self._rows.get((partition, row), {}) for row in rows]
             found = {f: [h[f][0] for h in held] for f in fields if all(f in h for h in held)}

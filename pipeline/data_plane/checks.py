@@ -35,7 +35,7 @@ class Partition:
 
     @staticmethod
     def of(name: str, fields: Sequence[Field], readers: Sequence[str]) -> Partition:
-        """Raises DataPlaneError if two fields share a name."""
+        """Build from a declaration. Raises DataPlaneError if two fields share a name."""
         by_name = {field.name: field for field in fields}
         if len(by_name) != len(fields):
             twice = sorted({f.name for f in fields if sum(g.name == f.name for g in fields) > 1})
@@ -49,31 +49,27 @@ class Partition:
 
     @cached_property
     def schema_hash(self) -> str:
-        """The part a reader relies on (name, dtype, dims, unit); the writer's bounds may be tighter."""
+        """Hash of what a reader relies on (name, dtype, dims, unit); the writer's bounds may be tighter."""
         columns = sorted((f.name, f.dtype, f.dims, f.unit) for f in self.fields.values())
         return hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
 
 
 def broken(where: str, what: str, why: str, fix: str) -> DataPlaneError:
-    """An error with one problem."""
+    """Return an error with one problem."""
     return DataPlaneError(Problem(where=where, what=what, why=why, fix=fix))
 
 
 def check_put(
     partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str, tags: Sequence[dict] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Check a put. Raises DataPlaneError if it breaks the contract. Returns lengths: ragged dimension -> one per
-    key."""
+    """Check a put and return its lengths, ragged dimension -> one per key. Raises DataPlaneError if it breaks the
+    contract."""
     where = f"stage {stage!r}, put into {partition.name!r}"
     _check_keys(where, keys)
     if tags is not None and len(tags) != len(keys):
-        raise broken(
-            where, f"{len(tags)} tags for {len(keys)} keys", "tags go one to one with keys", "give one dict a key"
-        )
+        raise broken(where, f"{len(tags)} tags for {len(keys)} keys", "every key has one tag", "give one dict per key")
     if not columns:
-        raise broken(
-            where, "no column", "a put makes at least one field present", "give the columns that the stage writes"
-        )
+        raise broken(where, "no column", "a put writes at least one field", "give the columns that the stage writes")
     lengths: dict[str, tuple[int, ...]] = {}
     said_by: dict[str, str] = {}
     for name, column in columns.items():
@@ -120,13 +116,13 @@ def check_get(partition: Partition, meta: KVBatchMeta, fields: Sequence[str], *,
         ragged = partition.fields[name].ragged
         if ragged and ragged not in meta.lengths:
             raise broken(
-                where, f"the handle has no lengths of {ragged} for field {name!r}", "a ragged column is cut by them",
+                where, f"the handle has no lengths of {ragged} for field {name!r}", "they split a ragged column",
                 "join the handle that its put returned",
             )  # fmt: skip
     if meta.schema_hash and meta.schema_hash != partition.schema_hash:
         raise broken(
             where, f"the handle was made for schema {meta.schema_hash}, this process declares {partition.schema_hash}",
-            "writer and reader declare a partition alike", "register the same fields in both processes",
+            "writer and reader declare a partition identically", "register the same fields in both processes",
         )  # fmt: skip
 
 
@@ -139,7 +135,7 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
     if _canonical(tuple(keys)):
         return
     if not keys:
-        raise broken(where, "no key", "an empty batch has no row", "skip the put where there is nothing to write")
+        raise broken(where, "no key", "an empty batch has no row", "skip the put if there is nothing to write")
     for i, key in enumerate(keys):
         if not _KEY.match(key):
             raise broken(
@@ -151,7 +147,7 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
         if i and key <= keys[i - 1]:
             same = key in keys[:i]
             raise broken(
-                where, f"key {key} " + ("is given twice" if same else f"stands after {keys[i - 1]}"),
+                where, f"key {key} " + ("is given twice" if same else f"comes after {keys[i - 1]}"),
                 "keys are distinct and in canonical (ascending) order", "put in the order of the task's keys",
             )  # fmt: skip
 
@@ -191,8 +187,8 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
     _check_count(where, field, len(column), keys)
     if isinstance(column, Ragged) and (sum(column.lengths) != len(values) or min(column.lengths) < 0):
         raise broken(
-            where, f"field {field.name!r} has {len(values)} entries and lengths that add up to {sum(column.lengths)}",
-            "the rows of a ragged column lie one after the other", "build the column with Ragged.of(rows)",
+            where, f"field {field.name!r} has {len(values)} entries and lengths that sum to {sum(column.lengths)}",
+            "a ragged column concatenates its rows", "build the column with Ragged.of(rows)",
         )  # fmt: skip
     _check_range(where, field, column, keys)
 
@@ -202,12 +198,12 @@ def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> N
         rows = "1 row" if count == 1 else f"{count} rows"
         raise broken(
             where, f"field {field.name!r} has {rows} for {len(keys)} keys ({keys[0]} to {keys[-1]})",
-            "a column has one row a key", "return one row for every sample of the task",
+            "a column has one row per key", "return one row for every sample of the task",
         )  # fmt: skip
 
 
 def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
-    """One pass over the values: a NaN or infinite minimum or maximum reveals a bad value."""
+    """Check the range in one pass over the values: a NaN or infinite minimum or maximum reveals a bad value."""
     import torch
 
     values: torch.Tensor = (column.values if isinstance(column, Ragged) else column).detach()  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
 """Batches writes, reads and removals over a store of rows, and routes errors to the right caller.
 
-The calls of one `Lane` batch share requests: one look-up for all their rows, one request for calls on the same fields.
+The calls of one `Lane` batch share requests: one lookup for all their rows, one request for calls on the same fields.
 Callers cannot notice: a repeat is a no-op, conflicting bytes and missing rows raise for their own caller only, and a
 request that the store rejects is repeated call by call. Knows blocks and rows; the store is a `Wire`.
 """
@@ -46,17 +46,17 @@ class Remove(Call):
 
 
 class GoneError(LookupError):
-    """A row was cleared between look-up and read."""
+    """A row was cleared between lookup and read."""
 
 
 class Wire(Protocol):
-    """The requests of a store. Each is one round trip; `store` and `erase` take a few."""
+    """The requests of a store. Each takes one round trip; `store` and `erase` take several."""
 
     async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], Mapping[str, Any]]:
-        """Indexes of existing rows (all rows with `create`), in order, and the fields that all of them have."""
+        """Return the indexes of existing rows (all rows with `create`), in order, and the fields that they all have."""
 
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
-        """Indexes of the rows that have any of the fields."""
+        """Return the indexes of the rows that have any of the fields."""
 
     async def store(self, partition: str, indexes: list[int], values: Mapping[str, torch.Tensor | list[Value]]) -> None:
         """Write one value per row and make it present. A tensor holds consecutive rows of one shape.
@@ -65,7 +65,7 @@ class Wire(Protocol):
         """
 
     async def load(self, indexes: list[int], fields: Sequence[str]) -> Mapping[str, list[Any]]:
-        """One value per row. Raises GoneError."""
+        """Return one value per row. Raises GoneError if a row was cleared."""
 
     async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
         """Remove rows or the whole partition; missing rows are ignored."""
@@ -80,7 +80,7 @@ class Exchange:
     # writes
 
     async def write(self, calls: Sequence[Write]) -> None:
-        """Store the blocks of every call as if the calls came one by one."""
+        """Store the blocks of every call, as if the calls ran one after another."""
         for wave in waves(calls):
             partitions: dict[str, list[Write]] = {}
             for call in wave:
@@ -112,7 +112,7 @@ class Exchange:
     async def _write_alike(
         self, partition: str, calls: list[Write], index_of: Mapping[str, int], there: set[int]
     ) -> None:
-        """Calls on the same fields; rows with an index in `there` already have some of the fields."""
+        """Write calls on the same fields; rows with an index in `there` already have some of the fields."""
         new = []
         for call in calls:
             if there.isdisjoint(index_of[row] for row in call.rows):
@@ -122,7 +122,7 @@ class Exchange:
         if len(new) > 1:
             try:
                 await self._store(partition, new, index_of)
-            except RuntimeError:  # one of them is at fault: repeat each alone; the same bytes may be sent twice
+            except RuntimeError:  # one of them is invalid: repeat each alone; the same bytes may be sent twice
                 pass
             else:
                 return
@@ -130,7 +130,7 @@ class Exchange:
             await contained([call], self._store, partition, [call], index_of)
 
     async def _repeat(self, call: Write, index_of: Mapping[str, int]) -> None:
-        """A write to rows that have some of its fields. Raises DataPlaneError if their bytes differ."""
+        """Repeat a write to rows that have some of its fields. Raises DataPlaneError if their bytes differ."""
         held = await asyncio.gather(*(self._fields(call.partition, row) for row in call.rows))
         for name, block in call.blocks.items():
             there = [(row, part) for row, part, fields in zip(call.rows, block.parts(), held) if name in fields]
@@ -187,7 +187,7 @@ class Exchange:
         raise absent(where, *at)
 
     async def _look(self, partition: str, rows: Sequence[str], fields: Sequence[str]) -> Mapping[str, list[Any]] | None:
-        """The values, or None if one is missing."""
+        """Return the values, or None if one is missing."""
         indexes, held = await self._wire.find(partition, rows, create=False)
         if len(indexes) != len(rows) or any(name not in held for name in fields):
             return None
@@ -235,7 +235,7 @@ def waves(calls: Sequence[Write]) -> list[list[Write]]:
 
 
 def together(blocks: Sequence[Block]) -> torch.Tensor | list[Value]:
-    """The rows of several blocks of one field, for `Wire.store`. Copies only small ones."""
+    """Join the rows of several blocks of one field, for `Wire.store`. Copies only small rows."""
     import torch
 
     first = blocks[0].values

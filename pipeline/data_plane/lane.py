@@ -1,10 +1,10 @@
-"""Group commit: calls that arrive from any thread during a batch go out together in the next one.
+"""Group commit: calls that arrive from any thread during a batch are sent together in the next one.
 
     lane = Lane(loop, run, deadline_s=30)        # async def run(calls): resolves or fails every call
     lane.submit(call)                            # from any thread
     call.done.result(30)                         # a concurrent future: waits in the caller's thread
 
-A burst of n small calls thus takes two round trips instead of n. A single call goes out at once. After a batch of
+A burst of n small calls thus takes two round trips instead of n. A single call is sent at once. After a batch of
 several, the lane waits half a millisecond for their callers to return, so that threads that put in a loop share every
 batch instead of every second one. One batch at a time, in order of arrival. Knows no store.
 """
@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Call)
 
 
 async def contained(calls: Sequence[Call], work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-    """Do `work` for `calls`. Its exception fails the calls that are not resolved yet, and no others."""
+    """Run `work` for `calls`. If it raises, the calls that are not resolved yet fail with its exception."""
     try:
         await work(*arguments)
     except Exception as error:  # noqa: BLE001 - passed to the callers' threads
@@ -85,7 +85,7 @@ class Lane(Generic[C]):
     async def _work(self) -> None:
         while batch := self._take():
             await contained(batch, self._run_within, batch)
-            if len(self._waiting) < len(batch) > 1:  # callers that put in a loop are about to return
+            if len(self._waiting) < len(batch) > 1:  # callers that put in a loop are about to call again
                 await asyncio.sleep(LINGER_S)
 
     async def _run_within(self, batch: list[C]) -> None:
@@ -93,7 +93,7 @@ class Lane(Generic[C]):
             await self._run(batch)
 
     def _take(self) -> list[C]:
-        """The pending calls that were not canceled; the lane idles if there are none."""
+        """Return the pending calls that were not canceled; the lane becomes idle if there are none."""
         with self._lock:
             self._under_way = [call for call in self._waiting if call.done.set_running_or_notify_cancel()]
             self._waiting = []

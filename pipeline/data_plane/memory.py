@@ -69,7 +69,7 @@ class MemoryPlane(RowPlane):
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store says is there; see `DataPlane.presence`."""
+        """Return which fields are present; see `DataPlane.presence`."""
         declared = self._declared(partition, f"presence in {partition!r}")
         with self._lock:
             held = self._rows.get(partition, {})
@@ -79,10 +79,10 @@ class MemoryPlane(RowPlane):
             }
 
     def evict(self, rows: Sequence[str]) -> None:
-        """No-op: this store has no cache."""
+        """Do nothing: this store has no cache."""
 
     def row_count(self, partition: str) -> int:
-        """Number of rows in the partition."""
+        """Return the number of rows in the partition."""
         with self._lock:
             return len(self._rows.get(partition, {}))
 

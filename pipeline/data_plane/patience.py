@@ -1,4 +1,4 @@
-"""How long to wait for a store in other processes: not at all for a dead one, long for a slow one.
+"""Decides how long to wait for a store in other processes: not at all for a dead one, long for a slow one.
 
 A dead process refuses connections, which the polls between waits detect. A live one may be short of CPU, or its reply
 was lost: the request is retried on a new connection. Waiting is counted in polls, so a caller that was itself suspended
@@ -30,7 +30,7 @@ class Patience:
         self._addresses, self.deadline_s = dict(addresses), deadline_s
 
     def wait(self, future: Future[T]) -> T:
-        """The future's result. Raises StoreGoneError soon after a process died, TimeoutError at the deadline."""
+        """Return the future's result. Raises StoreGoneError soon after a process died, TimeoutError at the deadline."""
         for _ in range(LOOKS):
             try:
                 return future.result(self.deadline_s / LOOKS)
@@ -41,9 +41,9 @@ class Patience:
         raise TimeoutError
 
     async def ask(self, request: Callable[[], Awaitable[T]]) -> T:
-        """The reply to `request`, retried if none arrives. Only for idempotent requests.
+        """Return the reply to `request`, which is retried if none arrives. Only for idempotent requests.
 
-        The last try waits without limit; the caller ends it at the deadline.
+        The last try has no time limit; the caller cancels it at the deadline.
         """
         for _ in range(ASKED - 1):
             try:

@@ -36,7 +36,7 @@ class Block:
     sizes: Sequence[int]
 
     def parts(self) -> list[Value]:
-        """One view per row (texts: one list)."""
+        """Return one view per row; for texts, one list per row."""
         if len(self.sizes) == 1:
             return [self.values]
         if isinstance(self.values, list):
@@ -46,7 +46,7 @@ class Block:
 
     @staticmethod
     def of(parts: Sequence[Value]) -> Block:
-        """One block of new memory from the rows' values. At least one row."""
+        """Build one block in new memory from the rows' values. At least one row."""
         sizes = [len(part) for part in parts]
         if isinstance(parts[0], list):
             return Block([text for part in parts for text in part], sizes)
@@ -55,7 +55,7 @@ class Block:
         return Block(torch.cat(list(parts)), sizes)  # type: ignore[arg-type]
 
     def size_bytes(self) -> int:
-        """Payload; a text counts its UTF-8 bytes."""
+        """Return the payload in bytes; a text counts as UTF-8."""
         if isinstance(self.values, list):
             return sum(len(text.encode()) for text in self.values)
         return self.values.numel() * self.values.element_size()
@@ -70,7 +70,7 @@ class Layout:
     placement: Placement
 
     def block(self, field: Field, column: Column, lengths: Mapping[str, Sequence[int]]) -> Block:
-        """The column as stored: on the CPU, contiguous, without gradient; copied only if necessary."""
+        """Return the column as stored: on the CPU, contiguous, without gradient; copied only if necessary."""
         if isinstance(column, (list, tuple)):
             return Block(list(column), [b - a for a, b in pairwise(self.edges)])
         values = column.values if isinstance(column, Ragged) else column
@@ -82,7 +82,7 @@ class Layout:
 
 
 def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[int]]) -> Layout:
-    """The rows of a put with these keys, in canonical order."""
+    """Return the rows of a put with these keys, which are in canonical order."""
     names, edges, row, position = _rows_of(tuple(keys), attempt)
     offsets = {dim: _starts(row, counts) for dim, counts in lengths.items()}
     return Layout(names, edges, Placement(names, row, position, offsets))
@@ -92,7 +92,7 @@ def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[in
 def _rows_of(
     keys: tuple[str, ...], attempt: int
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Row names, their edges, and each key's row and position. Cached: several stages put the same keys."""
+    """Return row names, their edges, and each key's row and position. Cached: several stages put the same keys."""
     names: list[str] = []
     edges: list[int] = []
     row: list[int] = []
@@ -112,7 +112,7 @@ def _rows_of(
 
 
 def _starts(row: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Offset of each key inside its row."""
+    """Return the offset of each key inside its row."""
     starts: list[int] = []
     at, current = 0, -1
     for r, count in zip(row, counts):
@@ -127,7 +127,7 @@ def assemble(
     where: str, field: Field, block: Block, placement: Placement, lengths: Mapping[str, Sequence[int]],
     keys: Sequence[str],
 ) -> Column:  # fmt: skip
-    """The column of the placement's keys, in order, from the placement's rows.
+    """Return the column of the placement's keys, in order, from the placement's rows.
 
     `block` is new memory that the caller of get may own; it is returned as is if the keys cover it in order. Raises
     DataPlaneError if the rows do not match the field's type and the placement.
@@ -142,7 +142,7 @@ def assemble(
 
 
 def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]) -> Block:
-    """The stored values of field `name` in `rows`, in new memory. Raises DataPlaneError if types differ."""
+    """Return the stored values of field `name` in `rows`, in new memory. Raises DataPlaneError if types differ."""
     import torch
 
     first = values[0]
@@ -156,7 +156,7 @@ def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]
         alike = all(isinstance(v, list) and all(isinstance(text, str) for text in v) for v in values)
     if not alike:
         raise broken(
-            where, f"field {name!r} of row {rows[0]} and those after it: their types do not go together",
+            where, f"field {name!r} has values of different types in row {rows[0]} and the rows after it",
             "a row holds one tensor [entries, *inner] or a list of texts",
             "write rows as pipeline/data_plane/__init__.py describes",
         )  # fmt: skip
@@ -164,7 +164,7 @@ def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]
 
 
 def _gather(values: Value, starts: Sequence[int], counts: Sequence[int]) -> Value:
-    """Entries [start, start + count) of each key, concatenated; a single slice if they are contiguous."""
+    """Concatenate entries [start, start + count) of each key; a single slice if they are contiguous."""
     total = sum(counts)
     first = starts[0] if starts else 0
     consecutive = all(map(eq, map(add, starts, counts), starts[1:]))
@@ -201,12 +201,12 @@ def _check_block(
         if start + count > base[row + 1]:
             raise broken(
                 where, f"field {field.name!r}, key {keys[i]}: row {placement.rows[row]} has {block.sizes[row]} entries",
-                f"the key's lie at {start - base[row]} to {start - base[row] + count}", fix,
+                f"the key needs entries {start - base[row]} to {start - base[row] + count}", fix,
             )  # fmt: skip
 
 
 def same_bytes(a: Value, b: Value) -> bool:
-    """Whether two values of a row are bit-identical."""
+    """Return whether two values of a row are bit-identical."""
     if isinstance(a, list) or isinstance(b, list):
         return a == b
     import torch

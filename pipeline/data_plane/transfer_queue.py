@@ -8,7 +8,7 @@ It exposes nothing of transfer_queue. One TransferQueue row is a run of a group'
 round trips (names to indexes, data, production status), a get two, a clear four. Puts that arrive from several threads
 during a put share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call runs on a separate
 loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
-(`patience`). A bounded cache keeps what a process wrote or fetched, so stages that share a process fetch nothing.
+(`patience`). A bounded cache keeps the rows a process wrote or fetched, so stages that share a process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so they must bind a loopback address unless the network is trusted.
 """
@@ -54,9 +54,9 @@ class Settings:
 
 
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
-    """Environment variables for every process of the run; TransferQueue reads them at import.
+    """Return environment variables for every process of the run; TransferQueue reads them at import.
 
-    A storage unit is asked `ASKED` times within the deadline.
+    A request to a storage unit is tried `ASKED` times within the deadline.
     """
     return {
         "TQ_LOGGING_LEVEL": "ERROR",
@@ -121,12 +121,12 @@ class TransferQueuePlane(RowPlane):
 
     @staticmethod
     def forget() -> None:
-        """Release what `create` found and could not use, so that it can be called again."""
+        """Stop the TransferQueue that `create` found and could not use, so that `create` can be called again."""
         within(START_DEADLINE_S, "stop TransferQueue", _stop)
 
     @staticmethod
     def attach(settings: Settings) -> TransferQueuePlane:
-        """A client of a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost."""
+        """Connect to a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost on failure."""
         return TransferQueuePlane(settings, owns=False)
 
     def _ask(self, what: str, lane: Lane, call: Call) -> Any:
@@ -143,20 +143,20 @@ class TransferQueuePlane(RowPlane):
         return self._wait(what, asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _wait(self, what: str, future: Future[T]) -> T:
-        """The reply. Raises DataPlaneLost at the deadline, or if a process of the store is gone."""
+        """Return the reply. Raises DataPlaneLost at the deadline, or if a process of the store has ended."""
         from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
 
         try:
             return self._patience.wait(future)
         except StoreGoneError as gone:
             future.cancel()
-            raise _lost(what, f"{gone} is gone", "its process, or the machine that it ran on, has ended") from gone
+            raise _lost(what, f"{gone} is lost", "its process, or the machine that it ran on, has ended") from gone
         except (TimeoutError, StorageUnitTimeout) as error:
             future.cancel()
             raise _late(what, self.settings.deadline_s) from error
         except RuntimeError as error:
             raise broken(
-                what, f"TransferQueue refused: {error}", "its rows changed meanwhile, or a unit has no memory left",
+                what, f"TransferQueue refused: {error}", "its rows changed meanwhile, or a unit is out of memory",
                 "see the cause above",
             ) from error  # fmt: skip
 
@@ -196,12 +196,12 @@ class TransferQueuePlane(RowPlane):
         self._cache.forget(rows)
         self._ask(f"clear {len(rows)} rows of {partition!r}", self._removals, Remove(partition, rows))
 
-    # what the store says
+    # state of the store
 
     def presence(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, attempt: int = 0
     ) -> dict[str, list[bool]]:
-        """What the store has; see `DataPlane.presence`. A few round trips per field.
+        """Return which fields are present; see `DataPlane.presence`. Takes a few round trips per field.
 
         Only a dense field reveals how many samples a row holds: a ragged or str field counts for all keys of its group.
         """
@@ -218,7 +218,7 @@ class TransferQueuePlane(RowPlane):
         return present
 
     async def _counts(self, partition: str, rows: list[str], fields: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Field -> row with it -> length of its first dimension (0 for texts)."""
+        """Return field -> row that has it -> length of its first dimension (0 for texts)."""
         indexes, _ = await self._wire.find(partition, rows, create=False)
         if not indexes:
             return {field: {} for field in fields}
@@ -240,7 +240,7 @@ class TransferQueuePlane(RowPlane):
         self._cache.forget(rows)
 
     def row_count(self, partition: str) -> int:
-        """Number of rows that TransferQueue holds in the partition."""
+        """Return the number of rows that TransferQueue holds in the partition."""
         listed = self._call(f"count the rows of {partition!r}", self._client.async_kv_list(partition))
         return len(listed.get(partition, {}))
 
@@ -251,7 +251,7 @@ class TransferQueuePlane(RowPlane):
             self._ask(f"drain {partition!r}", self._removals, Remove(partition, None))
 
     def close(self) -> None:
-        """Stop the client and, in the process that created it, TransferQueue. Before Ray is shut down. Idempotent."""
+        """Stop the client and, in the process that created it, TransferQueue. Call it before Ray ends. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -372,7 +372,7 @@ def _connect(settings: Settings) -> Any:
 
 
 def _addresses(settings: Settings) -> dict[str, tuple[str, int]]:
-    """Addresses of TransferQueue's processes, by their name in errors."""
+    """Return the addresses of TransferQueue's processes, by their name in errors."""
     _, controller, ports = settings.controller
     units = {f"TransferQueue's storage unit {name}": (at, own["put_get_socket"]) for name, at, own in settings.storage}
     return {"TransferQueue's controller": (controller, ports["request_handle_socket"])} | units
@@ -383,13 +383,13 @@ def _check_address(address: str, trusted_network: bool) -> None:
         raise broken(
             "data plane", f"TransferQueue would listen on {address}",
             "its sockets unpickle what they receive, so anyone who reaches them can run code",
-            "start Ray on a loopback address, or pass --trusted-network where only trusted machines reach the address",
+            "start Ray on a loopback address, or pass --trusted-network if only trusted machines reach the address",
         )  # fmt: skip
 
 
 def _second() -> DataPlaneError:
     return broken(
-        "data plane", "this Ray cluster runs a TransferQueue already", "one cluster serves one run",
+        "data plane", "this Ray cluster already runs a TransferQueue", "one cluster serves one run",
         "end the other run, or start this one without joining its cluster",
     )  # fmt: skip
 

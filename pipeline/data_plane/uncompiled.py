@@ -31,7 +31,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def _but_for_tensordict(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The mark itself, for all other callers: modules that import it meanwhile keep it."""
+    """Wrap the mark: it does nothing for tensordict, and still works for other modules that import it meanwhile."""
 
     def marked(function: Any) -> Any:
         asking = sys._getframe(1).f_globals["__name__"]

@@ -32,7 +32,7 @@ class TransferQueueWire:
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
         status_of = self._client.async_get_production_status
         index, status = await self._patience.ask(partial(status_of, list(fields), partition))
-        if index is None:  # a field that is missing in the partition hides the others
+        if index is None:  # a field that is missing in the partition hides the others: ask for each by itself
             if len(fields) == 1:
                 return set()
             return set().union(*await asyncio.gather(*(self.produced(partition, [field]) for field in fields)))
@@ -63,7 +63,7 @@ class TransferQueueWire:
                 response_type=ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
             )  # fmt: skip
         if not answer.body["success"]:
-            raise RuntimeError(f"the controller does not take {', '.join(schema)} as they are written")
+            raise RuntimeError(f"the controller rejects {', '.join(schema)} as written")
 
     async def load(self, indexes: list[int], fields: Sequence[str]) -> dict[str, list[Any]]:
         from transfer_queue import StorageKeyNotFoundError
@@ -92,7 +92,7 @@ class TransferQueueWire:
             return
         found = await self._meta(partition, rows, create=False)
         if found.size:
-            # only once: its indexes may belong to other rows a moment later
+            # not retried: its indexes may belong to other rows by then
             await self._client.async_clear_samples(found)
 
     def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
@@ -100,7 +100,7 @@ class TransferQueueWire:
 
 
 def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:
-    """The controller's metadata of a field, as TransferQueue's own writers send it."""
+    """Return the controller's metadata of a field, as TransferQueue's own writers send it."""
     import torch
 
     tensor = isinstance(rows[0], torch.Tensor)

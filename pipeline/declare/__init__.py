@@ -1,1 +1,1 @@
-"""What the user writes, and what a stage is given. Plain descriptions; nothing runs here."""
+"""What the user writes, and what a stage receives. Plain descriptions; nothing runs here."""

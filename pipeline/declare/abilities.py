@@ -23,7 +23,7 @@ class Shows(Protocol):
     shows: Sequence[Field]
 
     def vocabulary(self, context: StageContext) -> Sequence[bytes]:
-        """The UTF-8 bytes of each token, by id. Called once, after `setup`."""
+        """Return the UTF-8 bytes of each token, by id. Called once, after `setup`."""
 
 
 @runtime_checkable
@@ -42,25 +42,25 @@ class CorrectsOffPolicy(Protocol):
 
 
 def stamped_by(stage: object) -> Field | None:
-    """The field in which a stage records token versions, if any."""
+    """Return the field in which a stage records token versions, or None."""
     return stage.stamps if isinstance(stage, Stamps) else None
 
 
 def stamps_of(stages: Iterable[object]) -> Field | None:
-    """The token version field of the first stage that has one."""
+    """Return the token version field of the first stage that has one, or None."""
     return next((field for field in map(stamped_by, stages) if field), None)
 
 
 def shown_by(stage: object) -> Sequence[Field]:
-    """The per-token fields that a stage keeps with the samples."""
+    """Return the per-token fields that a stage keeps with the samples."""
     return stage.shows if isinstance(stage, Shows) else ()
 
 
 def run_of(stage: object) -> int | None:
-    """How many samples a stage per batch starts on; None is the whole batch."""
+    """Return how many samples a stage per batch starts on; None is the whole batch."""
     return stage.run_samples if isinstance(stage, StartsOnRuns) else None
 
 
 def corrects(stage: object) -> bool:
-    """Whether a stage corrects for samples of an older policy."""
+    """Return whether a stage corrects for samples of an older policy."""
     return isinstance(stage, CorrectsOffPolicy) and stage.corrects_off_policy

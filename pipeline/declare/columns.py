@@ -1,8 +1,8 @@
-"""The values of a field for some samples, as a stage sees them. Knows tensors, not where they lie.
+"""The values of a field for some samples, as a stage sees them. Knows tensors, not where they are stored.
 
 A column is one of three things, by its field:
   dims "N" or "N 3 4"   a torch tensor, samples first
-  dims "N T ..."        a `Ragged`: the samples' rows one after the other, and their lengths
+  dims "N T ..."        a `Ragged`: the samples' rows concatenated, and their lengths
   dtype "str"           a list of texts
 """
 
@@ -27,7 +27,7 @@ class Ragged:
         return len(self.lengths)
 
     def rows(self) -> list[torch.Tensor]:
-        """One view per sample, [length, *inner]."""
+        """Return one view per sample, [length, *inner]."""
         return list(self.values.split(list(self.lengths)))
 
     @staticmethod
@@ -43,7 +43,7 @@ Columns: TypeAlias = "dict[str, Column]"
 
 
 def size_bytes(column: Column) -> int:
-    """Payload of a column; a text counts its UTF-8 bytes."""
+    """Return the payload of a column in bytes; a text counts as UTF-8."""
     if isinstance(column, list):
         return sum(len(text.encode()) for text in column)
     values = column.values if isinstance(column, Ragged) else column
@@ -51,14 +51,14 @@ def size_bytes(column: Column) -> int:
 
 
 def plain_values(column: Column) -> list[Any]:
-    """One plain Python value per sample: a text, a number, or a list."""
+    """Convert a column to one plain Python value per sample: a text, a number, or a list."""
     if isinstance(column, Ragged):
         return [row.tolist() for row in column.rows()]
     return column if isinstance(column, list) else column.tolist()
 
 
 def take(column: Column, index: Sequence[int]) -> Column:
-    """The samples at `index`, in that order, copied."""
+    """Copy the samples at `index`, in that order."""
     import torch
 
     if isinstance(column, list):

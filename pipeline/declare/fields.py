@@ -65,7 +65,7 @@ class Field:
                 f"field {self.name!r}: dims {self.dims!r} have more than one ragged dimension, or it is late"
             )
         if self.dtype == "str" and len(symbols) > 1:
-            raise ValueError(f"field {self.name!r}: a str field is one text a sample, dims 'N'")
+            raise ValueError(f"field {self.name!r}: a str field is one text per sample, dims 'N'")
 
     @cached_property
     def ragged(self) -> str | None:
@@ -84,11 +84,11 @@ class Field:
         return not self.dims
 
     def agrees_with(self, other: Field) -> bool:
-        """Whether a reader that declares `other` may read what this field's writer puts."""
+        """Return whether a reader that declares `other` may read the columns of this field's writer."""
         return (self.name, self.dtype, self.dims, self.unit) == (other.name, other.dtype, other.dims, other.unit)
 
     def bounded(self, *, low: float | None = None, high: float | None = None) -> Field:
-        """The same field with tighter bounds, such as the size of a vocabulary that is known once a model is loaded."""
+        """Return the field with tighter bounds, such as a vocabulary size that is known once a model is loaded."""
         return Field(
             self.name,
             self.dtype,

@@ -56,7 +56,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph(_Located):
-    """One training step. `source` makes the prompts; `stages` may be in any order."""
+    """One training step. `source` provides the prompts; `stages` may be in any order."""
 
     name: str
     source: Stage
@@ -65,12 +65,12 @@ class Graph(_Located):
     host: WorkerGroup = field(default_factory=lambda: WorkerGroup(HOST))
 
     def all_stages(self) -> tuple[Stage, ...]:
-        """The source and the stages."""
+        """Return the source and the stages."""
         return (self.source, *self.stages)
 
     @property
     def group_size(self) -> int:
-        """Samples per prompt, from the stage that makes samples; 1 if there is none."""
+        """Samples per prompt, from the stage that generates samples; 1 if there is none."""
         sizes = [stage.group_size for stage in self.all_stages() if stage.group_size]
         return sizes[0] if sizes and isinstance(sizes[0], int) else 1
 

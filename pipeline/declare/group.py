@@ -22,7 +22,7 @@ class Location:
 
 
 def caller(depth: int) -> Location:
-    """The location of the code `depth` frames above the caller, skipping `dataclasses`."""
+    """Return the location of the code `depth` frames above the caller, skipping `dataclasses`."""
     frame = sys._getframe(depth + 1)
     while frame.f_globals.get("__name__") == "dataclasses" and frame.f_back:  # report the caller of replace()
         frame = frame.f_back
@@ -57,7 +57,7 @@ class Model(_Located):
     trainable: bool = True
 
     def frozen(self) -> Model:
-        """The same model as it was before training, never updated."""
+        """Return the model as it is before training, never updated."""
         return replace(self, trainable=False)
 
     def __hash__(self) -> int:
@@ -69,8 +69,8 @@ class WorkerGroup(_Located):
     """Processes that share a backend.
 
     name       in this graph
-    backend    who computes: the name of one that comes with Sluice ("torch", "vllm", "megatron"), "python" for plain
-               functions, or a `Backend` of your own; then `own` holds it, and this is its name
+    backend    the name of a backend that comes with Sluice ("torch", "vllm", "megatron"), "python" for plain
+               functions, or a `Backend` of your own, which is stored in `own` and replaced here by its name
     workers    ranks. A stage `per` sample or group is spread over them; a stage with `sharding` runs on all of them
                together, each on its shard of the batch. None is one per GPU, or one without GPUs
     gpus       of the whole group, divided evenly over its workers
@@ -88,7 +88,7 @@ class WorkerGroup(_Located):
 
     name: str
     backend: str | Backend = PLAIN.name
-    workers: int = None  # type: ignore[assignment] # given its number as soon as it is built
+    workers: int = None  # type: ignore[assignment] # set to a number in __post_init__
     gpus: int = 0
     cpus: float = 1.0
     threads: int = 0

@@ -1,9 +1,9 @@
 """`KVBatchMeta`, the handle that stages exchange: it names rows of the data plane and holds no tensor.
 
 It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, tags, extra_info) and adds what a reader
-needs to find and slice the columns: lengths, the place of each key, unit, attempt and a schema hash. `fields` are those
-of *this* put, not of the schema. The logical unit is the sample; the put chooses what one row of the store holds, and
-`Placement` records it.
+needs to find and slice the columns: lengths, the place of each key, unit, attempt and a schema hash. `fields` lists the
+fields of *this* put, not of the schema. The logical unit is the sample; the put chooses what one row of the store
+holds, and `Placement` records it.
 
     handle.select("reward").slice(0, 16)
     KVBatchMeta.join([rollout_handle, reward_handle], fields=("response", "reward"))
@@ -35,7 +35,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     offsets: dict[str, tuple[int, ...]]
 
     def at(self, index: Sequence[int]) -> Placement:
-        """The same for the keys at `index`, without rows that no key uses any more."""
+        """Return the placement of the keys at `index`, without rows that no key uses."""
         used: dict[int, int] = {}
         row = tuple(used.setdefault(self.row[i], len(used)) for i in index)
         return Placement(
@@ -59,7 +59,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def merged(self, other: Placement) -> Placement | None:
-        """One placement for the fields of both if both name the same rows for every key; else None."""
+        """Return one placement for the fields of both if both name the same rows for every key; else None."""
         if (self.row, self.rows, self.position) != (other.row, other.rows, other.position):
             return None
         if any(self.offsets[dim] != other.offsets[dim] for dim in self.offsets.keys() & other.offsets.keys()):
@@ -109,11 +109,11 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         return self.lengths.get("T", ())
 
     def placement(self, field: str) -> Placement:
-        """Where `field` is. Raises KeyError if this handle does not name it."""
+        """Return where `field` is. Raises KeyError if this handle does not name it."""
         return self.placements[self.placement_of[field]]
 
     def select(self, *fields: str) -> KVBatchMeta:
-        """The same keys with fewer fields. Raises KeyError for a field that this handle does not name."""
+        """Return the same keys with fewer fields. Raises KeyError for a field that this handle does not name."""
         if missing := [field for field in fields if field not in self.fields]:
             raise KeyError(f"handle has {', '.join(self.fields)}; asked for {', '.join(missing)}")
         return self._with(
@@ -121,7 +121,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def reorder(self, index: Sequence[int]) -> KVBatchMeta:
-        """The keys at `index`, in that order, with their tags and lengths: a slice, a shard, a permutation."""
+        """Return the keys at `index`, in that order, with their tags and lengths: a slice, a shard, a permutation."""
         return self._with(
             keys=tuple(self.keys[i] for i in index),
             lengths={dim: tuple(lengths[i] for i in index) for dim, lengths in self.lengths.items()},
@@ -130,11 +130,11 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
-        """Keys `start` to `stop`, as a list slice does."""
+        """Return keys `start` to `stop`, as a list slice does."""
         return self.reorder(range(len(self))[start:stop])
 
     def chunk(self, count: int) -> list[KVBatchMeta]:
-        """`count` handles of nearly equal size, in order; fewer if there are fewer keys."""
+        """Split into `count` handles of nearly equal size, in order; fewer if there are fewer keys."""
         count = min(count, len(self)) or 1
         edges = [len(self) * i // count for i in range(count + 1)]
         return [self.slice(a, b) for a, b in pairwise(edges)]
@@ -149,7 +149,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len({frozenset(handle.fields) for handle in handles}) > 1:
             raise ValueError("handles with different fields cannot be concatenated; select the common ones first")
-        # One placement a distinct combination over all parts, so that fields that lie together stay together.
+        # One placement per distinct combination over all parts, so that fields stored together stay together.
         combinations: dict[tuple[int, ...], int] = {}
         placement_of = {}
         for field in first.fields:
@@ -209,13 +209,13 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
             raise ValueError(
                 f"handle of {len(self)} samples takes {len(data)} bytes, more than "
-                f"{SIZE_CAP_BYTES_PER_SAMPLE} a sample; tags and extra_info are for small values"
+                f"{SIZE_CAP_BYTES_PER_SAMPLE} per sample; tags and extra_info are for small values"
             )
         return data
 
     @staticmethod
     def decode(data: bytes) -> KVBatchMeta:
-        """The inverse of `encode`. Raises msgspec.ValidationError for anything else."""
+        """Decode the output of `encode`. Raises msgspec.ValidationError for anything else."""
         return msgspec.msgpack.decode(data, type=KVBatchMeta)
 
     def _with(self, **changes: Any) -> KVBatchMeta:
@@ -232,7 +232,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _place(placements: list[Placement], new: Placement) -> int:
-    """The index of the placement for `new`: stages that put the same groups share one."""
+    """Return the index of the placement for `new`: stages that put the same groups share one."""
     for i, placement in enumerate(placements):
         if (merged := placement.merged(new)) is not None:
             placements[i] = merged
@@ -242,22 +242,22 @@ def _place(placements: list[Placement], new: Placement) -> int:
 
 
 def sample_key(admission: int, index: int) -> str:
-    """The key of sample `index` in the group with this admission number."""
+    """Return the key of sample `index` in the group with this admission number."""
     return f"{admission:08d}_g{index:03d}"
 
 
 @lru_cache(maxsize=64)
 def keys_of(groups: tuple[int, ...], group_size: int) -> tuple[str, ...]:
-    """The keys of all samples of `groups`, in canonical order. Cached: a batch is requested many times."""
+    """Return the keys of all samples of `groups`, in canonical order. Cached: a batch is requested many times."""
     return tuple(sample_key(group, i) for group in groups for i in range(group_size))
 
 
 @lru_cache(maxsize=64)
 def groups_of(keys: tuple[str, ...]) -> dict[int, int]:
-    """The number of `keys` per group, in order of first appearance. Read-only."""
+    """Return the number of `keys` per group, in order of first appearance. Read-only."""
     return dict(Counter(map(group_of, keys)))
 
 
 def group_of(key: str) -> int:
-    """The admission number in a key."""
+    """Return the admission number in a key."""
     return int(key[:8])

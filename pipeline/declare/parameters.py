@@ -28,30 +28,30 @@ class Rule:
     fix: str | Callable[[Any], str]
 
     def optional(self) -> Rule:
-        """The same rule, but None is legal too."""
+        """Return the same rule, but with None legal too."""
         return Rule(self.name, lambda value: value is None or self.legal(value), self.why, self.fix)
 
 
 def at_least(name: str, least: int, *, most: float = math.inf, why: str = "", fix: object = None) -> Rule:
-    """An integer from `least` to `most`."""
+    """Return the rule for an integer from `least` to `most`."""
     why = why or f"{name} is a whole number, {least} or more"
     fix = least if fix is None else fix
     return Rule(name, lambda value: is_whole(value, least) and value <= most, why, f"{name}={fix}")
 
 
 def number(name: str, legal: Callable[[float], bool], *, why: str, fix: object) -> Rule:
-    """A finite number that is `legal`."""
+    """Return the rule for a finite number that is `legal`."""
     return Rule(name, lambda value: is_number(value) and legal(value), why, f"{name}={fix}")
 
 
 def one_of(name: str, words: Sequence[str], *, why: str = "", fix: str = "") -> Rule:
-    """One of these words."""
+    """Return the rule for a parameter that is one of these words."""
     why = why or f"{name} is {' or '.join(map(repr, words))}"
     return Rule(name, lambda value: value in words, why, fix or f"{name}={words[0]!r}")
 
 
 def truth(name: str, *, why: str = "", fix: object) -> Rule:
-    """True or False."""
+    """Return the rule for a parameter that is True or False."""
     return Rule(name, lambda value: isinstance(value, bool), why or f"{name} is True or False", f"{name}={fix}")
 
 
@@ -66,10 +66,10 @@ def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = 
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether it is an integer of at least this; a bool is not."""
+    """Return whether `value` is an integer of at least `least`; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; a bool is not."""
+    """Return whether `value` is a finite number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,12 +1,13 @@
-"""Numbers divided evenly: into shares of equal count, and into rows of bounded size. Knows not what they measure.
+"""Divides numbers evenly: into shares of equal count, or into rows of bounded size. Does not know what they measure.
 
     spread(["a", "b", "c", "d"], costs=[9, 7, 3, 1], shares=2)                    # [["a", "d"], ["b", "c"]]
     rows_within(10, [0, 1, 2], size=[6, 5, 4], cost=[6, 5, 4])                    # [[0], [1, 2]]
 
-Shares are made by differencing: blocks of one item a share are joined, the two of widest spread first, so that they
-even out (Karmarkar and Karp, 1982; with equal counts: Yakir, Mathematics of Operations Research 21(1), 1996). Rows are
-filled evenly where few enough suffice, else by best or first fit decreasing, and levelled. The search over the number
-of rows is MULTIFIT (Coffman, Garey and Johnson, SIAM Journal on Computing 7(1), 1978) with rows in place of capacity.
+Shares are built by differencing: blocks with one item per share are joined, the two with the widest spread first, so
+that they even out (Karmarkar and Karp, 1982; with equal counts: Yakir, Mathematics of Operations Research 21(1), 1996).
+Rows are filled evenly if few enough rows suffice for that, else by best or first fit decreasing, and then leveled. The
+search over the number of rows is MULTIFIT (Coffman, Garey and Johnson, SIAM Journal on Computing 7(1), 1978) with rows
+in place of capacity.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _Fill: TypeAlias = Callable[[Sequence[int], Sequence[float], int], list[list[int
 
 
 def spread(items: Sequence[T], costs: Sequence[float], shares: int) -> list[list[T]]:
-    """`items` over shares, one of each block of `shares` neighbours to each, so that sums of costs are alike.
+    """Divide `items` into shares of similar total cost: each share gets one item of every block of `shares` neighbors.
 
-    Each share keeps the order of `items`, so the i-th items of all shares come from the i-th block. A last block that
-    is not full goes to some shares only.
+    Each share keeps the order of `items`, so the i-th items of all shares come from the i-th block. If the last block
+    is not full, only some shares get one of its items.
     """
     if shares == 1:
         return [list(items)]
-    # One node a block: loads, descending, and what makes up each of them, as indices into `items`.
+    # One node per block: its loads in descending order, and the items of each load, as indices into `items`.
     heap: list[tuple[float, int, list[float], list[list[int]]]] = []
     for start in range(0, len(items), shares):
         block = sorted(range(start, min(start + shares, len(items))), key=costs.__getitem__, reverse=True)
@@ -39,7 +40,7 @@ def spread(items: Sequence[T], costs: Sequence[float], shares: int) -> list[list
     while len(heap) > 1:
         _, number, loads, held = heapq.heappop(heap)
         _, _, others, theirs = heap[0]
-        # The largest load meets the smallest; the longer lists grow, so that joining costs little.
+        # Pair the largest load with the smallest. Append to the longer list, so that joining is cheap.
         loads = [a + b for a, b in zip(loads, reversed(others))]
         for i, j in zip(range(shares), reversed(range(shares))):
             long, short = (held[i], theirs[j]) if len(held[i]) >= len(theirs[j]) else (theirs[j], held[i])
@@ -52,15 +53,15 @@ def spread(items: Sequence[T], costs: Sequence[float], shares: int) -> list[list
 
 
 def exchanged(shares: Sequence[Sequence[int]], cost: Sequence[float], slack: float = 2**-10) -> list[list[int]]:
-    """`shares` of the same counts, after exchanges of one item for one that bring the costliest share down.
+    """Reduce the cost of the costliest share by exchanging single items between shares; their counts do not change.
 
-    Ends where no share is more than `slack` above the mean, as a fraction, or where no exchange helps. `cost` is looked
-    up by item.
+    Stops when no share exceeds the mean by more than the fraction `slack`, or when no exchange helps. `cost` is indexed
+    by item.
     """
     held = [list(share) for share in shares]
     loads = [float(sum(map(cost.__getitem__, share))) for share in held]
     mean = sum(loads) / len(loads)
-    least = mean * 2**-20  # a smaller gain may be rounding, and would be exchanged back
+    least = mean * 2**-20  # a smaller gain may be a rounding error, and the items would be exchanged back
     while max(loads) > mean * (1 + slack):
         top = loads.index(max(loads))
         for other in sorted(range(len(held)), key=loads.__getitem__):
@@ -77,7 +78,7 @@ def exchanged(shares: Sequence[Sequence[int]], cost: Sequence[float], slack: flo
 
 
 def _closest(ours: Sequence[int], theirs: Sequence[int], cost: Sequence[float], difference: float) -> tuple[int, int]:
-    """Where the two items are, one on each side, whose costs differ by `difference` as nearly as possible."""
+    """Return the indices of the two items, one from each side, whose costs differ by `difference` most nearly."""
     sought = sorted((cost[i], at) for at, i in enumerate(theirs))
     best: tuple[float, int, int] | None = None
     for at, i in enumerate(ours):
@@ -92,10 +93,10 @@ def _closest(ours: Sequence[int], theirs: Sequence[int], cost: Sequence[float], 
 def rows_within(
     capacity: int, items: Sequence[int], size: Sequence[int], cost: Sequence[float], multiple: int = 1
 ) -> list[list[int]]:
-    """`items` in rows whose sizes sum to at most `capacity`, none empty and of about the same cost.
+    """Divide `items` into rows of at most `capacity` total size, none empty and all of about the same cost.
 
-    Their number is a multiple of `multiple` where there are as many items, and up to that never above what first fit
-    decreasing makes. `size` and `cost` are looked up by item; no size is above `capacity`.
+    The number of rows is a multiple of `multiple` if there are enough items for that. Before it is rounded up, it never
+    exceeds that of first fit decreasing. `size` and `cost` are indexed by item; no size exceeds `capacity`.
     """
     order = sorted(items, key=size.__getitem__, reverse=True)
     large = sum(2 * size[i] > capacity for i in order)  # no two of these share a row
@@ -108,7 +109,7 @@ def rows_within(
         rows = _first_fit(order, size, capacity, len(rows) - 1) or rows
     count = _multiple(len(rows), multiple)
     low, high = fewest // multiple + 1, count // multiple
-    while high - low > high // 64:  # closer than that is not worth the time
+    while high - low > high // 64:  # a narrower search is not worth the time
         middle = (low + high) // 2
         if found := _even(order, size, cost, middle * multiple, capacity, spread):
             even, high = found, middle
@@ -120,14 +121,14 @@ def rows_within(
 
 
 def _multiple(number: int, of: int) -> int:
-    """The least multiple of `of` that is not below `number`."""
+    """Return the smallest multiple of `of` that is at least `number`."""
     return -(-number // of) * of
 
 
 def _even(
     order: Sequence[int], size: Sequence[int], cost: Sequence[float], count: int, capacity: int, fill: _Fill
 ) -> list[list[int]]:
-    """`count` rows of about the same cost, none empty. No rows where this way to fill them goes above the capacity."""
+    """Return `count` rows of about the same cost, none empty; no rows if `fill` exceeds the capacity."""
     if count > len(order):
         return []
     rows = fill(order, [cost[i] for i in order], count)
@@ -135,7 +136,7 @@ def _even(
 
 
 def _emptiest_first(order: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
-    """`count` rows: each item into the row that costs least so far."""
+    """Return `count` rows: each item goes into the row with the lowest cost so far."""
     rows: list[list[int]] = [[] for _ in range(count)]
     heap: list[tuple[float, int, int]] = [(0, 0, row) for row in range(count)]  # cost, items, row
     for i, cost in zip(order, costs):
@@ -146,7 +147,7 @@ def _emptiest_first(order: Sequence[int], costs: Sequence[float], count: int) ->
 
 
 def _best_fit(order: Sequence[int], size: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each item into the fullest row that still holds it."""
+    """Put each item into the fullest row that has room for it."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # capacity left and row, ascending
     for i in order:
@@ -162,9 +163,9 @@ def _best_fit(order: Sequence[int], size: Sequence[int], capacity: int) -> list[
 
 
 def _first_fit(order: Sequence[int], size: Sequence[int], capacity: int, most: int) -> list[list[int]]:
-    """Each item into the first row that still holds it. No rows where more than `most` would be needed."""
+    """Put each item into the first row that has room for it. Returns no rows if more than `most` are needed."""
     width = 1 << max(most - 1, 0).bit_length()
-    room = [0] * width + [capacity] * most + [0] * (width - most)  # of leaf width + row; node n has that of 2n, 2n + 1
+    room = [0] * width + [capacity] * most + [0] * (width - most)  # leaf width + row; node n: the maximum of 2n, 2n + 1
     for node in reversed(range(1, width)):
         room[node] = max(room[2 * node], room[2 * node + 1])
     rows: list[list[int]] = [[] for _ in range(most)]
@@ -188,14 +189,15 @@ def _first_fit(order: Sequence[int], size: Sequence[int], capacity: int, most: i
 
 
 def _level(rows: Sequence[Sequence[int]], size: Sequence[int], count: int) -> list[list[int]]:
-    """`count` rows, none empty, from no more: items go from the fullest row to the emptiest while that evens them."""
+    """Return `count` rows, none empty, from at most `count`: move items from the fullest to the emptiest row while that
+    evens them out."""
     level = [list(row) for row in rows] + [[] for _ in range(count - len(rows))]
     open_rows = sorted((sum(map(size.__getitem__, row)), len(row), number) for number, row in enumerate(level))
     while len(open_rows) > 1:
         (low, held, to), (high, many, source) = open_rows[0], open_rows[-1]
         moved = min(level[source], key=lambda i: abs(2 * size[i] - (high - low)))
         if many == 1 or (held and not 0 < size[moved] < high - low):
-            open_rows.pop()  # it gives nothing that would help
+            open_rows.pop()  # moving an item of this row would not help
             continue
         del open_rows[-1], open_rows[0]
         level[source].remove(moved)

@@ -42,7 +42,7 @@ class Layout:
 
     @staticmethod
     def of(group: WorkerGroup) -> Layout:
-        """The layout of a checked worker group, or of its processes if each leads a replica."""
+        """Return the layout of a checked worker group, or of its processes if each leads a replica."""
         if group.processes < group.workers:
             return Layout(data=group.processes)
         return Layout(
@@ -58,15 +58,15 @@ class Layout:
         return self.data * self.tensor * self.context * self.pipeline
 
     def replica(self, rank: int) -> int:
-        """The data-parallel position of a rank: its shard of a batch."""
+        """Return the data-parallel position of a rank: its shard of a batch."""
         return rank // (self.tensor * self.context) % self.data
 
     def siblings(self, replica: int) -> tuple[int, ...]:
-        """The ranks that share one shard of a batch; the first is their leader."""
+        """Return the ranks that share one shard of a batch; the first is their leader."""
         return tuple(rank for rank in range(self.size) if self.replica(rank) == replica)
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the model as `rank`, one per replica: gradients are summed over them."""
+        """Return the ranks with the same part of the model as `rank`, one per replica, whose gradients are summed."""
         inside = self.tensor * self.context
         stage = rank // (inside * self.data) * (inside * self.data)
         return tuple(stage + replica * inside + rank % inside for replica in range(self.data))
@@ -89,7 +89,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether it fetches and writes for its replica."""
+        """Whether this rank fetches and writes for its replica."""
         return self.layout.siblings(self.replica)[0] == self.rank
 
     @property
@@ -152,7 +152,7 @@ class Ranks:
         return values
 
     def totals(self, values: dict[str, float], *, largest: Sequence[str] = ()) -> dict[str, float]:
-        """Sums over the data-parallel ranks in rank order; the maximum for names in `largest`."""
+        """Sum each value over the data-parallel ranks, in rank order; take the maximum for names in `largest`."""
         parts = self.gather(values)
         return {
             name: max(part[name] for part in parts) if name in largest else sum(part[name] for part in parts)
@@ -170,16 +170,16 @@ class Ranks:
             raise StageError(
                 Problem(
                     where=what,
-                    what=f"the data-parallel ranks were given different work ({message})",
-                    why="they meet once a microbatch, and a rank with fewer would leave the others waiting",
+                    what=f"the data-parallel ranks have different work ({message})",
+                    why="they communicate once per microbatch, and a rank with fewer would leave the others waiting",
                     fix="shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)",
                 )
             )
 
     def share(self, fetch: Callable[[], Columns]) -> Columns:
-        """The columns from `fetch`, on every sibling; with a leader only one of them calls it.
+        """Return the columns from `fetch` on every sibling. If they have a leader, only the leader calls `fetch`.
 
-        A descriptor is sent first, then tensor by tensor. If the leader's fetch raises, its siblings raise a StageError
+        The leader broadcasts a descriptor and then each tensor. If its fetch raises, its siblings raise a StageError
         instead of waiting.
         """
         if self._siblings is None or len(self.layout.siblings(0)) == 1 or self.fetch == "independent":
@@ -214,7 +214,7 @@ class Ranks:
                     where=f"rank {self.rank}",
                     what=f"rank {leader}, which fetches for it, failed: {described}",
                     why="one rank of a replica fetches for all",
-                    fix="correct what the error of that rank says",
+                    fix="resolve the error of that rank",
                 )
             )
         columns: Columns = {}
@@ -229,7 +229,7 @@ class Ranks:
 
 
 def _descriptor(column: Any) -> tuple[Any, Any, tuple[int, ...] | None]:
-    """(dtype, shape, lengths) of a tensor column; a list of texts is sent whole."""
+    """Return (dtype, shape, lengths) of a tensor column; for a list of texts, (None, the list, None)."""
     if isinstance(column, list):
         return None, column, None
     values = column.values if isinstance(column, Ragged) else column
@@ -237,7 +237,7 @@ def _descriptor(column: Any) -> tuple[Any, Any, tuple[int, ...] | None]:
 
 
 def open_store(host: str, ranks: int, *, deadline_s: float) -> Any:
-    """The store where ranks meet, served by this process on `host` only, on a free port."""
+    """Open the store where ranks meet, served by this process on `host` only, on a free port."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -257,7 +257,7 @@ def open_store(host: str, ranks: int, *, deadline_s: float) -> Any:
 
 
 def reach_store(host: str, port: int, ranks: int, *, deadline_s: float) -> Any:
-    """The store that another rank serves."""
+    """Connect to the store that another rank serves."""
     from datetime import timedelta
 
     import torch.distributed as dist

@@ -1,10 +1,10 @@
-"""Balanced packing and sharding of a batch over data-parallel ranks: arithmetic over lengths. Knows no tensor.
+"""Balanced packing and sharding of a batch over data-parallel ranks: arithmetic on lengths. Knows no tensor.
 
-The driver calls it once a task; the result travels in the `extra_info` of the handle, and a rank follows it and never
-repacks: ranks that packed on their own would meet in collectives a different number of times, and hang.
+The driver computes it once per task; the result travels in the `extra_info` of the handle, and ranks follow it. If each
+rank packed on its own, they would run different numbers of collectives and hang.
 
     shards = shard_batch(prompts=[12, 12, 9, 9], responses=[40, 7, 33, 21], ranks=2, microbatching=Packed(64))
-    check_equal(shards)                                       # the preflight: same counts, same pad lengths
+    check_equal(shards)                                       # preflight check: same counts, same pad lengths
     mine = shards[rank]
     handle.reorder(mine.index)                                # the rows of this rank
     [mine.updates[0].microbatches[i].samples for i in ...]    # positions in those rows
@@ -25,31 +25,31 @@ from pipeline.declare.partition import exchanged, rows_within, spread
 
 @dataclass(frozen=True)
 class Plain:
-    """Runs of `samples` samples, padded to one rectangle; 0 is all that the rank has of a minibatch."""
+    """Runs of `samples` samples, padded to one rectangle; 0 means all of the rank's samples of a minibatch."""
 
     samples: int = 0
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Samples of similar length together: at most `tokens` tokens in a microbatch, padding included."""
+    """Microbatches of samples of similar length, of at most `tokens` tokens each, padding included."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Samples one after the other in a row of at most `tokens` tokens, without padding. One row is a microbatch."""
+    """Samples concatenated in rows of at most `tokens` tokens, without padding. One row is a microbatch."""
 
     tokens: int
 
 
 Microbatching: TypeAlias = Plain | Dynamic | Packed
-_Parts: TypeAlias = list[list[list[int]]]  # of one minibatch: [rank][microbatch][position in the batch]
+_Parts: TypeAlias = list[list[list[int]]]  # one minibatch: [rank][microbatch][position in the batch]
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True):
-    """What one pass takes: positions in the shard's own order, ascending, and the lengths to pad to, in tokens."""
+    """The input of one pass: positions in the shard, ascending, and the lengths to pad to, in tokens."""
 
     samples: tuple[int, ...]
     prompt: int
@@ -57,7 +57,7 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
-    """One minibatch on one rank. `tokens` (of responses) and `samples` count all ranks: they normalise the loss."""
+    """One minibatch on one rank. `tokens` (of responses) and `samples` count all ranks; they normalize the loss."""
 
     microbatches: tuple[Microbatch, ...]
     tokens: int
@@ -65,7 +65,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank of `ranks` has: `index` are positions in the batch, ascending, which is canonical order."""
+    """The share of one rank out of `ranks`. `index` holds positions in the batch, ascending (canonical order)."""
 
     rank: int
     ranks: int
@@ -75,12 +75,12 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage's batch is divided over the ranks of its worker group, as plain data of the plan.
+    """How a stage's batch is divided over the ranks of its worker group, as plain values in the plan.
 
     mode, size    of the microbatching: "plain" and samples, "dynamic" or "packed" and tokens
     minibatches   equal runs of groups, one optimizer update each
-    equal         whether every rank has the same number of microbatches, which stages whose ranks meet need
-    lengths       the ragged dimensions that are prompt and response
+    equal         whether every rank has the same number of microbatches; required if the ranks run collectives
+    lengths       the ragged dimensions of prompt and response
     """
 
     mode: Literal["plain", "dynamic", "packed"] = "plain"
@@ -91,13 +91,13 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(microbatching: Microbatching, *, minibatches: int = 1, equal: bool = True) -> Sharding:
-        """From what the user wrote."""
+        """Build from the user's settings."""
         mode: Any = type(microbatching).__name__.lower()
         size = microbatching.samples if isinstance(microbatching, Plain) else microbatching.tokens
         return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal)
 
     def shards(self, lengths: Mapping[str, Sequence[int]], ranks: int) -> list[Shard]:
-        """The shard of each rank, for samples of these lengths. Raises ValueError as `shard_batch` does."""
+        """Return one shard per rank for samples of these lengths. Raises ValueError as `shard_batch` does."""
         kinds = {"plain": Plain, "dynamic": Dynamic, "packed": Packed}
         prompts, responses = (lengths[dim] for dim in self.lengths)
         made = shard_batch(
@@ -123,19 +123,19 @@ def shard_batch(
     equal: bool = True,
     quadratic: float = 0.0,
 ) -> list[Shard]:
-    """One shard a rank, from the lengths in tokens of every sample's prompt and response, in canonical order.
+    """Return one shard per rank, from the prompt and response lengths of all samples, in tokens, in canonical order.
 
     minibatches  equal runs of samples; which samples an update sees does not depend on `ranks`
     equal        every rank has the same number of microbatches in every update, none of them empty, and the i-th ones
-                 of all ranks have the same pad lengths. Without it each rank packs its share alone, which only stages
-                 without collectives between ranks may do
+                 of all ranks have the same pad lengths. Without it, each rank packs its share alone, which is allowed
+                 only for stages without collectives between ranks
     quadratic    a sample of n tokens costs n + quadratic * n^2, and ranks are balanced by cost; 0 balances tokens
 
-    With one rank, Plain gives runs of samples in canonical order; all of Plain has one pair of pad lengths. A Packed
-    row is not padded; its pad lengths are those of the rectangles that its results are unpacked to.
+    With one rank, Plain returns runs of samples in canonical order. All microbatches of Plain have the same pad
+    lengths. A Packed row is not padded; its pad lengths are those of the rectangles that its results are unpacked into.
 
-    Raises ValueError where no plan exists. One always does where ranks divide a minibatch and the longest prompt and
-    the longest response together are within the budget.
+    Raises ValueError if no plan exists. One always exists if the ranks divide a minibatch and the longest prompt plus
+    the longest response fit the budget.
     """
     batch = _Lengths(list(map(int, prompts)), list(map(int, responses)), quadratic)
     _check_arguments(batch, ranks, microbatching, minibatches)
@@ -165,7 +165,7 @@ def shard_batch(
 
 
 def check_equal(shards: Sequence[Shard]) -> None:
-    """Raises ValueError, naming ranks and numbers, where ranks would not meet equally often, with equal shapes."""
+    """Raise ValueError, naming ranks and numbers, if the ranks differ in their microbatch counts or shapes."""
     for other in shards[1:]:
         first = shards[0]
         ranks = f"ranks {first.rank} and {other.rank}"
@@ -177,7 +177,7 @@ def check_equal(shards: Sequence[Shard]) -> None:
                 raise ValueError(f"{ranks} have {counts[0]} and {counts[1]} microbatches in update {number}")
             if (one.tokens, one.samples) != (two.tokens, two.samples):
                 raise ValueError(
-                    f"{ranks} normalise update {number} by {one.tokens} and {two.tokens} tokens, "
+                    f"{ranks} normalize update {number} by {one.tokens} and {two.tokens} tokens, "
                     f"{one.samples} and {two.samples} samples"
                 )
             for i, (a, b) in enumerate(zip(one.microbatches, two.microbatches)):
@@ -189,7 +189,7 @@ def check_equal(shards: Sequence[Shard]) -> None:
 
 
 def waste(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int]) -> float:
-    """How much of what is computed on is padding, as a fraction, over all ranks; 0 where rows are packed."""
+    """Return the fraction of all computed tokens that is padding, over all ranks; 0 if rows are packed."""
     if any(shard.packed for shard in shards):
         return 0.0
     padded = sum(
@@ -202,7 +202,8 @@ def waste(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[i
 
 
 def balance(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int], quadratic: float = 0.0) -> float:
-    """Cost of the busiest rank over the mean of all ranks, averaged over updates; 1 is perfect. Padding not counted."""
+    """Return the cost of the busiest rank over the mean of all ranks, averaged over updates; 1 is perfect. Padding does
+    not count."""
     cost = _Lengths(list(prompts), list(responses), quadratic).cost
     ratios = []
     for updates in zip(*(shard.updates for shard in shards)):
@@ -215,7 +216,7 @@ def balance(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence
 
 
 class _Lengths:
-    """The lengths of a batch in tokens, and what each sample costs."""
+    """The lengths of a batch in tokens, and the cost of each sample."""
 
     def __init__(self, prompts: list[int], responses: list[int], quadratic: float) -> None:
         if len(prompts) != len(responses):
@@ -230,20 +231,20 @@ class _Lengths:
         return len(self.total)
 
     def descending(self, positions: Sequence[int], by: Sequence[float]) -> list[int]:
-        """`positions`, the largest of `by` first; equal ones in canonical order."""
+        """Sort `positions` by descending `by`; equal ones stay in canonical order."""
         return sorted(positions, key=by.__getitem__, reverse=True)
 
     def shortest(self, positions: Sequence[int]) -> tuple[int, int]:
-        """The shortest prompt and the shortest response."""
+        """Return the lengths of the shortest prompt and the shortest response."""
         return min(map(self.prompts.__getitem__, positions)), min(map(self.responses.__getitem__, positions))
 
     def pad(self, positions: Sequence[int]) -> tuple[int, int]:
-        """The longest prompt and the longest response."""
+        """Return the lengths of the longest prompt and the longest response."""
         return max(map(self.prompts.__getitem__, positions)), max(map(self.responses.__getitem__, positions))
 
 
 def _check_arguments(batch: _Lengths, ranks: int, microbatching: Microbatching, minibatches: int) -> None:
-    """Every number on its own; whether the ranks divide a minibatch is the mode's to say."""
+    """Check each argument by itself; each mode checks on its own whether the ranks must divide a minibatch."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} is not 1 or more")
     if minibatches < 1 or len(batch) % minibatches:
@@ -274,7 +275,7 @@ def _check_arguments(batch: _Lengths, ranks: int, microbatching: Microbatching, 
 
 
 def _parts(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool) -> _Parts:
-    """The microbatches of one minibatch on every rank."""
+    """Return the microbatches of one minibatch on every rank."""
     if not equal and ranks > 1:
         return [_parts(batch, share, 1, microbatching, equal)[0] for share in _shares(batch, members, ranks)]
     match microbatching:
@@ -287,7 +288,7 @@ def _parts(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: M
 
 
 def _pads(batch: _Lengths, parts: _Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
-    """Pad lengths: [rank][microbatch]."""
+    """Return the pad lengths, [rank][microbatch]."""
     if isinstance(microbatching, Plain):
         whole = max(batch.prompts), max(batch.responses)
         return [[whole] * len(part) for part in parts]
@@ -297,14 +298,14 @@ def _pads(batch: _Lengths, parts: _Parts, microbatching: Microbatching, equal: b
 
 
 def _shares(batch: _Lengths, members: Sequence[int], ranks: int) -> list[list[int]]:
-    """What each rank has, in canonical order: counts that differ by one at most, and costs that are alike."""
+    """Return each rank's samples in canonical order, with counts that differ by at most one and similar costs."""
     by_cost = batch.descending(members, batch.cost)
     shares = spread(by_cost, [batch.cost[i] for i in by_cost], ranks)
     return [sorted(share) for share in exchanged(shares, batch.cost)]
 
 
 def _plain(batch: _Lengths, members: Sequence[int], ranks: int, samples: int) -> _Parts:
-    """Equal numbers of samples a rank, in canonical order, cut into runs."""
+    """Give each rank the same number of samples, in canonical order, cut into runs."""
     if len(members) % ranks:
         raise ValueError(f"{ranks} ranks do not divide a minibatch of {len(members)} samples")
     step = samples or len(members)
@@ -312,9 +313,9 @@ def _plain(batch: _Lengths, members: Sequence[int], ranks: int, samples: int) ->
 
 
 def _dynamic(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Dynamic) -> _Parts:
-    """Neighbours in an order of length, one of each block to each rank, and blocks cut where the budget is full.
+    """Sort samples by length, give each rank one sample of every block of neighbors, and cut where the budget is full.
 
-    Of a few orders the one with the fewest microbatches, then the least padding, is taken.
+    Of several orders, the one with the fewest microbatches, and then the least padding, is used.
     """
     best: tuple[tuple[int, int], list[int], list[int]] | None = None
     for order in _orders(batch, members, ranks * microbatching.tokens):
@@ -337,10 +338,12 @@ def _dynamic(batch: _Lengths, members: Sequence[int], ranks: int, microbatching:
 
 
 def _orders(batch: _Lengths, members: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Orders in which neighbours have similar prompts and similar responses; `tokens` is what all ranks take at once.
+    """Yield orders in which neighbors have similar prompts and similar responses. `tokens` is the budget of all ranks
+    together.
 
-    Prompts and responses are padded apart, so sorting by one leaves the other ragged. Bands of the one that varies
-    more, each sorted by the other, up and down in turn, keep both close; how many bands is best depends on the lengths.
+    Prompts and responses are padded separately, so sorting by one leaves the other ragged. Bands of the one that varies
+    more, each sorted by the other, alternately up and down, keep both similar. The best number of bands depends on the
+    lengths.
     """
     (low_p, low_r), (high_p, high_r) = batch.shortest(members), batch.pad(members)
     outer, inner = batch.responses, batch.prompts
@@ -362,7 +365,7 @@ def _orders(batch: _Lengths, members: Sequence[int], tokens: int) -> Iterator[li
 
 
 class _Blocks:
-    """Blocks of one sample a rank, in an order of length. A last block that is not full joins the one before it."""
+    """Blocks of one sample per rank, sorted by length. A last block that is not full joins the previous one."""
 
     def __init__(self, batch: _Lengths, order: Sequence[int], ranks: int) -> None:
         self.ranks, self.samples = ranks, len(order)
@@ -375,7 +378,8 @@ class _Blocks:
             self.rows[-1] = 2
 
     def cut(self, tokens: int) -> list[int] | None:
-        """Edges of microbatches, in items of a rank's share; as few as this order allows. None where one cannot fit."""
+        """Return the edges of the microbatches, as few as this order allows, counted in samples of a rank's share; None
+        if a block does not fit."""
         edges, rows, prompt, response = [0], 0, 0, 0
         for number, (p, r, count) in enumerate(zip(self.prompts, self.responses, self.rows)):
             prompt, response = max(prompt, p), max(response, r)
@@ -388,7 +392,7 @@ class _Blocks:
         return [*edges, sum(self.rows)]
 
     def padded(self, edges: Sequence[int]) -> int:
-        """Tokens of all microbatches of all ranks, padding included."""
+        """Return the number of tokens in all microbatches of all ranks, padding included."""
         total = 0
         for start, stop in pairwise(edges):
             count = min(stop * self.ranks, self.samples) - start * self.ranks
@@ -397,7 +401,7 @@ class _Blocks:
 
 
 def _packed(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Packed) -> _Parts:
-    """Rows within the budget, as many on every rank; the i-th rows of all ranks cost about the same."""
+    """Return rows within the budget, the same number on every rank; the i-th rows of all ranks cost about the same."""
     rows = rows_within(microbatching.tokens, members, batch.total, batch.cost, multiple=ranks)
     if len(rows) % ranks:
         raise ValueError(

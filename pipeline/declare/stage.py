@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """The field that a stage writes only for the groups it keeps, and the maximum number of batches sampled per
-    step."""
+    """The field that a stage writes only for the groups it keeps. At most `max_rounds` batches are sampled per step."""
 
     field: Field
     max_rounds: int = 10
@@ -98,31 +97,31 @@ class Stage:
         return None
 
     def groups(self) -> tuple[WorkerGroup, ...]:
-        """Its worker groups: one, or source and target of a transfer; empty means the host group."""
+        """Return its worker groups: one, or source and target of a transfer; empty means the host group."""
         return (self.on,) if self.on else ()
 
     def check(self, graph: Any) -> Iterable[Problem]:
-        """Problems of this stage in this `Graph`, beyond the general checks. Must not load torch."""
+        """Return problems of this stage in this `Graph`, beyond the general checks. Must not load torch."""
         return ()
 
     def meets(self, is_near: bool) -> bool:
-        """For a transfer: whether both sides move it together. `is_near` is True if all workers of both are on one
-        machine. Raises StageError if it is impossible."""
+        """Return whether both sides of a transfer move it together. `is_near` is True if all workers of both sides are
+        on one machine. Raises StageError if the transfer is impossible."""
         return False
 
     def setup(self, context: StageContext) -> Callable[..., Any]:
-        """Runs once in each worker. Returns the runner; one that has `save(folder)` and `restore(folder)` is part
-        of every checkpoint."""
+        """Return the runner. Called once in each worker. A runner with `save(folder)` and `restore(folder)` is part of
+        every checkpoint."""
         raise StageError(*setup_problems(self))
 
 
 def kept_by(stage: Stage) -> Field | None:
-    """The gate field of a stage, or None."""
+    """Return the gate field of a stage, or None."""
     return stage.gate.field if stage.gate else None
 
 
 def setup_problems(stage: Stage) -> Iterator[Problem]:
-    """A stage without a `setup` that a worker can call."""
+    """Yield a problem if the stage has no `setup` that a worker can call."""
     setup: Any = type(stage).setup
     try:
         usable = setup is not Stage.setup and bool(inspect.signature(setup).bind(stage, None))

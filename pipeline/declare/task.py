@@ -1,4 +1,4 @@
-"""What a stage is given when it runs, and what it returns: `Task`, `Output`, `StageContext`."""
+"""What a stage receives when it runs, and what it returns: `Task`, `Output`, `StageContext`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Output:
-    """What a runner returns if it has more than columns.
+    """The return value of a runner that returns more than columns.
 
     `metrics` are numbers named without the stage (stage `reward` and `mean` give `reward/mean`, unless the name already
     has a slash); a batch's metrics are the mean over its tasks, weighted by samples. `index` selects the samples of the
@@ -87,15 +87,15 @@ class Rendezvous(Protocol):
     meeting: Meeting | None
 
     def offer(self, payload: Any) -> None:
-        """Source: offer this rank's payload."""
+        """Offer this rank's payload (source)."""
 
     def take(self) -> list[Any]:
-        """Target and carrier: the payloads of all source ranks. Arrays may be shared memory: do not write to them."""
+        """Return the payloads of all source ranks (target, carrier). Do not write to arrays: they may be shared."""
 
 
 @dataclass
 class StageContext:
-    """What a worker passes to `Stage.setup`.
+    """The argument of `Stage.setup`, from the worker that runs it.
 
     `shared` lives as long as the worker and is common to all its stages; it holds their backend. Its values may have
     `close()`, called at the end, and, in groups that share GPUs, `sleep(room)` and `wake()`, see

@@ -1,1 +1,1 @@
-"""Drives one run: the scheduler's decisions to an executor, its reports back, all of it recorded."""
+"""Drives one run: passes the scheduler's decisions to an executor and its reports back, and records both."""

@@ -1,4 +1,4 @@
-"""Saves a run so that it can go on from there. Knows where; what is saved is the workers' own."""
+"""Writes checkpoints that a run can resume from. Chooses the folder; the workers write its contents."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class Checkpoints(Protocol):
-    """How the driver has a checkpoint written."""
+    """How the driver writes checkpoints."""
 
     def save(self, decision: Save) -> Sequence[Event]:
-        """Save what workers have after a step. Returns `Saved`, or nothing where that is heard of later."""
+        """Save the workers' state after a step. Returns `Saved`, or nothing if it is reported later."""
 
 
 class Folders:
-    """Checkpoints in a run directory; without one nothing is kept. `seed` is that of the graph's schedule."""
+    """Checkpoints in a run directory; none are written without one. `seed` is the seed of the graph's schedule."""
 
     def __init__(self, graph: str, seed: int, run_dir: RunDir | None, executor: Executor, journal: Journal) -> None:
         self._graph, self._seed = graph, seed
         self._run_dir, self._executor, self._journal = run_dir, executor, journal
 
     def save(self, decision: Save) -> Sequence[Event]:
-        """Write one. Raises CheckpointError where the disk does not take it."""
+        """Write a checkpoint. Raises CheckpointError if the disk is full or not writable."""
         if self._run_dir:
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
@@ -49,8 +49,8 @@ class Folders:
                     Problem(
                         where=str(self._run_dir.checkpoints),
                         what=f"a checkpoint could not be written: {error}",
-                        why="the run must be able to resume; earlier checkpoints are whole",
-                        fix="make room, then --resume",
+                        why="the run must be able to resume; earlier checkpoints are complete",
+                        fix="free disk space, then --resume",
                     )
                 ) from error
             self._journal.checkpointed(decision.step, folder.name, manifest.size_bytes, start_s)

@@ -1,9 +1,9 @@
-"""Drives one run: the scheduler decides, the executor acts, the journal remembers.
+"""Drives one run: the scheduler decides, the executor acts, the journal records.
 
 run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
 run.execute()
 
-`pipeline.engine.loop.Driver` is all that real runs and simulations share; `Engine` gives it the parts of a real run.
+`pipeline.engine.loop.Driver` is shared by real runs and simulations; `Engine` gives it the components of a real run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pipeline.schedule.scheduler import Scheduler
 
 
 class Engine:
-    """One run of a graph. `execute` runs it to the end or raises what ended it; either way everything is put away.
+    """One run of a graph. `execute` runs it to the end or raises the error that ended it; both release everything.
 
-    `on_step(step, metrics)` is called as each step is done (step -1: before the first). `deadline_s` bounds how long
-    the run may go without any task finishing. `termination` may ask the run to stop: then what is being trained is
-    finished and saved, `execute` returns, and `driver.stopped` is true.
+    `on_step(step, metrics)` is called after each step (step -1: before the first). `deadline_s` bounds the time in
+    which no task finishes. `termination` may ask the run to stop: the steps in training are then finished and saved,
+    `execute` returns, and `driver.stopped` is true.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """That of the run."""
+        """The scheduler of the run."""
         return self.driver.scheduler
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was asked to stop and did, before its last step."""
+        """Whether the run stopped on request, before its last step."""
         return self.driver.stopped
 
     def execute(self) -> None:
-        """Run every step that is left. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
+        """Run the remaining steps. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
         start, restore = self.scheduler.start, None
         if self.run_dir and start:
             restore, manifest, _ = checkpoint.read(self.run_dir, start)
@@ -108,6 +108,6 @@ class Engine:
             yield from self.executor.start(self.graph, self.plan, settings, restore)
             register(self.executor.plane, self.plan.partition, with_samples(self.graph))
             if termination := self.driver.oversight.termination:
-                termination.install()  # again: Ray has a handler of its own
+                termination.install()  # again: Ray has installed its own handler
 
         self.driver.run(bring_up)

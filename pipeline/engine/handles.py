@@ -1,6 +1,6 @@
-"""The driver's table of handles: what each put named, and the handle of any task made from it.
+"""The driver's table of handles: stores the handle of each put and makes the handle of each task from them.
 
-Knows keys and fields, not columns. It also says which groups a put has completed, which is what the scheduler hears.
+Knows keys and fields, not columns. It also determines which groups a put has completed; the scheduler needs only that.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pipeline.declare.handle import KVBatchMeta, Placement, group_of, groups_of,
 
 
 class HandleTable:
-    """Handles on the groups in flight."""
+    """The handles of the groups in flight."""
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._puts: dict[int, KVBatchMeta] = {}
-        self._groups_left: dict[int, int] = {}  # put -> groups of it that are in flight
+        self._groups_left: dict[int, int] = {}  # put -> number of its groups in flight
         self._next = 0
-        self._of: dict[str, dict[int, tuple[int, ...]]] = {}  # field -> group -> puts that have it
-        self._all: dict[int, list[int]] = {}  # group -> every put of it, those that were replaced included
-        self._counts: dict[tuple[str, int], int] = {}  # (field, group) -> samples, while incomplete
+        self._of: dict[str, dict[int, tuple[int, ...]]] = {}  # field -> group -> puts with this field of the group
+        self._all: dict[int, list[int]] = {}  # group -> all its puts, replaced ones included
+        self._counts: dict[tuple[str, int], int] = {}  # (field, group) -> samples present, while incomplete
         self._lost: dict[int, list[str]] = {}  # group -> rows of attempts whose worker was lost
 
     def add(self, handle: KVBatchMeta) -> tuple[int, ...]:
-        """Take a put's handle; the groups that it completes, for all of its fields.
+        """Add the handle of a put. Returns the groups that are now complete in all of its fields.
 
-        A put of a later attempt takes the place of what an earlier one has put for the same groups.
+        A put of a later attempt replaces the puts of earlier attempts for the same groups.
         """
         put = self._next
         self._next += 1
@@ -50,7 +50,7 @@ class HandleTable:
         return tuple(group for group, number in complete.items() if number == len(handle.fields))
 
     def handle(self, groups: Sequence[int], fields: Iterable[str]) -> KVBatchMeta | None:
-        """The handle of all samples of `groups`, in canonical order, with `fields`; None where there are no fields."""
+        """Return the handle of all samples of `groups`, in canonical order, with `fields`; None without fields."""
         keys = keys_of(tuple(groups), self._group_size)
         by_puts: dict[tuple[int, ...], list[str]] = {}
         for field in fields:
@@ -61,21 +61,21 @@ class HandleTable:
         return KVBatchMeta.join(parts) if parts else None
 
     def lengths(self, keys: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """The lengths of `keys` in every ragged dimension that the puts have told for all of them."""
+        """Return the lengths of `keys` in every ragged dimension in which all of them are known."""
         known: dict[str, dict[str, int]] = {}
-        for put in self._puts_of(groups_of(tuple(keys))):  # a later attempt comes later
+        for put in self._puts_of(groups_of(tuple(keys))):  # in order of arrival, so a later attempt wins
             for dim, lengths in self._puts[put].lengths.items():
                 known.setdefault(dim, {}).update(zip(self._puts[put].keys, lengths))
         return {dim: tuple(map(of.__getitem__, keys)) for dim, of in known.items() if of.keys() >= set(keys)}
 
     def longest(self, groups: Sequence[int], dim: str) -> tuple[int, ...]:
-        """The longest sample of each group in a ragged dimension; empty where that is not known of all of them."""
+        """Return the length of each group's longest sample in a ragged dimension; empty unless all are known."""
         lengths = self.lengths(keys_of(tuple(groups), self._group_size)).get(dim, ())
         size = self._group_size
         return tuple(max(lengths[start : start + size]) for start in range(0, len(lengths), size))
 
     def rows(self, groups: Sequence[int]) -> KVBatchMeta | None:
-        """A handle whose placements name every row of `groups`, to clear them; None where nothing was put."""
+        """Return a handle for clearing every row of `groups`; None if nothing was put."""
         wanted = set(groups)
         parts = []
         for number in self._puts_of(groups):
@@ -92,18 +92,18 @@ class HandleTable:
         return KVBatchMeta(keys=parts[0].keys, partition_id=parts[0].partition_id, fields=(), placements=placements)
 
     def lose(self, groups: Sequence[int], attempt: int) -> None:
-        """The worker of an attempt is lost: what it may have put without a report goes when the groups are cleared."""
+        """Record that an attempt's worker was lost. Rows that it put without a report are cleared with the groups."""
         for group in groups:
             self._lost.setdefault(group, []).append(row_name(sample_key(group, 0), attempt))
 
     def late(self, partition: str) -> KVBatchMeta | None:
-        """A handle on every row that a lost worker could write after that, once nothing is in flight; None where none
-        was lost."""
+        """Return a handle for clearing every row that a lost worker may have put after its groups were cleared; None if
+        no worker was lost."""
         rows = tuple(dict.fromkeys(row for lost in self._lost.values() for row in lost))
         return _rows(rows, partition) if rows else None
 
     def forget(self, groups: Sequence[int]) -> None:
-        """These groups were cleared."""
+        """Forget groups that were cleared."""
         for group in groups:
             for put in self._all.pop(group, ()):
                 self._groups_left[put] -= 1
@@ -117,17 +117,17 @@ class HandleTable:
         return len(self._puts)
 
     def _puts_of(self, groups: Iterable[int]) -> list[int]:
-        """Every put that names any of `groups`, in order of arrival."""
+        """Return every put that names any of `groups`, in order of arrival."""
         return sorted({put for group in groups for put in self._all.get(group, ())})
 
 
 def _rows(rows: tuple[str, ...], partition: str) -> KVBatchMeta:
-    """A handle that rows can be cleared with."""
+    """Return a handle for clearing rows."""
     return KVBatchMeta(keys=(), partition_id=partition, fields=(), placements=(Placement(rows, (), (), {}),))
 
 
 def _cut(puts: list[KVBatchMeta], keys: tuple[str, ...]) -> KVBatchMeta:
-    """One handle on exactly `keys` from puts that together hold at least those."""
+    """Return one handle on exactly `keys`, from puts that together contain at least those."""
     whole = puts[0] if len(puts) == 1 else KVBatchMeta.concat(puts)
     if whole.keys == keys:
         return whole

@@ -1,5 +1,6 @@
-"""Writes down what a run does: one trace event for each decision that is carried out and each report that is taken.
-Real runs and simulations write the same. Knows no rule of the schedule.
+"""Writes the record of a run: one trace event for each decision carried out and each report taken.
+
+Real runs and simulations write the same events. Knows no scheduling rules.
 
     journal = Journal(plan, WallClock(), TraceWriter(run_dir.events))
     journal.submitted(task)
@@ -18,11 +19,11 @@ from pipeline.record import trace
 
 
 class Clock(Protocol):
-    """What time it is."""
+    """A source of time."""
 
     @property
     def now_s(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Seconds on a monotonic clock."""
 
     @property
     def wall_s(self) -> float:
@@ -42,20 +43,20 @@ class WallClock:
 
 
 class Pen(Protocol):
-    """Where events go, such as a `TraceWriter`."""
+    """A destination of events, such as a `TraceWriter`."""
 
     def write(self, event: trace.TraceEvent) -> object:
-        """Take one event."""
+        """Write one event."""
 
     def flush(self) -> None:
-        """Hand what was taken to the operating system."""
+        """Pass the written events to the operating system."""
 
     def close(self) -> None:
-        """The record ends here. Idempotent."""
+        """Close the record. Idempotent."""
 
 
 class Journal:
-    """The record of one run. `clock` is also the driver's."""
+    """The record of one run. The driver uses the same `clock`."""
 
     def __init__(self, plan: Plan, clock: Clock, pen: Pen) -> None:
         self.clock = clock
@@ -63,10 +64,10 @@ class Journal:
         self.weights: dict[int, str] = {}  # the last published version and its hash
         self._plan = plan
         self._groups = {stage.name: stage.groups[0] for stage in plan.stages if stage.groups}
-        self._replaced: set[int] = set()  # the numbers of tasks of which an attempt was lost
+        self._replaced: set[int] = set()  # numbers of tasks whose worker was lost
 
     def started(self, start: int, executor: str) -> None:
-        """A run begins after `start` steps."""
+        """Record that the run starts after `start` steps."""
         plan, clock = self._plan, self.clock
         self.write(
             trace.Started(
@@ -80,15 +81,15 @@ class Journal:
         )
 
     def admitted(self, step: int, groups: tuple[int, ...], version: int) -> None:
-        """Groups enter."""
+        """Record that groups were admitted."""
         self.write(trace.Admitted(step=step, groups=groups, version=version, at_s=self.clock.now_s))
 
     def claimed(self, step: int, groups: tuple[int, ...]) -> None:
-        """Groups are the batch of a step."""
+        """Record the groups that form the batch of a step."""
         self.write(trace.Claimed(step=step, groups=groups, at_s=self.clock.now_s))
 
     def submitted(self, task: Task) -> None:
-        """A task is handed to its workers."""
+        """Record that a task was submitted to its workers."""
         self.write(
             trace.Submitted(
                 task=task.number,
@@ -105,7 +106,7 @@ class Journal:
         )
 
     def acknowledged(self, task: Task, groups: tuple[int, ...]) -> None:
-        """A task has done these groups."""
+        """Record that a task has acknowledged groups."""
         self.write(
             trace.Acknowledged(
                 task=task.number,
@@ -118,39 +119,39 @@ class Journal:
         )
 
     def retried(self, task: Task, groups: tuple[int, ...], reason: str) -> None:
-        """An attempt is lost, and these groups with it."""
+        """Record that an attempt was lost, and its unacknowledged groups."""
         self._replaced.add(task.number)
         self.write(trace.Retried(**trace.of(task), groups=groups, reason=reason, at_s=self.clock.now_s))
 
     def fenced(self, task: Task, groups: tuple[int, ...]) -> None:
-        """A report is ignored. What a task that is over says for the second time is not worth a word."""
+        """Record that a report of a replaced attempt was ignored. Repeated reports of a task are not recorded."""
         if task.number in self._replaced:
             self.write(trace.Fenced(**trace.of(task), groups=groups, at_s=self.clock.now_s))
 
     def served(self, task: Task, replica: int) -> None:
-        """A replica has the version that a transfer brings."""
+        """Record that a replica has the version of a transfer."""
         now_s = self.clock.now_s
         self.write(trace.Served(**trace.of(task), replica=replica, version=task.step + 1, at_s=now_s))
 
     def published(self, task: Task, version: int, sha256: str, at_s: float) -> None:
-        """All replicas have a version."""
+        """Record that all replicas have a version."""
         self.weights = {version: sha256}
         self.write(trace.Published(stage=task.stage, step=task.step, version=version, sha256=sha256, at_s=at_s))
 
     def dropped(self, stage: str, step: int, groups: tuple[int, ...], reason: str, tokens: tuple[int, ...]) -> None:
-        """Groups leave without being trained."""
+        """Record that groups were dropped."""
         self.write(
             trace.Dropped(stage=stage, step=step, groups=groups, reason=reason, tokens=tokens, at_s=self.clock.now_s)
         )
 
     def checkpointed(self, step: int, folder: str, size_bytes: int, start_s: float) -> None:
-        """A checkpoint that was begun at `start_s` is whole."""
+        """Record a complete checkpoint that was begun at `start_s`."""
         self.write(
             trace.Checkpointed(step=step, folder=folder, size_bytes=size_bytes, start_s=start_s, end_s=self.clock.now_s)
         )
 
     def step_ended(self, step: int, metrics: dict[str, float], cpu_s: tuple[float, float]) -> None:
-        """All of a step is acknowledged. `cpu_s` are CPU seconds of the driver and of all processes."""
+        """Record the end of a step. `cpu_s`: CPU seconds of the driver and of all processes."""
         self.write(
             trace.StepEnded(
                 step=step, metrics=metrics, at_s=self.clock.now_s, driver_cpu_s=cpu_s[0], processes_cpu_s=cpu_s[1]
@@ -158,16 +159,16 @@ class Journal:
         )
 
     def stopping(self) -> None:
-        """The run was asked to stop."""
+        """Record that the run was asked to stop."""
         self.write(trace.Stopping(at_s=self.clock.now_s))
 
     def failed(self, error: SluiceError, task: Task | None) -> None:
-        """What ended the run, and, where one did, the task that failed."""
+        """Record the error that ended the run, and the task that failed, if any."""
         stage, step = (task.stage, task.step) if task else (None, None)
         self._ended_early(stage, step, type(error).__name__, tuple(map(str, error.problems)))
 
     def interrupted(self) -> None:
-        """The run ends because somebody wants it to."""
+        """Record that the run was interrupted or stopped on request."""
         self._ended_early(None, None, "interrupted", ())
 
     def _ended_early(self, stage: str | None, step: int | None, error: str, problems: Sequence[str]) -> None:
@@ -175,5 +176,5 @@ class Journal:
         self.write(trace.Failed(stage=stage, step=step, error=error, problems=tuple(problems), at_s=now_s))
 
     def ended(self, rows_left: int) -> None:
-        """Every step is done."""
+        """Record that every step is done."""
         self.write(trace.Ended(steps=self._plan.steps, rows_left=rows_left, at_s=self.clock.now_s))

@@ -1,7 +1,7 @@
-"""Carries out what the scheduler decides and tells it what is reported: all that real runs and simulations share.
+"""Carries out the scheduler's decisions and passes reports back to it. Shared by real runs and simulations.
 
-The executor acts, the journal remembers; what touches disks, threads and columns are parts that a simulation does
-without. `pipeline.engine.driver.Engine` puts a real run together, `pipeline.simulation.virtual_run` a simulated one.
+The executor acts, the journal records. Disks, threads and columns are behind interfaces that a simulation replaces.
+`pipeline.engine.driver.Engine` assembles a real run, `pipeline.simulation.virtual_run` a simulated one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EVERY_S = 1.0  # the longest wait for a report
 
 
 class Runs(Protocol):
-    """What the driver asks of an executor; `pipeline.executors.Executor` and the simulated workers are such."""
+    """What the driver needs of an executor. `pipeline.executors.Executor` and the simulated workers implement it."""
 
     name: str
 
@@ -51,58 +51,58 @@ class Runs(Protocol):
         """Start a task."""
 
     def wait(self, timeout_s: float) -> Sequence[Report | Notice]:
-        """What was reported, in the order in which it came; nothing where nothing was within `timeout_s`."""
+        """Return reports in order of arrival; empty if none arrives within `timeout_s`."""
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
-        """Have a running stream give up groups."""
+        """Ask a running stream to cancel groups."""
 
     def close(self) -> None:
-        """End all workers. Idempotent."""
+        """Stop all workers. Idempotent."""
 
 
 class Store(Protocol):
-    """Where columns lie. `pipeline.engine.rows.Rows` is one; a simulation has none of them and knows their lengths."""
+    """Access to a run's columns, such as `pipeline.engine.rows.Rows`. A simulation has only their lengths."""
 
     def handle(self, task: Task) -> KVBatchMeta | None:
-        """What a task reads; None where it reads no samples."""
+        """Return the handle of a task's inputs; None if it reads no samples."""
 
     def landed(self, report: Any) -> list[Event]:
-        """What is present now that a task has put what it reports."""
+        """Return an event for each field that a report's puts have made present."""
 
     def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of the longest response of each group."""
+        """Return the longest response of each group, in tokens."""
 
     def lost(self, groups: Sequence[int], attempt: int) -> None:
-        """The worker of an attempt is lost."""
+        """Record that the worker of an attempt was lost."""
 
     def clear(self, step: int, groups: tuple[int, ...]) -> None:
-        """Nobody will read these groups again."""
+        """Clear groups that have no remaining reader."""
 
     def sweep(self, report: Any) -> None:
-        """Remove what an attempt has put that was replaced."""
+        """Remove the rows put by a replaced attempt."""
 
     def settle(self, *, wait: bool = False) -> None:
-        """Record what was removed."""
+        """Record the removals that are done, or with `wait` all of them."""
 
     def left(self) -> int:
-        """Rows that are there at the end."""
+        """Return the number of rows left at the end."""
 
     def close(self) -> None:
-        """Nothing will be removed any more. Idempotent."""
+        """Finish pending removals; no more may follow. Idempotent."""
 
 
 class Arrivals(Protocol):
-    """What comes from outside the graph."""
+    """Fields that processes outside the graph write."""
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
-        """Groups entered with a step: what is written of them from outside may come from now on."""
+        """Note that groups were admitted to a step: their outside fields may arrive from now on."""
 
     def came(self, scheduler: Scheduler) -> Sequence[Notice]:
-        """What has come since the last time."""
+        """Return what has arrived since the last call."""
 
 
 class Driver:
-    """One run of a plan: hands the scheduler's decisions to its parts, and what they report to the scheduler."""
+    """One run of a plan: passes the scheduler's decisions to its components and their reports to the scheduler."""
 
     def __init__(
         self,
@@ -121,18 +121,18 @@ class Driver:
         self.journal, self.rows, self.steps, self.drops = journal, rows, steps, drops
         self.checkpoints, self.outside, self.oversight = checkpoints, outside, oversight
         weights = set(scheduler.plan.weights_fields)
-        self._weights = {  # what a stage makes of weights, and whether they are served then
+        self._weights = {  # by stage: the weights fields that it writes, and whether it publishes them
             stage.name: (tuple(field for field in stage.writes if field in weights), stage.shape == "transfer")
             for stage in scheduler.plan.stages
         }
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was asked to stop and did, before its last step."""
+        """Whether the run stopped on request, before its last step."""
         return self.oversight.stopping and not self.scheduler.done
 
     def run(self, start: Callable[[], Iterable[trace.Placed]]) -> None:
-        """Run every step that is left; `start` brings the workers up. Raises SluiceError."""
+        """Run the remaining steps; `start` starts the workers. Raises SluiceError."""
         try:
             self.journal.started(self.scheduler.start, self.executor.name)
             for placed in start():
@@ -169,7 +169,7 @@ class Driver:
             if scheduler.over and not oversight.lingers():
                 return
             reports = wait(EVERY_S)
-            for report in reports:  # what follows from one report comes before the next
+            for report in reports:  # handle each report completely before the next
                 self._handle(self._notice(report) if isinstance(report, Notice) else self._take(report))
             notices = came(scheduler)
             for notice in notices:
@@ -202,7 +202,7 @@ class Driver:
                 case Cancel():
                     self.executor.cancel(decision.task, decision.groups)
                 case Save():
-                    self.drops.unheard(self.drops.cancelled)  # the checkpoint has them behind it, the record may end
+                    self.drops.unheard(self.drops.cancelled)  # a resumed run would never record them
                     self._handle(self.checkpoints.save(decision))
                 case StepDone():
                     self._step_done(decision.step)
@@ -221,7 +221,7 @@ class Driver:
         self.journal.step_ended(step, metrics, cpu_s)
         self.steps.done(step, metrics)
 
-    # What is reported, as events for the scheduler.
+    # Reports, translated into events for the scheduler.
 
     def _notice(self, notice: Notice) -> list[Event]:
         self.journal.write(notice.written)
@@ -244,7 +244,7 @@ class Driver:
             return self._fence(report)
         finished = report.finished
         if finished and owed.isdisjoint(finished):
-            return []  # the same report for the second time says nothing
+            return []  # a repeated report
         events = self.rows.landed(report)
         if report.weights:
             events.append(self._made(task, report.weights))
@@ -260,26 +260,26 @@ class Driver:
         return events
 
     def _fence(self, report: Report) -> list[Event]:
-        """A report of an attempt that was replaced: what it has put is swept. The end of a stream is none."""
+        """Ignore a report of a replaced attempt and remove its puts. A stream's empty last report is not recorded."""
         if report.finished or report.handles or not report.task.groups:
             self.journal.fenced(report.task, report.finished)
         self.rows.sweep(report)
         return []
 
     def _lost(self, task: Task, owed: tuple[int, ...], reason: str) -> list[Event]:
-        """The worker of a task is another one now: what it had not acknowledged goes out again, as the next attempt."""
+        """Handle the loss of a task's worker: its unacknowledged groups are submitted again, as the next attempt."""
         self.drops.unheard(owed)
         self.journal.retried(task, owed, reason)
         self.rows.lost(owed, task.attempt)
         return [Failed(task)]
 
     def _served(self, task: Task, replica: int) -> list[Event]:
-        """A replica has the version that a transfer brings."""
+        """Record that a replica has the version of a transfer."""
         self.journal.served(task, replica)
         return [Served(task, replica)]
 
     def _made(self, task: Task, weights: tuple[int, str]) -> Landed:
-        """A stage has made weights, or published them."""
+        """Return the event for new weights of a stage; record them if it publishes them."""
         fields, served = self._weights[task.stage]
         if served:
             now_s = self.journal.clock.now_s

@@ -1,7 +1,7 @@
-"""Finds fields that a process outside the graph wrote straight into the data plane.
+"""Finds fields that a process outside the graph wrote directly into the data plane.
 
-The store is asked, off the hot path, for the fields of `External` stages; what is there becomes a handle, as if a stage
-of the graph had put it.
+Polls the store, off the hot path, for the fields of `External` stages. Present fields get a handle, as if a stage of
+the graph had put them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from pipeline.record import trace
 from pipeline.schedule.events import Landed
 from pipeline.schedule.scheduler import Scheduler
 
-EVERY_S = 1.0  # between two questions to the store
+EVERY_S = 1.0  # between two polls of the store
 
 
 class Outside:
-    """The fields of a plan that nothing in its graph writes and something in it reads."""
+    """The fields of a plan that a stage reads and a process outside the graph writes."""
 
     def __init__(self, plan: Plan, handles: HandleTable, executor: Executor) -> None:
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
         self._plan, self._handles, self._executor = plan, handles, executor
         self._ragged = {edge.field: edge.ragged for edge in plan.edges}
         self._asked_s = time.monotonic()
-        self._admitted_s: dict[int, float] = {}  # by step, when it was last given groups
+        self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
-        """Groups entered with a step: their fields may come from now on."""
+        """Note that groups were admitted to a step: their fields may arrive from now on."""
         if self.stages:
             self._admitted_s[step] = time.monotonic()
 
     def awaited(self) -> bool:
-        """Whether something may come that no task brings."""
+        """Return whether fields may arrive without a task."""
         return bool(self.stages)
 
     def due(self) -> bool:
-        """Whether there is something to ask for, and it is time."""
+        """Return whether there is a field to poll for, and the next poll is due."""
         return bool(self.stages) and time.monotonic() - self._asked_s >= EVERY_S
 
     def came(self, scheduler: Scheduler) -> Sequence[Notice]:
-        """What has come since the last time. Raises StageError for a field that is later than its stage allows."""
+        """Return what has arrived since the last call. Raises StageError if a field exceeds its stage's timeout."""
         if not self.due():
             return ()
         self._asked_s = time.monotonic()
@@ -70,7 +70,7 @@ class Outside:
         incomplete = {group_of(key) for key, is_there in zip(keys, there) if not is_there}
         present = [key for key in keys if group_of(key) not in incomplete]
         lengths = self._handles.lengths(present)
-        if not present or self._ragged[field] not in (None, *lengths):  # cut by lengths that are not known yet
+        if not present or self._ragged[field] not in (None, *lengths):  # its lengths are not known yet
             return None
         now_s = time.monotonic()
         whole = self._handles.add(plane.adopt(self._plan.partition, present, [field], lengths))

@@ -1,4 +1,4 @@
-"""What may end a run before its last step: a request to stop, and time in which nothing happens."""
+"""Reasons to end a run before its last step: a request to stop, and time without progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipeline.schedule.scheduler import Scheduler
 
 
 def never() -> bool:
-    """For what does not happen."""
+    """Return False. The default of `lingers` and `awaits`."""
     return False
 
 
 class Oversight:
-    """Watches over one run. `of` names it for people: "run of quickstart". No longer than `deadline_s` passes without
-    any task finishing. `termination` may ask the run to stop. `lingers` says whether the run goes on to listen when all
-    is done, and `awaits` whether something is awaited that no task of the run brings."""
+    """Watches one run. `of` names it in messages, such as "run of quickstart". `deadline_s` bounds the time in which no
+    task finishes. `termination` may ask the run to stop. `lingers` returns whether the run keeps waiting for reports
+    when everything is done, `awaits` whether something may arrive without a task."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class Oversight:
         awaits: Callable[[], bool] = never,
     ) -> None:
         self.termination, self.stopping = termination, False
-        self.failed: Task | None = None  # the task that failed, where one did
+        self.failed: Task | None = None  # the task that failed, if any
         self._of, self._clock, self._deadline_s = of, clock, deadline_s
         self.lingers, self._awaits = lingers, awaits
 
     @property
     def must_stop(self) -> bool:
-        """Whether the run was asked to stop and has not begun to."""
+        """Whether the run was asked to stop and has not started stopping."""
         return self.termination is not None and self.termination.asked and not self.stopping
 
     def check(self, scheduler: Scheduler, progress_s: float) -> None:
-        """Nothing happened since `progress_s`. Raises StageError where nothing can, or nothing did for too long."""
+        """Raise StageError if no task can start, or if the last progress, at `progress_s`, exceeds the deadline."""
         running = scheduler.running
         if self.must_stop or scheduler.over:
             return

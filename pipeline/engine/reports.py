@@ -1,4 +1,4 @@
-"""What the driver hears: reports of tasks, and notices of what no task brings. Knows no worker."""
+"""What the driver receives: reports of tasks, and notices of everything else. Knows no workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipeline.schedule.events import Event
 
 
 class Report(Protocol):
-    """What the driver reads of a report; `pipeline.executors.worker.TaskResult`, which says what each field is, is one.
-    `handles` are looked at by who knows where columns lie."""
+    """The part of a report that the driver reads. `pipeline.executors.worker.TaskResult` implements and documents it.
+    Only the `Store` reads `handles`."""
 
     @property
     def task(self) -> Task: ...
@@ -37,7 +37,7 @@ class Report(Protocol):
 
 
 class Notice(NamedTuple):
-    """Something happened that is no report of a task: what the scheduler hears of it, and what is written down."""
+    """Something that no task reported: the event for the scheduler, and the event for the record."""
 
     event: Event
     written: trace.TraceEvent

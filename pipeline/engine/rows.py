@@ -1,6 +1,6 @@
-"""Where a run's columns lie, as the driver sees it: handles on them, and their removal once nobody reads them.
+"""The driver's view of a run's columns: their handles, and their removal after the last reader.
 
-Rows are removed in a thread of its own: nobody waits for that.
+Rows are removed in a separate thread, so that the driver does not wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLEARS_AT_ONCE = 2
 
 
 class Rows:
-    """The rows of one run in the executor's data plane. `tokens` is the dimension in which responses are long."""
+    """The rows of one run in the executor's data plane. `tokens` is the ragged dimension of responses."""
 
     def __init__(self, plan: Plan, executor: Executor, journal: Journal, tokens: str | None) -> None:
         self.handles = HandleTable(plan.group_size)
@@ -34,14 +34,14 @@ class Rows:
         self._clears: deque[Future[trace.Cleared]] = deque()
 
     def handle(self, task: Task) -> KVBatchMeta | None:
-        """What a task reads; None where it reads no samples."""
+        """Return the handle of a task's inputs; None if it reads no samples."""
         planned = self._stages[task.stage]
         fields = [field for field in planned.reads if field not in self._plan.weights_fields]
         groups = task.groups if planned.chooses else task.groups[: planned.first_groups]
         return self.handles.handle(groups, fields) if fields and groups else None
 
     def landed(self, report: TaskResult) -> list[Event]:
-        """What is present now that a task has put what it reports."""
+        """Return an event for each field that a report's puts have made present."""
         task, events = report.task, list[Event]()
         for handle in report.handles:
             whole = self.handles.add(handle)
@@ -50,32 +50,32 @@ class Rows:
         return events
 
     def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of the longest response of each group; empty where that is not known of all of them."""
+        """Return the longest response of each group, in tokens; empty unless all are known."""
         return self.handles.longest(groups, self._tokens) if self._tokens else ()
 
     def lost(self, groups: Sequence[int], attempt: int) -> None:
-        """The worker of an attempt is lost."""
+        """Record that the worker of an attempt was lost."""
         self.handles.lose(groups, attempt)
 
     def clear(self, step: int, groups: tuple[int, ...]) -> None:
-        """Nobody will read these groups again."""
+        """Clear groups that have no remaining reader."""
         handle = self.handles.rows(groups)
         self.handles.forget(groups)
         if handle is not None:
             self._remove(handle, step, groups)
 
     def sweep(self, report: TaskResult) -> None:
-        """Remove what an attempt has put that was replaced."""
+        """Remove the rows put by a replaced attempt."""
         for handle in report.handles:
             self._remove(handle, report.task.step, ())
 
     def settle(self, *, wait: bool = False) -> None:
-        """Record the removals that are done; raises what one of them raised."""
+        """Record the removals that are done, or with `wait` all of them. Raises the error of a failed one."""
         while self._clears and (wait or self._clears[0].done()):
             self._journal.write(self._clears.popleft().result())
 
     def left(self) -> int:
-        """The rows that are there once nothing is in flight: what a worker that was taken for lost has put since."""
+        """Return the number of rows left when nothing is in flight, after clearing late rows of lost workers."""
         plane, partition = self._executor.plane, self._plan.partition
         late = self.handles.late(partition)
         if late is not None:
@@ -83,7 +83,7 @@ class Rows:
         return plane.row_count(partition)
 
     def close(self) -> None:
-        """Wait for what is being removed. Idempotent."""
+        """Wait for pending removals; no more may follow. Idempotent."""
         self._clearing.shutdown()
 
     def _remove(self, handle: KVBatchMeta, step: int, groups: tuple[int, ...]) -> None:
@@ -92,7 +92,7 @@ class Rows:
             self._executor.plane.clear(handle)
             return trace.Cleared(step=step, groups=groups, start_s=start_s, end_s=time.monotonic())
 
-        while len(self._clears) >= CLEARS_AT_ONCE:  # the data plane holds no more than the plan says and these
+        while len(self._clears) >= CLEARS_AT_ONCE:  # bounds the rows beyond the plan's capacity
             self._journal.write(self._clears.popleft().result())
         self._clears.append(self._clearing.submit(clear))
         self._executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))

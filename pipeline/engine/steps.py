@@ -1,4 +1,4 @@
-"""The numbers of each step as it ends: into metrics.jsonl, the trace, and to a listener."""
+"""The metrics of each step: written to metrics.jsonl and the trace, and passed to a listener."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ StepListener = Callable[[int, dict[str, float]], None]
 
 
 class Steps(Protocol):
-    """What the driver says of each step while it is in flight."""
+    """What the driver reports about each step in flight."""
 
     def admitted(self, step: int, groups: int, at_s: float) -> None:
-        """Groups enter with a step."""
+        """Count groups admitted to a step."""
 
     def claimed(self, step: int, groups: Sequence[int]) -> None:
-        """These groups are its batch."""
+        """Note the groups of its batch."""
 
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
-        """These leave it: `reason` is the gate, STALE or CANCELLED."""
+        """Count groups dropped from it. `reason` is the gate's name, STALE or CANCELLED."""
 
     def report(self, report: Any) -> None:
-        """What a task says."""
+        """Add the metrics of a task's report."""
 
     def published(self, step: int, at_s: float) -> None:
-        """Its weights are served."""
+        """Note that its weights were published."""
 
     def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
-        """It is done: its numbers, and CPU seconds of the driver and of all processes so far."""
+        """Close a finished step. Returns its metrics, and CPU seconds of the driver and of all processes so far."""
 
     def done(self, step: int, metrics: dict[str, float]) -> None:
-        """It is done and recorded."""
+        """Handle a step that is finished and recorded."""
 
 
 class Numbers:
-    """The numbers of a real run, as `Steps`. A step lasts from one published version to the next."""
+    """The `Steps` of a real run. A step lasts from one published version to the next."""
 
     def __init__(self, plan: Plan, run_dir: RunDir | None, start: int, listener: StepListener | None) -> None:
         self._tally, self._usage = Tally(plan), Usage()
@@ -57,17 +57,17 @@ class Numbers:
         self.admitted, self.claimed, self.dropped = self._tally.admitted, self._tally.claimed, self._tally.dropped
 
     def report(self, report: TaskResult) -> None:
-        """Count the metrics of a task, and the seconds of its slowest worker."""
+        """Add the metrics of a task, and the seconds of its slowest worker."""
         task = report.task
         groups = [group for group in report.finished if group not in report.cancelled]
         self._tally.report(task, report.metrics, report.samples if task.groups else 0, groups)
         spans = [event for event in report.events if isinstance(event, trace.Ran)]
         if not spans:
             return
-        if task.stage in self._transfers:  # one side after the other, or both together
+        if task.stage in self._transfers:  # the two sides run in sequence or together
             took_s = covered_s((span.start_s, span.end_s) for span in spans)
         else:
-            taken_s: dict[tuple[str, int], float] = {}  # by worker; those that share a task work at the same time
+            taken_s: dict[tuple[str, int], float] = {}  # by worker; workers that share a task run at the same time
             for span in spans:
                 worker = (span.group, span.worker)
                 taken_s[worker] = taken_s.get(worker, 0.0) + span.end_s - span.start_s

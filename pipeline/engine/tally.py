@@ -1,4 +1,4 @@
-"""The numbers of each step: means of what stages report, seconds, and how many groups came and went. Pure."""
+"""The metrics of each step: means of what stages report, seconds, and counts of admitted and dropped groups. Pure."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from pipeline.schedule.events import CANCELLED, STALE
 
 
 class _Numbers:
-    """Of one step, while it is in flight."""
+    """The sums and counts of one step in flight."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.weights: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.admitted = 0
-        self.dropped: Counter[str] = Counter()  # by reason: the gate's name, or why a group was too old
+        self.dropped: Counter[str] = Counter()  # by reason: the gate's name, STALE or CANCELLED
         self.first_admitted_s: float | None = None
 
 
 class Tally:
-    """What the steps in flight have come to so far."""
+    """Accumulates the metrics of the steps in flight."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._steps: dict[int, _Numbers] = {}
         self._pooled: dict[int, list[tuple[dict[str, float], float]]] = {}  # by group, until a step claims it
-        self._claimed: dict[int, int] = {}  # the step of each claimed group of a step in flight
-        self._done = -2  # the last step that was taken
+        self._claimed: dict[int, int] = {}  # claimed group of a step in flight -> its step
+        self._done = -2  # the last step that was closed
 
     def admitted(self, step: int, groups: int, at_s: float) -> None:
-        """Groups entered with a step."""
+        """Count groups admitted to a step."""
         numbers = self._of(step)
         numbers.admitted += groups
         if numbers.first_admitted_s is None:
             numbers.first_admitted_s = at_s
 
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
-        """Groups left without being trained: `reason` is the gate, STALE or CANCELLED."""
+        """Count groups dropped from a step. `reason` is the gate's name, STALE or CANCELLED."""
         self._of(step).dropped[reason] += len(groups)
         for group in groups:
             self._pooled.pop(group, None)
 
     def claimed(self, step: int, groups: Sequence[int]) -> None:
-        """A step has claimed groups out of the pool: what was said of them counts for it."""
+        """Assign groups claimed from the pool to a step, with the metrics reported for them so far."""
         for group in groups:
             self._claimed[group] = step
             for metrics, weight in self._pooled.pop(group, ()):
                 self._add(step, metrics, weight)
 
     def report(self, task: Task, metrics: dict[str, float], samples: int, groups: Sequence[int]) -> None:
-        """What a task says of that many samples, those of `groups`; 0 for one that has none.
+        """Add the metrics of a task, averaged over the `samples` samples of `groups`; 0 for a task without samples.
 
-        What a stage of the pool says waits for the step that claims the groups.
+        Metrics of a pool stage are kept by group until a step claims the group.
         """
         if not metrics:
             return
@@ -69,12 +69,12 @@ class Tally:
                 self._pooled.setdefault(group, []).append((metrics, weight))
 
     def took(self, step: int, what: str, seconds: float) -> None:
-        """Seconds add up: `time/<what>_s`."""
+        """Add seconds to `time/<what>_s`."""
         numbers = self._of(step)
         numbers.seconds[what] = numbers.seconds.get(what, 0.0) + seconds
 
     def close(self, step: int, now_s: float) -> dict[str, float]:
-        """All numbers of a step that is done."""
+        """Close a finished step. Returns all its metrics."""
         numbers = self._of(step)
         self._steps.pop(step, None)
         self._done = max(self._done, step)
@@ -101,6 +101,6 @@ class Tally:
             numbers.weights[name] = numbers.weights.get(name, 0.0) + weight
 
     def _of(self, step: int) -> _Numbers:
-        """What comes for a step that is done, of groups that it did not claim, counts for the next one."""
+        """Return the numbers of a step, or of the next open one if it is closed: late reports count there."""
         step = max(step, self._done + 1)
         return self._steps.setdefault(step, _Numbers())

@@ -1,9 +1,9 @@
-"""SIGTERM: the first asks a run to stop, a second one ends it now.
+"""Handles SIGTERM: the first asks a run to stop, a second ends it at once.
 
     with Termination() as termination:
         Engine(..., termination=termination).execute()
 
-Only the main thread of a process can have it; elsewhere signals stay what they are, and `asked` is set by hand.
+Only the main thread can install the handler. In other threads signal handling is unchanged; set `asked` directly.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STDERR = 2
-TOLD = b"SIGTERM: the step that is being trained is finished and saved; a second SIGTERM ends the run now\n"
-EXIT_CODE = 128 + signal.SIGTERM  # what shells say of a process that SIGTERM ended
+TOLD = b"SIGTERM: the step in training will be finished and saved; a second SIGTERM ends the run at once\n"
+EXIT_CODE = 128 + signal.SIGTERM  # what shells report for a process that SIGTERM ended
 
 
 class Termination:
-    """`asked` is true once the run is to stop."""
+    """`asked` is true once the run should stop."""
 
     def __init__(self) -> None:
         self.asked = False
         self._before: Any = None
 
     def install(self) -> None:
-        """Take SIGTERM over, also from a handler installed in the meantime."""
+        """Install the handler, also over one installed in the meantime. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._take)
             if self._before is None:
@@ -42,13 +42,13 @@ class Termination:
             signal.signal(signal.SIGTERM, self._before)
 
     def over(self) -> None:
-        """The run has ended: nothing is left to stop, and what is said of it at last is said to the end."""
+        """Ignore SIGTERM from now on: the run has ended, and its final output should be complete."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a third one waits for nothing
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a third one ends the process at once
             raise SystemExit(EXIT_CODE)
         self.asked = True
-        os.write(STDERR, TOLD)  # a buffer may be in use where this came
+        os.write(STDERR, TOLD)  # unbuffered: the signal may have interrupted a buffered write

@@ -1,7 +1,7 @@
-"""CPU seconds of this process and of every process that it started, from /proc. Knows no task.
+"""CPU seconds of this process and of every process that it started, from /proc. Knows no tasks.
 
 usage = Usage()
-driver_cpu_s, processes_cpu_s = usage.read()      # (0.0, 0.0) where it was read less than a second ago
+driver_cpu_s, processes_cpu_s = usage.read()      # (0.0, 0.0) if read less than a second ago
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Usage:
-    """Reads at most once a second: it looks at every process of the machine. Where there is no /proc it reads 0."""
+    """Reads at most once every `every_s`, because it visits every process on the machine. Returns 0 without /proc."""
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
         self._last_s = float("-inf")
 
     def read(self) -> tuple[float, float]:
-        """CPU seconds so far: of this process, and of it and all that it started and that still run."""
+        """Return CPU seconds so far: of this process, and of it and its running descendants."""
         now_s = time.monotonic()
         if now_s - self._last_s < self._every_s or not PROC.is_dir():
             return 0.0, 0.0
@@ -32,7 +32,7 @@ class Usage:
 
 
 def tree_cpu_s(root: int) -> float:
-    """CPU seconds of a process and of its descendants."""
+    """Return the CPU seconds of a process and its descendants."""
     children: dict[int, list[int]] = {}
     used_s: dict[int, float] = {}
     for entry in PROC.iterdir():
@@ -49,7 +49,7 @@ def tree_cpu_s(root: int) -> float:
 
 
 def _stat(entry: Path) -> list[str] | None:
-    """The fields of /proc/PID/stat behind the name, which may hold spaces; None where the process has just ended."""
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces; None if the process has ended."""
     try:
         return (entry / "stat").read_text().rpartition(")")[2].split()
     except OSError:

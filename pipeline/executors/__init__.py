@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Start a task on its replica, or on all workers of its group. The scheduler guarantees that they are free."""
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Reports as they arrive; a stream sends several. An empty list if none arrives within `timeout_s`."""
+        """Return reports as they arrive; a stream sends several. Empty if none arrives within `timeout_s`."""
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         """Ask a running stream to cancel these groups. It acknowledges each one, canceled or finished."""
@@ -51,7 +51,7 @@ class Executor(Protocol):
 
 
 def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) -> list[KVBatchMeta]:
-    """One handle per data-parallel replica: its samples, and how it splits them into microbatches.
+    """Return one handle per data-parallel replica: its samples, and their microbatches.
 
     Batches are sharded here and nowhere else. Raises StageError if a batch cannot be sharded.
     """
@@ -64,7 +64,7 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
                 where=stage.where,
                 what=f"the batch of stage {stage.name!r} at step {task.step + 1} cannot be divided: {error}",
                 why="every data-parallel worker gets a share, in microbatches within the budget",
-                fix="a larger budget, shorter responses, or other numbers of workers and minibatches",
+                fix="use a larger budget, shorter responses, or other numbers of workers and minibatches",
             )
         ) from error
     handles = []
@@ -100,7 +100,7 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
                 where=f"stage {task.stage!r}, step {task.step + 1}",
                 what=f"its workers acknowledge different weights: {message}",
                 why="all workers of a group hold the same model",
-                fix="resume from the last checkpoint; if it comes again, the transfer is broken",
+                fix="resume from the last checkpoint; if it happens again, the transfer is broken",
             )
         )
     whole.weights = next(iter(acknowledged), None)

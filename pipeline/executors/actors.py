@@ -56,7 +56,7 @@ class Hosted:
         return self._worker.setup()
 
     def connect(self, settings: Any) -> tuple[Placed, bool]:
-        """Where it runs, and whether it can be replaced."""
+        """Connect to the data plane. Returns where the worker runs, and whether it can be replaced."""
         self._worker.connect(TransferQueuePlane.attach(settings))
         node = ray.util.get_node_ip_address()
         placed = Placed(group=self._worker.group.name, worker=self._worker.rank, node=node, pid=os.getpid())
@@ -66,7 +66,7 @@ class Hosted:
         return self._worker.run(task, KVBatchMeta.decode(meta) if meta is not None else None, cleared)
 
     def home(self) -> tuple[str, list[str]]:
-        """The node, and the GPUs assigned to this process."""
+        """Return the node, and the GPUs assigned to this process."""
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
         return ray.get_runtime_context().get_node_id(), [gpu for gpu in gpus.split(",") if gpu]
 

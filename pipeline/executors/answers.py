@@ -47,6 +47,6 @@ def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> S
 
 
 def one_line(error: Exception) -> str:
-    """The first informative line; Ray's messages can be pages long."""
+    """Return the first informative line; Ray's messages can be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
     return lines[0] if lines else type(error).__name__

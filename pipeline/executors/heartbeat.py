@@ -50,15 +50,15 @@ class Heartbeat:
         self._beats.pop(worker, None)
 
     def fate(self, worker: Any) -> str:
-        """Why a worker is gone."""
+        """Return why a worker is gone."""
         return f"has not answered for {DEADLINE_S:g} s" if worker in self._ended else "died"
 
 
 def missed(before: Mapping[Any, int], late: Iterable[Any]) -> dict[Any, int]:
-    """Count one more poll: how many polls in a row found each worker late."""
+    """Count one more poll. Returns how many polls in a row found each worker late."""
     return {worker: before.get(worker, 0) + 1 for worker in late}
 
 
 def overdue(missed: Mapping[Any, int]) -> list[Any]:
-    """Workers that were late for a whole deadline."""
+    """Return the workers that were late for a whole deadline."""
     return [worker for worker, looks in missed.items() if looks >= LOOKS]

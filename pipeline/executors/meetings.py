@@ -27,7 +27,7 @@ class Meetings:
         self._members: dict[str, frozenset[str]] = {}  # open meetings by name
 
     def of(self, stage: str, sources: Sequence[str], target: str, ranks: Sequence[int]) -> Meeting:
-        """The meeting of all current sources and these target ranks."""
+        """Return the meeting of all current sources and these target ranks."""
         if self._store is None:
             self._address = self._host()
             self._store = open_store(self._address, 1, deadline_s=self._deadline_s)

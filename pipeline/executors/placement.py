@@ -25,7 +25,7 @@ SPINS = "2000"  # for threads that wait for others in their process: workers sha
 
 
 def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
-    """Environment variables of a Ray worker: those of the data plane, and its priority."""
+    """Return the environment variables of a Ray worker: those of the data plane, and its priority."""
     return environment(deadline_s) | PRIORITY
 
 
@@ -66,7 +66,7 @@ class Placement:
                         where=str(group.location),
                         what=f"worker group {group.name!r} could not be placed within {START_DEADLINE_S:g} s",
                         why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
-                        fix="fewer workers, or a larger cluster",
+                        fix="use fewer workers, or a larger cluster",
                     )
                 )
             strategies = [
@@ -94,12 +94,12 @@ class Placement:
 
 
 def placed_first(group: PlacedGroup) -> int:
-    """Placement order: the host group needs the driver's node, and a colocated group follows its partner."""
+    """Return the placement order: the host group needs the driver's node, and a colocated group follows its partner."""
     return 0 if group.name == HOST else 2 if group.colocated else 1
 
 
 def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[dict[str, str]]]:
-    """Where the processes of a colocated group go, and which GPUs each one sees."""
+    """Return where the processes of a colocated group go, and which GPUs each one sees."""
     assert group.colocated is not None
     homes = get_all([actor.home.remote() for actor in owners], "be placed")
     gpus = [(node, gpu) for node, visible in homes for gpu in visible]
@@ -115,7 +115,7 @@ def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[
                     where=str(group.location),
                     what=f"a worker of group {group.name!r} would span the GPUs of {len({node, *others})} machines",
                     why=f"it shares the GPUs of {group.colocated.name!r}, as they were placed",
-                    fix="machines with at least as many GPUs as a replica needs, or separate GPUs for each group",
+                    fix="use machines with as many GPUs as a replica needs, or separate GPUs for each group",
                 )
             )
         strategies.append(NodeAffinitySchedulingStrategy(node, soft=False))

@@ -23,7 +23,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
-    """Versions by group, in the order of `keys`; samples of a group are adjacent. `column` is a Ragged."""
+    """Return the versions by group, in the order of `keys`; samples of a group are adjacent. `column` is a Ragged."""
     import numpy as np
 
     counts = groups_of(tuple(keys))

@@ -63,7 +63,7 @@ class RayExecutor:
     """
 
     name = "ray"
-    store: Settings | None = None  # of a TransferQueue that is there already and outlives the run, for all of a process
+    store: Settings | None = None  # an existing TransferQueue that outlives the run; set per process
 
     def __init__(
         self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False
@@ -251,12 +251,12 @@ class RayExecutor:
                         where=plan.name,
                         what=f"the run asks for {asked:g} {kind}s, the cluster has {have:g}",
                         why="every worker group holds its resources for the whole run, and the data plane 2 CPUs",
-                        fix="smaller worker groups, or more machines",
+                        fix="use smaller worker groups, or more machines",
                     )
                 )
 
     def _open_plane(self) -> TransferQueuePlane:
-        """A data plane with its storage on this node. Ray may still list the one of a run that just ended."""
+        """Return a data plane with its storage on this node. Ray may still list the one of a run that just ended."""
         if self.store is not None:
             return TransferQueuePlane.attach(self.store)
         here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
@@ -269,7 +269,7 @@ class RayExecutor:
         return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
 
     def _is_near(self, transfer: PlannedStage) -> bool:
-        """Whether all workers of both sides are on one machine."""
+        """Return whether all workers of both sides are on one machine."""
         return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
 
     def _transfer(self, task: Task, stage: PlannedStage) -> _Running:
@@ -289,14 +289,14 @@ class RayExecutor:
         return _Running(task, leading=dict(received), others=dict([*sent, *carried]), offer=offer)
 
     def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
-        """Carry calls to all sources of a two-sided transfer; empty for a one-sided one."""
+        """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
         if meeting is None:
             return []
         sources = self._actors[self._planned[offer.task.stage].groups[0]]
         return [(actor.carry.remote(offer.task, offer.near, meeting, offer.payloads), actor) for actor in sources]
 
     def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> Meeting:
-        """The meeting of a transfer's sources with these target ranks."""
+        """Return the meeting of a transfer's sources with these target ranks."""
         source, target = stage.groups
         return self._meetings.of(
             stage.name, [f"{source}.{rank}" for rank in range(len(self._actors[source]))], target, ranks
@@ -305,11 +305,11 @@ class RayExecutor:
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""
         calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
-        return get_all(calls, "wake up" if awake else "give up their memory")
+        return get_all(calls, "wake up" if awake else "release their memory")
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
-        """Whether the workers of a group communicate: they share a batch or a model."""
+        """Return whether the workers of a group communicate, because they share a batch or a model."""
         return group.workers > 1 and (
             group.model_parallel > 1 or any(stage.sharding for stage in stages if stage.name in group.stages)
         )
@@ -327,7 +327,7 @@ class RayExecutor:
         self._pending |= dict.fromkeys([*running.leading, *running.others], running)
 
     def _report(self, stream: Any) -> TaskResult | None:
-        """The next report of a stream; None for followers of a leader and at the end."""
+        """Return the next report of a stream; None at its end."""
         running = self._streams[stream]
         task = running.task
         try:
@@ -344,7 +344,7 @@ class RayExecutor:
         return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
-        """The result of a task once all ranks have returned or one has failed; None before that."""
+        """Return the result of a task once all ranks have returned or one has failed; None before that."""
         running = self._pending.pop(ref)
         task = running.task
         try:
@@ -363,13 +363,13 @@ class RayExecutor:
         whole = running.whole()
         if running.offer and not whole.error and (gone := self._retired.keys() & set(running.leading.values())):
             name, rank = self._retired[next(iter(gone))]
-            return TaskResult(task=task, lost=f"worker {name}.{rank} was replaced when it had been served")
+            return TaskResult(task=task, lost=f"worker {name}.{rank} was replaced after it had received the weights")
         if running.offer and not whole.error:
             self._served[self._planned[task.stage].groups[-1], task.stage] = running.offer
         return whole
 
     def _reached(self, running: _Running, ref: ray.ObjectRef) -> TaskResult | None:
-        """A report that one of several replicas has the whole version while others do not; else None."""
+        """Return a report that one of several replicas has the whole version while others do not, or None."""
         if not running.offer or ref not in running.leading:
             return None
         name, rank = self._find(running.leading[ref])
@@ -380,7 +380,7 @@ class RayExecutor:
         return TaskResult(task=running.task, served=replica) if has and len(calls) < len(running.leading) else None
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
-        """The report of a task whose worker did not respond; a dead worker is replaced if possible."""
+        """Return the report of a task whose worker did not respond. A dead worker is replaced if possible."""
         name, rank = self._find(actor)
         fate = self._heartbeat.fate(actor)
         doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
@@ -391,14 +391,14 @@ class RayExecutor:
         return self._another(task, actor, fate)
 
     def _instead(self, task: Task, actor: Any, error: Unfit) -> TaskResult:
-        """The report of a task whose worker cannot continue; it is replaced if possible."""
+        """Return the report of a task whose worker cannot continue. It is replaced if possible."""
         name, rank = self._find(actor)
         if not self._replaceable[name] or (self._actors[name][rank] is actor and self._restarts[name] == RESTARTS):
             return TaskResult(task=task, error=error)
         return self._another(task, actor, f"gave up: {error.problems[0].what}")
 
     def _another(self, task: Task, actor: Any, fate: str) -> TaskResult:
-        """The report of a task whose worker was lost and replaced."""
+        """Return the report of a task whose worker was lost. Replaces the worker."""
         name, rank = self._find(actor)
         result = TaskResult(task=task, lost=f"worker {name}.{rank} {fate}")
         if self._actors[name][rank] is actor:  # otherwise another of its tasks has handled that
@@ -412,7 +412,7 @@ class RayExecutor:
         return result
 
     def _find(self, actor: Any) -> tuple[str, int]:
-        """Worker group and rank of an actor, current or replaced."""
+        """Return worker group and rank of an actor, current or replaced."""
         for name, actors in self._actors.items():
             if actor in actors:
                 return name, actors.index(actor)
@@ -475,7 +475,7 @@ class _Running:
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
-        """The result of the task. All calls have returned."""
+        """Return the result of the task. All calls must have returned."""
         result = merged(self.task, [self.results[ref] for ref in self.leading])
         others = [self.results[ref] for ref in self.others]
         result.events = [event for other in others for event in other.events] + result.events
@@ -486,8 +486,8 @@ class _Running:
 
 
 def user_modules(graph_module: ModuleType) -> list[ModuleType]:
-    """The graph's module, and those loaded from below its folder or from the working directory, unless they are part of
-    an installed package."""
+    """Return the graph's module, and those loaded from below its folder or from the working directory, unless they are
+    part of an installed package."""
     folder = Path(graph_module.__file__ or ".").resolve().parent
     found = [graph_module]
     for name, module in list(sys.modules.items()):
@@ -503,6 +503,6 @@ def user_modules(graph_module: ModuleType) -> list[ModuleType]:
 
 
 def user_folders(modules: Sequence[ModuleType]) -> list[Path]:
-    """The folders that the driver finds the user's modules in: the working directory, and that of the graph."""
+    """Return the folders in which the driver finds the user's modules: the working directory and the graph's."""
     graph = Path(modules[0].__file__ or ".").resolve().parent if modules else Path.cwd()
     return list(dict.fromkeys((Path.cwd(), graph)))

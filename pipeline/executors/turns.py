@@ -56,6 +56,6 @@ class Turns:
         self._events += events
 
     def taken(self) -> list[Turned]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events

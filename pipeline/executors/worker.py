@@ -42,8 +42,8 @@ SHARD = "shard"  # the key in a handle's extra_info for its microbatches
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What every worker of a run is given. `folders` are those that the user's modules are imported from, as the driver
-    does."""
+    """The settings of every worker of a run. `folders` are the folders from which the driver imports the user's
+    modules."""
 
     partition: str
     group_size: int
@@ -144,7 +144,7 @@ class Worker:
         return None
 
     def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
-        """Once per run: it takes seconds for a tokenizer with 150,000 tokens, and a replacement holds up the run."""
+        """Keep the vocabulary, once per run: 150,000 tokens take seconds, and a replacement worker holds up the run."""
         if isinstance(stage, Shows) and stage.shows and self.rank == 0 and context.run_dir:
             run_dir = RunDir(context.run_dir)
             if not run_dir.vocabulary.exists():
@@ -285,7 +285,7 @@ class Worker:
     def _inputs(
         self, stage: Stage, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str], result: TaskResult
     ) -> tuple[Task, Columns]:
-        """The task with its shard, and its input columns."""
+        """Return the task with its shard, and its input columns."""
         assert self._plane is not None, "connect() comes before run()"
         if cleared:
             self._plane.evict(cleared)
@@ -301,7 +301,7 @@ class Worker:
     def _chosen(
         self, stage: KeepSamples, task: Task, meta: KVBatchMeta, result: TaskResult
     ) -> tuple[Task, KVBatchMeta]:
-        """The task and its handle, restricted to the groups that the stage chooses."""
+        """Return the task and its handle, restricted to the groups that the stage chooses."""
         size, names = self.settings.group_size, [field.name for field in stage.chooses]
         seen = self.ranks.share(lambda: self._get(stage, task, meta, names, result))
         places = sorted(stage.choose(seen, size))
@@ -310,7 +310,7 @@ class Worker:
         return msgspec.structs.replace(task, groups=kept), meta.reorder(rows)
 
     def _sharded(self, stage: Stage, task: Task, shard: Shard) -> Task:
-        """The task with its shard. Ranks first confirm that they have the same work."""
+        """Return the task with its shard. Ranks first confirm that they have the same work."""
         if self.ranks.connected and stage.sharding and stage.sharding.equal:
             pads = [[(part.prompt, part.response) for part in update.microbatches] for update in shard.updates]
             counts = [f"{len(pad)} microbatches {pad}" for pad in pads]
@@ -366,7 +366,7 @@ class Worker:
     def _checked(
         self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
-        """An output, and the samples of the task that its columns belong to."""
+        """Return an output, and the samples of the task that its columns belong to."""
         declared = {field.name for field in stage.writes if not field.per_step}
         if output.columns.keys() != declared:
             raise _wrong_columns(stage, declared, set(output.columns))
@@ -419,7 +419,7 @@ class Worker:
         )
 
     def _trained(self, stage: Stage, task: Task, keys: tuple[str, ...], columns: Columns) -> trace.Trained:
-        """What this rank just trained on, read from the columns themselves."""
+        """Return the record of what this rank just trained on, read from the columns themselves."""
         assert self._stamps is not None
         versions = versions_of(columns[self._stamps.name], keys)
         per_token = [field.name for field in stage.reads if field.ragged == self._stamps.ragged]
@@ -437,14 +437,14 @@ class Worker:
         )
 
     def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
-        """The samples of groups that an output keeps."""
+        """Return the samples of the groups that an output keeps."""
         if stage.gate is None or not output.dropped.keys() <= set(range(len(task.groups))):
             raise StageError(
                 Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} drops groups {sorted(output.dropped)} of {len(task.groups)}",
                     why="only a stage with a gate drops groups, by their position in the task",
-                    fix="set gate, or fix dropped",
+                    fix="declare a gate, or correct `dropped`",
                 )
             )
         size = self.settings.group_size
@@ -455,7 +455,7 @@ class Worker:
         return time.monotonic()
 
     def _end(self, task: Task, result: TaskResult, start_s: float, metrics: dict[str, float]) -> None:
-        """The task is over on this worker."""
+        """Record the end of a task on this worker."""
         result.events.append(
             trace.Ran(
                 **trace.of(task),
@@ -478,14 +478,14 @@ class Worker:
         return user_error(error, stage=stage.name, where=str(stage.location), when=when)
 
     def _log(self, error: Exception) -> None:
-        """The traceback, for the run directory."""
+        """Append the traceback to the worker's log in the run directory."""
         if self.settings.run_dir:
             with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
                 traceback.print_exception(error, file=file)
 
 
 async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:
-    """Everything a stream yielded since the last iteration. The stream keeps running while the consumer is busy."""
+    """Yield everything that a stream yielded since the last iteration. It keeps running while the consumer is busy."""
     waiting: list[Output] = []
     came = asyncio.Event()
 
@@ -518,7 +518,7 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
 
 
 def _weight(output: Output, keys: Sequence[str]) -> int:
-    """The number of samples that an output's metrics average over."""
+    """Return the number of samples that an output's metrics average over."""
     return len(output.index) if output.index is not None else len(keys)
 
 

@@ -15,12 +15,12 @@ import msgspec
 
 from pipeline.errors import GraphError, Problem, message_of
 
-SERVICES = ("tensorboard", "wandb", "mlflow")  # each a module here, a package, a flag and an extra
+SERVICES = ("tensorboard", "wandb", "mlflow")  # each names a module here, a package, a flag and an extra
 PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as services see it. `key` is unique among all runs; `flags` are those of graph()."""
+    """A run as services see it. `key` is unique among all runs; `flags` are the flags of graph()."""
 
     name: str
     key: str
@@ -29,12 +29,12 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """One run in one service. `done` is the last step the service already has, -1 for none."""
+    """One run in one service. `done` is the last step that the service already has, -1 for none."""
 
     done: int
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a step; steps only increase. May raise what its module's `errors` lists."""
+        """Send the metrics of a step; steps only increase. May raise the exceptions in its module's `errors`."""
 
     def close(self, state: str) -> None:
         """Finish; the run is "finished", "failed", "interrupted" or "unfinished"."""
@@ -46,18 +46,18 @@ def check(service: str, where: str) -> None:
         raise GraphError(
             Problem(
                 where=f"--{service}",
-                what="the address holds a password",
+                what="the address contains a password",
                 why="flags are written into the run directory",
-                fix="the address without it, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+                fix="remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
             )
         )
     found = importlib.util.find_spec(service)
-    if found is None or found.origin is None:  # a folder of its name is no package
+    if found is None or found.origin is None:  # a folder of that name is not the package
         raise GraphError(
             Problem(
                 where=f"--{service}",
                 what=f"the package {service} is not installed",
-                why="no service is a dependency",
+                why="services are not dependencies of Sluice",
                 fix=f"pip install 'sluice[{service}]'",
             )
         )
@@ -74,17 +74,17 @@ def opened(service: str, where: str, run: Described) -> Sink:
 
 
 def errors(service: str) -> tuple[type[Exception], ...]:
-    """The exceptions that a sink of this service may raise."""
+    """Return the exceptions that a sink of this service may raise."""
     return importlib.import_module(f"pipeline.forwarders.{service}").errors()
 
 
 def failure(service: str, where: str, error: Exception) -> GraphError:
-    """A service's exception as an error of its flag."""
+    """Convert a service's exception to an error of its flag."""
     return GraphError(
         Problem(
             where=f"--{service} {where}",
             what=message_of(error),
-            why="the service did not take it; the run has all of it in metrics.jsonl",
-            fix=f"python -m pipeline.forward RUN --{service} {where}, which goes on behind the last step",
+            why="the service rejected a request; metrics.jsonl in the run directory has every metric",
+            fix=f"python -m pipeline.forward RUN --{service} {where}, which continues after the last forwarded step",
         )
     )

@@ -11,13 +11,13 @@ from pathlib import Path
 from pipeline import precedence
 from pipeline.rundir import RunDir
 
-LAST_S = 60.0  # to send what is left
+LAST_S = 60.0  # time to send the remaining metrics
 
 
 @contextmanager
 def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
     """Start `pipeline.forward` for these services, if any, and wait for it at the end. Its output goes to
-    RUN/logs/forward.log; a failure is reported and changes nothing."""
+    RUN/logs/forward.log; a failure is reported and does not affect the run."""
     if not wanted:
         yield
         return
@@ -27,7 +27,7 @@ def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
         process = subprocess.Popen(
             precedence.command("pipeline.forward", str(run_dir.path), *flags, "--until-eof"),
             stdin=subprocess.PIPE, stdout=file, stderr=file,
-            start_new_session=True,  # Ctrl-C is meant for the run
+            start_new_session=True,  # so that Ctrl-C reaches only the run
         )  # fmt: skip
     try:
         yield
@@ -41,9 +41,9 @@ def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
             process.wait()
             failed = True
         if failed:
-            print(f"forwarding has failed, the run has not: {_last_line(log)}", file=sys.stderr, flush=True)
+            print(f"forwarding failed, the run did not: {_last_line(log)}", file=sys.stderr, flush=True)
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,7 +1,7 @@
-"""MLflow: a run in an experiment of the graph's name, on the tracking server or store at an address.
+"""MLflow: a run in an experiment named after the graph, on the tracking server or store at an address.
 
-What the server wants to know of the user it takes from MLFLOW_TRACKING_USERNAME and its like. A run that MLflow has
-already goes on behind its last step, which a tag keeps.
+Credentials come from MLFLOW_TRACKING_USERNAME and similar variables. A run that MLflow already has continues after its
+last step, which is stored in a tag.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.forwarders import Described
 KEY, DONE = "sluice.run", "sluice.step"  # tags
 NOT_IN_NAMES = re.compile(r"[^\w./ :-]")
 STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-AT_ONCE = 100  # parameters that MLflow takes in one call
+AT_ONCE = 100  # maximum parameters per call of MLflow
 
 
 def errors() -> tuple[type[Exception], ...]:

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in FOLDER/RUN. What was forwarded there before is replaced, not doubled."""
+"""TensorBoard: event files in FOLDER/RUN. Metrics forwarded there earlier are replaced, not duplicated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorBoard:
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
-        # TensorBoard forgets what earlier files of the folder say of this step and later ones.
+        # makes TensorBoard discard the entries of earlier files in the folder for this step and later ones
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=start))
 

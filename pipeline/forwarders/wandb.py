@@ -1,6 +1,6 @@
-"""Weights & Biases: a run of PROJECT or ENTITY/PROJECT. Keys come from the environment or from `wandb login`.
+"""Weights & Biases: a run in PROJECT or ENTITY/PROJECT. Keys come from the environment or from `wandb login`.
 
-WANDB_MODE=offline keeps it on this machine. A run that W&B has already goes on behind its last step.
+WANDB_MODE=offline keeps it on this machine. A run that W&B already has continues after its last step.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A graph, checked and made into a plan, or every problem that it has."""
+"""Checks a graph and makes its plan, or reports every problem."""

@@ -23,7 +23,7 @@ BATCH = Rule(
 _GROUP_SIZE = Rule(
     "group_size",
     lambda value: is_whole(value, 1) and value <= 999,
-    "it makes a whole number of them, 1 to 999",
+    "a group has a whole number of samples, 1 to 999",
     "samples_per_prompt=8",
 )
 _RULES = (
@@ -33,16 +33,17 @@ _RULES = (
         why="a unit is a sample, a group or a batch",
         fix="per='sample', 'group' or 'batch'",
     ),
-    at_least("every", 1, why="it runs at every n-th step, n >= 1"),
+    at_least("every", 1, why="the stage runs at every n-th step, n >= 1"),
 )
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
-    """Every check of a graph whose structure is right. A problem that two checks find is reported once."""
+    """Yield the problems of a graph whose structure is right. A problem that two checks find is reported once."""
     own = {
         stage.name: _own(stage, graph)
         for stage in graph.all_stages()
-        if not any(problem for group in stage.groups() for problem in group_values(group))  # which is told below
+        # wrong groups are reported by `group_problems`
+        if not any(problem for group in stage.groups() for problem in group_values(group))
     }
     lost = [stage.name for stage in stages if not stage.groups() and own.get(stage.name)]
     found = [
@@ -61,7 +62,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
 
 
 def _own(stage: Stage, graph: Graph) -> list[Problem]:
-    """What the stage's own check finds."""
+    """Return the problems that the stage's own check finds."""
     try:
         return list(stage.check(graph))
     except Exception as error:  # noqa: BLE001 - user code enters here
@@ -81,8 +82,8 @@ def _source(graph: Graph) -> Iterator[Problem]:
         yield Problem(
             where=str(source.location),
             what=f"source {source.name!r} reads {_names(source.reads)}",
-            why="a source makes prompts from nothing",
-            fix="put it among the stages and use Prompts(...) as source",
+            why="a source has no inputs",
+            fix="move it to the stages and use Prompts(...) as source",
         )
     if hasattr(source, "batch"):
         yield from broken([BATCH], source, where=str(source.location))
@@ -105,7 +106,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
         for field in stage.writes:
             writers.setdefault(field.name, []).append((stage, field))
     for name, pairs in writers.items():
-        gates = all(kept_by(stage) == field for stage, field in pairs)  # of which `gate_problems` tells
+        gates = all(kept_by(stage) == field for stage, field in pairs)  # `gate_problems` reports these
         if len(pairs) > 1 and not gates:
             both = " and ".join(f"{stage.name!r} ({stage.location})" for stage, _ in pairs)
             transfers = all(stage.shape == "transfer" for stage, _ in pairs)
@@ -136,20 +137,20 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     why="dtype, dims and unit agree across an edge",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
-    read |= {stage.gate.field.name for stage in stages if stage.gate}  # it is waited for
+    read |= {stage.gate.field.name for stage in stages if stage.gate}  # stages wait for it
     for name, pairs in writers.items():
         if name not in read:
             yield Problem(
                 where=str(pairs[0][0].location),
-                what=f"field {name!r} of {pairs[0][0].name!r} is read by nobody",
-                why="it is put and cleared for nothing",
-                fix="remove it, or add its reader",
+                what=f"field {name!r} of {pairs[0][0].name!r} is not read by any stage",
+                why="it is written and cleared for nothing",
+                fix="remove it, or add a stage that reads it",
                 warning=True,
             )
 
 
 def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Stage, Field]]]) -> str:
-    """What to write where no stage writes a field that `stage` reads."""
+    """Return the fix for a field that `stage` reads and no stage writes."""
     if field.hint:
         return field.hint
     others = [name for name in written if name not in {read.name for read in stage.reads}]
@@ -166,7 +167,7 @@ def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Sta
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:
-    """Stages and the fields between them within one step; an edge has its field's name."""
+    """Return the graph of stages within one step. Each edge has the name of its field."""
     graph = nx.DiGraph()
     writer = {field.name: stage.name for stage in stages for field in stage.writes}
     graph.add_nodes_from(stage.name for stage in stages)
@@ -187,7 +188,7 @@ def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where[cycle[0][0]],
                 what=f"the stages form a cycle: {path}",
-                why="within a step a field comes before its readers",
+                why="within a step, a field is written before it is read",
                 fix="read one of these fields from the step before (reads_back), or remove the read",
             )
 
@@ -209,7 +210,7 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has every={stage.every} and writes {_names(stage.writes)}",
-                why="its readers would wait for ever in between",
+                why="at the steps in between, its readers would wait forever",
                 fix="every=1",
             )
 
@@ -232,7 +233,7 @@ def _shardings(stages: Sequence[Stage]) -> Iterator[Problem]:
                 where=str(stage.location),
                 what=f"stage {stage.name!r} has sharding; it is a {stage.shape} stage per {stage.per} "
                 f"and reads {', '.join(field.name for field in stage.reads) or 'nothing'}",
-                why="a batch is divided by the lengths of its prompts and responses, once it is whole",
+                why="a batch is divided by the lengths of its prompts and responses, once it is complete",
                 fix=f"per='batch', and read fields with the dims {' and '.join(stage.sharding.lengths)}",
             )
 
@@ -268,7 +269,7 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
                 yield Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} uses {model.source!r} on {_names(stage.groups())}, "
-                    "where nothing brings it up to date",
+                    "where nothing updates it",
                     why=f"{trainer.name!r} updates it on {_names(trainer.groups())}",
                     fix=f"run it on {_names(trainer.groups())}"
                     + (f", or add a Refit to {_names(stage.groups())}" if stage.groups() else "")
@@ -278,7 +279,7 @@ def _models(stages: Sequence[Stage]) -> Iterator[Problem]:
 
 
 def model_name(model: Model) -> str:
-    """How a plan writes a model."""
+    """Return a model's name in a plan."""
     return model.source if model.trainable else f"{model.source} (frozen)"
 
 

@@ -1,9 +1,9 @@
-"""The gate of a graph: the one stage that keeps or drops whole groups, and which stages wait for what it keeps. Pure.
+"""The gate of a graph: the one stage that keeps or drops whole groups, and the stages that wait for it. Pure.
 
-A stage with a `gate` field writes that field for the groups that it keeps. What it depends on runs before the gate and
-sees every group that is sampled; every other stage that reads or writes samples follows it and waits for the field,
-which it is not given unless it reads it. What a process outside the graph writes comes before the gate: nobody outside
-can know what was dropped, so the gate decides on a group when all of that has arrived.
+A stage with a `gate` writes the gate's field for the groups that it keeps. Stages that it depends on run before it and
+see every sampled group. Every other stage that reads or writes samples runs after it and waits for the field, but
+fetches it only if it reads it. Fields written by processes outside the graph come before the gate, because those
+processes cannot know which groups were dropped: the gate decides on a group once all of these fields have arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
 from pipeline.plan.plan import Gate
 
-ADDED = "samples"  # the stage that every plan adds: it is behind a gate, and no reason to have one
+ADDED = "samples"  # the stage that every plan adds: it follows a gate, but does not justify one
 
 
 _ROUNDS = at_least(
@@ -30,7 +30,7 @@ _ROUNDS = at_least(
 
 
 def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
-    """The gate of a graph, None where every group is kept."""
+    """Return the gate of a graph; None if every group is kept."""
     for stage in stages:
         if stage.gate:
             return Gate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
@@ -38,7 +38,7 @@ def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
 
 
 def awaited(stages: Sequence[Stage], dag: nx.DiGraph) -> dict[str, tuple[Field, ...]]:
-    """The fields that a stage waits for though it does not read them. `dag` is the dependence within a step."""
+    """Return the fields that each stage waits for without reading them. `dag`: see `checks.dependence`."""
     gate = next((stage for stage in stages if stage.gate), None)
     if gate is None or gate.gate is None:
         return {}
@@ -51,14 +51,14 @@ def awaited(stages: Sequence[Stage], dag: nx.DiGraph) -> dict[str, tuple[Field, 
 
 
 def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]:
-    """What is wrong with the gates of a graph."""
+    """Yield the problems of a graph's gates."""
     gates = [stage for stage in stages if stage.gate]
     if len(gates) > 1:
         yield Problem(
             where=" and ".join(dict.fromkeys(str(stage.location) for stage in gates)),
             what=f"{len(gates)} stages drop groups ({', '.join(repr(stage.name) for stage in gates)})",
-            why="a batch is filled up with groups that one stage keeps",
-            fix="keep one of them, with a rule that decides on everything",
+            why="a batch is filled with the groups that one stage keeps",
+            fix="keep one of them, with a rule that combines all of theirs",
         )
         return
     for gate in gates:
@@ -69,8 +69,8 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
                 where=where,
                 what=f"stage {gate.name!r} has a gate; it is a {gate.shape} stage per {gate.per} and writes "
                 f"{', '.join(repr(field.name) for field in gate.writes) or 'nothing'}",
-                why="it decides on groups as they come, and writes its gate for those that it keeps",
-                fix="a map stage with per='group' and the gate among its writes",
+                why="a gate decides on groups as they arrive, and writes its field for the groups that it keeps",
+                fix="use a map stage with per='group' and the gate's field among its writes",
             )
         yield from broken([_ROUNDS], kept, where=where, says=f"stage {gate.name!r} has {{}}")
         before = nx.ancestors(dag, gate.name) if gate.name in dag else set()
@@ -78,22 +78,22 @@ def gate_problems(stages: Sequence[Stage], dag: nx.DiGraph) -> Iterator[Problem]
             if stage.name in before and stage.per == "batch" and _holds(stage):
                 yield Problem(
                     where=str(stage.location),
-                    what=f"stage {stage.name!r} starts on whole batches and is before {gate.name!r}, which reads what "
-                    "it leads to",
+                    what=f"stage {stage.name!r} starts on whole batches and runs before {gate.name!r}, which depends "
+                    "on it",
                     why=f"there is no batch until {gate.name!r} has filled it",
-                    fix=f"per='group', or a rule that does not depend on {stage.name!r}",
+                    fix=f"use per='group', or a rule that does not depend on {stage.name!r}",
                 )
         if not any(stage.name != ADDED for stage in _behind(stages, dag)):
             yield Problem(
                 where=where,
-                what=f"no stage is behind {gate.name!r}",
+                what=f"no stage follows {gate.name!r}",
                 why="it decides which groups the later stages see",
-                fix=f"add them, such as Advantage(...) and Train(...), or remove {gate.name!r}",
+                fix=f"add stages after it, such as Advantage(...) and Train(...), or remove {gate.name!r}",
             )
 
 
 def _behind(stages: Sequence[Stage], dag: nx.DiGraph) -> list[Stage]:
-    """The stages that must not see a dropped group."""
+    """Return the stages that must not see a dropped group."""
     gate = next(stage for stage in stages if stage.gate)
     before = {gate.name, *nx.ancestors(dag, gate.name)}
     return [stage for stage in stages if stage.name not in before and stage.shape != "external" and _holds(stage)]

@@ -1,4 +1,4 @@
-"""What is wrong with the worker groups of a graph. Pure."""
+"""Checks of the worker groups of a graph. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RULES = (
     one_of(
         "fetch",
         ("auto", "independent", "leader"),
-        why="workers that need the same samples each get them, or one does for all",
+        why="workers that need the same samples each fetch them, or one fetches for all",
         fix="fetch='auto', 'independent' or 'leader'",
     ),
-    truth("fully_sharded", why="weights are divided over its workers, or they are not", fix=True),
+    truth("fully_sharded", why="True shards the weights over the workers, False does not", fix=True),
     number("cpus", lambda value: value >= 0, why="cpus is a number, 0 or more", fix=1.0),
     number(
         "memory", lambda value: 0 < value <= 1, why="memory is a share of each GPU, above 0 and at most 1", fix=0.85
@@ -32,7 +32,7 @@ _RULES = (
 
 
 def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
-    """What is wrong with each group, and with what all of them ask for."""
+    """Yield the problems of each group, and of the resources of all groups together."""
     groups: dict[str, WorkerGroup] = {}
     for group in (graph.host, *(group for stage in stages for group in stage.groups())):
         known = groups.setdefault(group.name, group)
@@ -63,12 +63,12 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
             where=str(graph.location),
             what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
             why="every group holds its GPUs for the whole run",
-            fix="fewer GPUs a group, or more machines",
+            fix="use fewer GPUs per group, or more machines",
         )
 
 
 def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
-    """What a group has that does not divide evenly, why it has to, and what to write instead."""
+    """Yield what a group has that does not divide evenly, why it must, and a fix."""
     alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
     if group.gpus % group.workers:
         what = f"{group.gpus} GPUs and {group.workers} workers"
@@ -87,17 +87,17 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
             f"{group.data_parallel} {alike}, a batch has {batch} groups",
             "the data-parallel size divides the batch",
         )
-        yield what, why, f"a batch that is a multiple of {group.data_parallel}"
+        yield what, why, f"use a batch that is a multiple of {group.data_parallel}"
     if group.fetch == "leader" and group.model_parallel == 1:
-        why = "a leader fetches for workers that need the same samples, and here all need others"
+        why = "a leader fetches for workers that need the same samples, and here all need different ones"
         yield "fetch='leader' and no model parallelism", why, "fetch='auto'"
 
 
 def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[tuple[str, str, str]]:
-    """What keeps a group from lying on the GPUs of another one: with whom, why, and what to write instead."""
+    """Yield why a group cannot share the GPUs of another: the other group, the reason, and a fix."""
     other = group.colocated
     if not isinstance(other, WorkerGroup):
-        yield shown(other), "it is the worker group on whose GPUs this one lies", "pass the WorkerGroup, or nothing"
+        yield shown(other), "it is the worker group whose GPUs this one shares", "pass the WorkerGroup, or nothing"
         return
     name, ahead = repr(other.name), graph.schedule.max_staleness
     if other.name not in groups or other.name == group.name or other.backend == PLAIN.name:
@@ -105,21 +105,21 @@ def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Gra
         why = "two groups that compute with models take turns on the GPUs of one"
         yield what, why, "pass the group of the other stages"
     elif other.colocated is not None:
-        why = "one group has the GPUs, the others lie on them"
-        yield f"{name}, which itself is colocated", why, "name the group that has the GPUs"
+        why = "one group owns the GPUs, the others share them"
+        yield f"{name}, which itself is colocated", why, "name the group that owns the GPUs"
     elif group.gpus != other.gpus:
         what = f"{name} and {group.gpus} GPUs; that group has {other.gpus}"
-        yield what, "both have the same GPUs", f"gpus={other.gpus}"
+        yield what, "both use the same GPUs", f"gpus={other.gpus}"
     elif ahead:
-        why = "groups that take turns on their GPUs leave nothing to run ahead"
+        why = "groups that take turns on the same GPUs cannot run ahead"
         what, fix = (
             f"{name}, and the schedule max_staleness={ahead}",
-            "max_staleness=0, or GPUs of its own for each group",
+            "max_staleness=0, or separate GPUs for each group",
         )
         yield what, why, fix
 
 
 def group_values(group: WorkerGroup) -> Iterator[Problem]:
-    """The name and the ranges of a worker group."""
+    """Yield the problems of a worker group's name and values."""
     yield from group_name_problem(group)
     yield from broken(_RULES, group, where=str(group.location), says=f"worker group {group.name!r} has {{}}")

@@ -1,4 +1,4 @@
-"""Names that the engine uses itself: what a stage, a field or a worker group of the user's must not be called. Pure."""
+"""Names that the engine reserves: the user's stages, fields and worker groups must not have them. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
 
 STAGES: Mapping[str, str] = {
-    "samples": "every plan adds a stage of that name, which keeps texts in the run directory",
+    "samples": "every plan adds a stage of that name, which writes texts to the run directory",
     "step": "the metric time/step_s is the time of the whole step, time/STAGE_s that of a stage",
     "time": "the metrics time/... are the seconds of every stage",
     "dropped": "the metrics dropped/... count groups that were too old or cancelled",
-    "version": "a record says by that name that a task waits for a policy version",
-    "checkpoint": "a record says by that name that a task waits for a checkpoint",
+    "version": "the record uses that name for tasks that wait for a policy version",
+    "checkpoint": "the record uses that name for tasks that wait for a checkpoint",
 }
 FIELDS: Mapping[str, str] = dict.fromkeys(
-    ("step", "key", "version"), "a line of samples/ has the step, the key and the version of a sample by these names"
+    ("step", "key", "version"), "each line of samples/ has the step, key and version of its sample under these names"
 )
 
 
 def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
-    """Stages, fields and worker groups with such a name, and stages whose name cannot be part of a file name."""
+    """Yield a problem for each reserved name, and for each stage whose name cannot be part of a file name."""
     for stage in stages:
         where = str(stage.location)
         if stage.name in STAGES:
@@ -34,7 +34,7 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"stage name {stage.name!r} is not usable as a file name",
-                why="it names its metrics, and the folder of what it fails on",
+                why="it is part of the names of its metrics and of its failure folders",
                 fix="use letters, digits, '-' and '_'",
             )
         for field in stage.writes:
@@ -46,19 +46,19 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
         if group.name == HOST != graph.host.name:
             yield Problem(
                 where=str(group.location),
-                what=f"a worker group is named {HOST!r}, beside the graph's host {graph.host.name!r}",
-                why="the group of that name stays on the driver's machine, for stages that name no group",
+                what=f"a worker group is named {HOST!r}, but the graph's host is {graph.host.name!r}",
+                why="the group of that name runs on the driver's machine, for stages that name no group",
                 fix="choose another name, or give it to Graph(..., host=...)",
             )
 
 
 def is_name(value: object) -> bool:
-    """Whether it can be part of the name of a file."""
+    """Return whether a value can be part of a file name."""
     return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()
 
 
 def group_name_problem(group: WorkerGroup) -> Iterator[Problem]:
-    """A worker group whose name cannot be part of a file name."""
+    """Yield a problem if a worker group's name cannot be part of a file name."""
     if not is_name(group.name):
         yield Problem(
             where=str(group.location),

@@ -1,4 +1,4 @@
-"""A plan as data: what the planner makes of a graph, and what plan.json holds. Read without networkx."""
+"""A plan as data: the output of the planner and the content of plan.json. Does not need networkx."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipeline.declare.sharding import Sharding
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer.
 
-    `awaits` are sample fields that it waits for and does not read. `path` counts the stages from it to the weights of
-    its step along the longest way, itself included: what has more of them behind it goes first; 0 where no weights
-    depend on it. `stamps` is the field in which it says the version of each token.
+    `awaits` are sample fields that it waits for and does not read. `path` is the number of stages on the longest path
+    from it to the weights of its step, itself included; longer paths get workers first; 0 if no weights depend on it.
+    `stamps` is the field in which it writes the version of each token.
     """
 
     name: str
@@ -38,15 +38,15 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     path: int = 0
 
     def runs_at(self, step: int, steps: int) -> bool:
-        """Whether it runs at `step` of `steps`. Step -1 is before the first."""
+        """Return whether it runs at `step` of `steps`. Step -1 is before the first."""
         return step < 0 or (step + 1) % self.every == 0 or step == steps - 1
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True):
     """One field from its writer to one reader. `back` edges lead to a later step.
 
-    A batch carries `samples x bytes_per_sample`, or, where `ragged` names a dimension, that for each of its entries;
-    nothing where the reader only waits for the field.
+    `bytes_per_sample` counts per sample, or, if `ragged` names a dimension, per entry of that dimension; it is 0 if the
+    reader only waits for the field.
     """
 
     field: str
@@ -67,7 +67,7 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
-    """A field lies in the data plane from its writer until the last of its readers has acknowledged."""
+    """A field is in the data plane from its writer until its last reader has acknowledged."""
 
     field: str
     writer: str
@@ -75,8 +75,8 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker group and the stages that it hosts. `workers` are its processes, `model_parallel` those of a replica;
-    `colocated` is the group whose GPUs it has; `leads` says that a process takes its share of GPU memory at once."""
+    """A worker group and its stages. `workers` is the number of processes, `model_parallel` that of one replica;
+    `colocated` is the group whose GPUs it shares; `leads`: each process allocates its share of GPU memory at once."""
 
     name: str
     backend: str
@@ -91,15 +91,14 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def replicas(self) -> int:
-        """Workers, or sets of them that hold one model together, that can each take a task of their own."""
+        """The number of workers, or of sets of workers that hold one model together; each runs its own tasks."""
         return max(1, self.workers // self.model_parallel)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the scheduler and the executors need to know about a graph.
 
-    `pool` are the stages that run before a group is claimed for a step: none, where batches are fixed as they are
-    admitted.
+    `pool` are the stages that run before a group is claimed for a step; none if batches are fixed at admission.
     """
 
     name: str
@@ -130,11 +129,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """GPUs of all worker groups together."""
+        """The number of GPUs of all worker groups together."""
         return sum(group.gpus for group in self.groups if group.colocated is None)
 
     def partners(self, name: str) -> tuple[str, ...]:
-        """The other worker groups that lie on the same GPUs as this one, which takes turns with them."""
+        """Return the other worker groups on the same GPUs, which take turns with this one."""
         home = {group.name: group.colocated or group.name for group in self.groups}
         return tuple(other for other in home if other != name and home[other] == home[name])
 
@@ -144,12 +143,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.name
 
     def stage(self, name: str) -> PlannedStage:
-        """Raises KeyError for a stage that the plan does not have."""
+        """Return the stage of this name. Raises KeyError if there is none."""
         return {stage.name: stage for stage in self.stages}[name]
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """Stage `stage` writes `field` for the groups that it keeps; at most `max_groups` are admitted for one step."""
+    """Stage `stage` writes `field` for the groups that it keeps; at most `max_groups` are admitted per step."""
 
     stage: str
     field: str

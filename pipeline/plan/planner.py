@@ -1,6 +1,6 @@
-"""Graph -> Plan, or every problem at once. Pure: loads neither torch nor ray, claims nothing.
+"""Makes a Plan from a graph, or reports every problem at once. Pure: loads neither torch nor ray.
 
-The Plan is plain data: what the scheduler runs, what `plan.json` stores and what `--plan` draws.
+The Plan is plain data: the scheduler runs it, `plan.json` stores it and `--plan` draws it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.plan.structure import structure
 
 
 def with_samples(graph: Graph) -> tuple[Stage, ...]:
-    """The graph's stages and the one that keeps texts and rewards for people who look at the run."""
+    """Return the graph's stages, and the stage that keeps texts and rewards for people who look at the run."""
     stages = graph.all_stages()
     kept = tuple(
         field
@@ -38,20 +38,20 @@ def with_samples(graph: Graph) -> tuple[Stage, ...]:
 
 
 def worker_groups(stages: Sequence[Stage], host: WorkerGroup) -> list[WorkerGroup]:
-    """The distinct worker groups of `stages`, in order of first use; the host group last."""
+    """Return the distinct worker groups of `stages`, in order of first use; the host group last."""
     named = {group.name: group for stage in stages for group in stage.groups()}
     return [*named.values(), *([host] if host.name not in named else [])]
 
 
 def sample_fields(stages: Sequence[Stage]) -> list[Field]:
-    """The fields that lie in the data plane, in order of writing."""
+    """Return the fields that the data plane stores, in order of writing."""
     return [field for stage in stages for field in stage.writes if not field.per_step]
 
 
 def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]:
-    """The plan and its warnings. Raises GraphError with every problem of the graph.
+    """Return the plan and its warnings. Raises GraphError with every problem of the graph.
 
-    `gpus` is how many there are; None leaves that check to the moment when the cluster is joined.
+    `gpus` is the number of available GPUs; None leaves that check to the executor.
     """
     problems = list(structure(graph))
     if problems:
@@ -161,9 +161,9 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
 
 
 def run_groups(stage: Stage, graph: Graph) -> int | None:
-    """The groups of a run of a stage per batch, None where it starts on the whole batch.
+    """Return the number of groups per run of a stage per batch; None if it starts on the whole batch.
 
-    Where ranks meet in the stage, every run has to divide evenly over them.
+    If ranks meet in the stage, every run must divide evenly over them.
     """
     samples = run_of(stage)
     if not samples or stage.per != "batch":
@@ -180,7 +180,7 @@ def run_groups(stage: Stage, graph: Graph) -> int | None:
 
 
 def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> dict[str, int]:
-    """How many stages there are from each one to the weights of its step, along the longest way."""
+    """Return `path` of each stage: the number of stages on the longest path to the weights of its step."""
     order = nx.DiGraph(dag)
     order.add_edges_from((fence.before, fence.after) for fence in fences if fence.lag == 0)
     ends = {stage.name for stage in stages if stage.updates or stage.shape == "transfer"}
@@ -192,7 +192,7 @@ def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> 
 
 
 def with_pool(made: Plan) -> Plan:
-    """The plan with its pool: the stages that need to know neither the batch nor the step of a group."""
+    """Return the plan with its pool: the stages that need to know neither the batch nor the step of a group."""
     if made.on_stale != "drop" or not made.max_staleness:
         return replace(made, pool=())
     bound = {name for fence in made.fences for name in (fence.before, fence.after)}
@@ -210,7 +210,7 @@ def with_pool(made: Plan) -> Plan:
 
 
 def _fences(stages: Sequence[Stage]) -> list[Fence]:
-    """Order among stages that share the mutable weights of a model, which presence alone does not give."""
+    """Return the order among stages that share a model's mutable weights, which presence does not ensure."""
     fences = []
     transfers = [stage for stage in stages if stage.shape == "transfer"]
     for trainer in (stage for stage in stages if stage.updates):
@@ -223,8 +223,8 @@ def _fences(stages: Sequence[Stage]) -> list[Fence]:
                 and trainer.updates in user.uses
             ):
                 fences += [
-                    Fence(before=trainer.name, after=user.name, lag=1, why="sees the weights of the step before"),
-                    Fence(before=user.name, after=trainer.name, lag=0, why="the weights must not change under it"),
+                    Fence(before=trainer.name, after=user.name, lag=1, why="uses the weights of the step before"),
+                    Fence(before=user.name, after=trainer.name, lag=0, why="the weights must not change while it runs"),
                 ]
         for transfer in transfers:
             if transfer.groups()[:1] == home:

@@ -1,7 +1,7 @@
 """Keeps the texts and numbers of some samples of each step in the run directory. Every plan adds it as `samples`.
 
-It reads the fields that hold one value a sample, and those that a stage `shows`, of `keep` groups of each step: the
-first, those of the least and the greatest mean reward and of the widest rewards, and then the next in order.
+It reads the fields with one value per sample, and those that a stage `shows`, for `keep` groups of each step: the
+first, those with the lowest and highest mean reward and the widest range of rewards, and then the next in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.declare.task import Per, StageContext, Task
 from pipeline.rundir import RunDir
 
 REWARD = "reward"
-DIGITS = 3  # behind the point, of what is kept a number a token
+DIGITS = 3  # decimal places of kept per-token numbers
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class KeepSamples(Stage):
 
     @property
     def chooses(self) -> Sequence[Field]:
-        """The fields by which it chooses groups; none are the first."""
+        """The fields by which it chooses groups; empty if it takes the first ones."""
         return [field for field in self.fields if field.name == REWARD] if self.keep > 1 else []
 
     def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
-        """Which groups it keeps, by their place in the batch, of which these are the columns of all samples."""
+        """Return the positions of the groups to keep, from the columns of all samples of a batch."""
         rewards = columns[REWARD].reshape(-1, group_size)  # type: ignore[union-attr]
         means, widths = rewards.mean(1), rewards.amax(1) - rewards.amin(1)
         extremes = [int(means.argmin()), int(means.argmax()), int(widths.argmax())]
@@ -62,9 +62,9 @@ class KeepSamples(Stage):
 
 
 def keep_vocabulary(run_dir: RunDir, pieces: Sequence[bytes]) -> None:
-    """Writes what each token adds to a text, for readers of the kept ids.
+    """Write the bytes that each token adds to a text, for readers of the kept ids.
 
-    In JSON: a list, by id, of texts in which a character stands for a byte.
+    The file is a JSON list by token id. In its strings, each character stands for one byte.
     """
     partial = run_dir.vocabulary.with_suffix(".partial")
     partial.write_bytes(msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))

@@ -1,4 +1,4 @@
-"""What is wrong with the schedule of a graph. Pure."""
+"""Checks of the schedule of a graph. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _COUNTS = {rule.name: rule for rule in _RULES if rule.name in ("max_staleness", 
 _RUN = at_least(
     "run_samples",
     1,
-    why="it is how many samples the stage starts on, 1 or more, or None for the whole batch",
+    why="run_samples is the number of samples to start on, 1 or more, or None for the whole batch",
     fix="None",
 ).optional()
 
 
 def schedule_problems(graph: Graph) -> Iterator[Problem]:
-    """Ranges, and what running ahead needs. `pool_problems` knows the rest."""
+    """Yield problems of the schedule's values and of running ahead. `pool_problems` checks the rest."""
     schedule, where = graph.schedule, str(graph.location)
     yield from broken(_RULES, schedule, where=where, says="Schedule({})")
     if not all(rule.legal(getattr(schedule, name)) for name, rule in _COUNTS.items()):
@@ -41,7 +41,7 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"Schedule(pipeline_depth={depth}, max_staleness={schedule.max_staleness})",
-            why="what is sampled further ahead would be too old to be trained",
+            why="samples from further ahead would be too old to be trained",
             fix=f"max_staleness={depth}, or a smaller pipeline_depth",
         )
     if schedule.max_staleness > 0 and not any(map(corrects, graph.stages)):
@@ -64,11 +64,11 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
 
 
 def _versions_problems(graph: Graph) -> Iterator[Problem]:
-    """What can be dropped because of its age has one, and there are versions."""
+    """Yield what is missing for dropping samples by age: published versions, and tokens stamped with them."""
     stages = graph.all_stages()
     lacks = [
         (any(stage.shape == "transfer" for stage in stages), "no stage publishes weights", "Refit(policy, ...)"),
-        (stamps_of(stages), "no stage says which version sampled a token", "a Rollout"),
+        (stamps_of(stages), "no stage writes which version sampled each token", "a Rollout"),
     ]
     for there, what, fix in lacks:
         if not there:
@@ -81,7 +81,7 @@ def _versions_problems(graph: Graph) -> Iterator[Problem]:
 
 
 def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
-    """What a stage says of runs and versions, where it cannot be."""
+    """Yield problems of what stages declare about runs and versions."""
     for stage in stages:
         where, stamps = str(stage.location), stamped_by(stage)
         fits = stamps in stage.writes and stamps.ragged and stamps.dtype.startswith("int") if stamps else True
@@ -89,14 +89,14 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} stamps {shown(stamps.name if stamps else stamps)}",
-                why="that is a field which it writes, with a whole number for each token: the version that sampled it",
+                why="stamps is a field that it writes, with one whole number per token: the version that sampled it",
                 fix='Field("token_versions", dtype="int32", dims="N T") among writes, or no stamps',
             )
         if stage.shape == "transfer" and is_whole(stage.every, 2):
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} publishes weights at every {stage.every}-th step",
-                why="a version is one step: the next batch waits for it",
+                what=f"stage {stage.name!r} publishes weights only every {stage.every} steps",
+                why="every step makes one version, and a later batch waits for it",
                 fix="every=1",
             )
         if stage.shape == "stream" and stage.per == "batch":
@@ -111,7 +111,7 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
-    """Whether what has to run before a batch is claimed does: it is sampled, and a gate has decided."""
+    """Yield stages that have to run before a batch is claimed and cannot: those that sample, and the gate."""
     schedule = graph.schedule
     if schedule.on_stale != "drop" or not schedule.max_staleness:
         return
@@ -121,5 +121,5 @@ def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:
                 where=str(stage.location),
                 what=f"Schedule(on_stale='drop') and {stage.name!r} needs the whole batch, or weights of its step",
                 why="with on_stale='drop' a batch is claimed from groups that have been sampled and kept",
-                fix="a stage, and stages before it, that take groups one by one, or on_stale='wait'",
+                fix="use stages up to this one that take groups one by one, or on_stale='wait'",
             )

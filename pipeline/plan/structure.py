@@ -1,4 +1,4 @@
-"""Types and names in a graph: what the other checks take for granted, and are checked first."""
+"""Checks of the types and names in a graph. They run first; the other checks rely on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.plan.names import is_name, reserved
 
 
 def structure(graph: Graph) -> Iterator[Problem]:
-    """Types and names: what the other checks take for granted."""
+    """Yield the problems of types and names, on which the other checks rely."""
     for what, why, fix in _objections(graph):
         yield Problem(where=str(graph.location), what=what, why=why, fix=fix)
     if not isinstance(graph.stages, Sequence):
@@ -26,7 +26,7 @@ def structure(graph: Graph) -> Iterator[Problem]:
 
 
 def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
-    """What of a graph has another type than it should, why, and what to write instead."""
+    """Yield what has the wrong type in a graph, why it is wrong, and a fix."""
     if not is_name(graph.name):
         why = "it names run directories and the data plane partition"
         yield f"graph name {graph.name!r} is not usable as a folder name", why, "use letters, digits, '-' and '_'"
@@ -34,7 +34,7 @@ def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
         why, fix = "stages that name no worker group run on it", "host=WorkerGroup('host')"
         yield f"host is {shown(graph.host)}", why, fix
     if not isinstance(graph.schedule, Schedule):
-        yield f"schedule is {shown(graph.schedule)}", "a graph runs by a Schedule", "schedule=Schedule(steps=100)"
+        yield f"schedule is {shown(graph.schedule)}", "a graph has a Schedule", "schedule=Schedule(steps=100)"
     if not isinstance(graph.stages, Sequence):
         what = "stages is " + ("one stage" if isinstance(graph.stages, Stage) else shown(graph.stages))
         yield what, "a graph has a tuple of stages", "stages=(Rollout(...), ...)"
@@ -62,7 +62,7 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
 
 
 def _parts(stage: Stage) -> Iterator[Problem]:
-    """What a stage names is a worker group, a model or a field, not its name."""
+    """Yield a problem for each worker group, model, gate or field of a stage that is something else, such as a name."""
     where = str(stage.location)
     if stage.shape != "external":
         yield from setup_problems(stage)
@@ -86,7 +86,7 @@ def _parts(stage: Stage) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"stage {stage.name!r} has gate={shown(stage.gate)}",
-            why="a gate is a field, and how many rounds of sampling it allows",
+            why="a gate is a field and a maximum number of sampling rounds",
             fix="gate = Gate(KEPT, max_rounds=10)",
         )
     for kind in ("reads", "writes", "reads_back"):
@@ -96,5 +96,5 @@ def _parts(stage: Stage) -> Iterator[Problem]:
                 where=where,
                 what=f"stage {stage.name!r} has {kind}={shown(fields)}",
                 why=f"{kind} is a tuple of Fields",
-                fix=f"{kind}=(REWARD,), of stages.vocabulary, or Field('name', dtype=...)",
+                fix=f"{kind}=(REWARD,), from stages.vocabulary, or (Field('name', dtype=...),)",
             )

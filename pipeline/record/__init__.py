@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its trace, its checkpoints, and how they are read again."""
+"""What a run writes to disk: its trace and its checkpoints, and readers for them."""

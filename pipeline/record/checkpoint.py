@@ -96,7 +96,7 @@ def write(
 
 
 def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Problem]]:
-    """The newest complete checkpoint, or the one after `steps`; and the problems of newer ones that were skipped.
+    """Return the newest complete checkpoint, or the one after `steps`, and the problems of skipped newer ones.
 
     Raises CheckpointError if none is complete, or the requested one is not.
     """

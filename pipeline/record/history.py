@@ -43,15 +43,15 @@ class Tasks:
                     self.others.append(event)
 
     def of(self, stage: str) -> list[trace.Submitted]:
-        """Finished tasks of a stage, without those of the first step if there are later ones."""
+        """Return finished tasks of a stage, without those of the first step if there are later ones."""
         tasks = [task for number, task in self.submitted.items() if task.stage == stage and number in self.ran]
         first = min((task.step for task in tasks if task.step >= 0), default=0)
         return [task for task in tasks if task.step > first] or tasks
 
 
 def step_ends(tasks: Tasks) -> list[tuple[float, int]]:
-    """End times of steps (the publication of their version) and step numbers, in time order. The first entry marks the
-    start of the second step.
+    """Return end times of steps (the publication of their version) and step numbers, in time order. The first entry
+    marks the start of the second step.
 
     Without publications: the start of the run (step -1), and the end of each step.
     """
@@ -64,7 +64,7 @@ def step_ends(tasks: Tasks) -> list[tuple[float, int]]:
 
 
 def last_run(events: Iterable[trace.TraceEvent]) -> list[trace.TraceEvent]:
-    """The events since the run was last started or resumed."""
+    """Return the events since the run was last started or resumed."""
     kept: list[trace.TraceEvent] = []
     for event in events:
         if isinstance(event, trace.Started):
@@ -74,7 +74,7 @@ def last_run(events: Iterable[trace.TraceEvent]) -> list[trace.TraceEvent]:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds covered by at least one of these (start_s, end_s) spans."""
+    """Return the seconds covered by at least one of these (start_s, end_s) spans."""
     open_s, reached_s = 0.0, float("-inf")
     for start_s, end_s in sorted(spans):
         open_s += max(0.0, end_s - max(start_s, reached_s))

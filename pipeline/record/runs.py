@@ -97,7 +97,7 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
 
 
 def _events(path: Path, recent_bytes: int | None) -> list[trace.TraceEvent]:
-    """The events since the last start, or the most recent ones plus the worker placements."""
+    """Return the events since the last start, or the most recent ones plus the worker placements."""
     size = path.stat().st_size
     if recent_bytes is None or size <= recent_bytes:
         return last_run(event for _, event in trace.read(path))
@@ -110,8 +110,8 @@ def _events(path: Path, recent_bytes: int | None) -> list[trace.TraceEvent]:
 
 
 def state_of(last: trace.TraceEvent | None) -> str:
-    """The state of a run by its last event: "finished", "failed", "interrupted" (by a signal), or "unfinished" (still
-    running, or killed)."""
+    """Return the state of a run by its last event: "finished", "failed", "interrupted" (by a signal), or "unfinished"
+    (still running, or killed)."""
     if isinstance(last, trace.Ended):
         return "finished"
     if isinstance(last, trace.Failed):
@@ -120,18 +120,18 @@ def state_of(last: trace.TraceEvent | None) -> str:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder, newest first; reads only the ends of their files."""
+    """Return the runs in a folder, newest first; reads only the ends of their files."""
     found = [_summary(path.parent) for path in folder.glob("*/run.json")] if folder.is_dir() else []
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
 def read_metrics(path: Path, offset: int = 0) -> Iterator[Metrics]:
-    """Complete lines of metrics.jsonl from byte `offset`; none without a file. Raises msgspec.DecodeError."""
+    """Yield complete lines of metrics.jsonl from byte `offset`; none without a file. Raises msgspec.DecodeError."""
     return (line for _, line in tail_metrics(path, offset))
 
 
 def tail_metrics(path: Path, offset: int = 0) -> Iterator[tuple[int, Metrics]]:
-    """The same, each with the offset at which to continue reading."""
+    """Yield the same lines, each with the offset at which to continue reading."""
     if path.is_file():
         with path.open("rb") as file:
             file.seek(offset)
@@ -142,7 +142,7 @@ def tail_metrics(path: Path, offset: int = 0) -> Iterator[tuple[int, Metrics]]:
 
 
 def run_json(path: Path) -> dict[str, Any]:
-    """The contents of run.json; empty if missing or unreadable."""
+    """Return the contents of run.json; empty if missing or unreadable."""
     file = RunDir(path).run_json
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
@@ -151,7 +151,7 @@ def run_json(path: Path) -> dict[str, Any]:
 
 
 def state_on_disk(events: Path) -> str:
-    """`state_of` a record; reads only its end."""
+    """Return `state_of` of a record; reads only its end."""
     line = _last_line(events)
     try:
         return state_of(msgspec.convert(line, type=trace.Ended | trace.Failed) if line else None)
@@ -181,7 +181,7 @@ def _summary(path: Path) -> RunSummary:
 
 
 def _last_line(path: Path) -> Any:
-    """The last complete line of a file, decoded; None if there is none or it is not JSON."""
+    """Return the last complete line of a file, decoded; None if there is none or it is not JSON."""
     if not path.is_file():
         return None
     end = trace.whole_lines(path)

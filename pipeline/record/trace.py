@@ -95,7 +95,7 @@ class _OfTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def of(task: Task) -> dict[str, Any]:
-    """The fields that identify a task in events."""
+    """Return the fields that identify a task in events."""
     return {"task": task.number, "stage": task.stage, "step": task.step, "attempt": task.attempt}
 
 
@@ -333,7 +333,7 @@ class TraceWriter:
 
 
 def whole_lines(path: Path) -> int:
-    """The size of a file up to its last complete line."""
+    """Return the size of a file up to its last complete line."""
     size = path.stat().st_size
     with path.open("rb") as file:
         for start in range((size - 1) // BLOCK * BLOCK, -1, -BLOCK):
@@ -345,7 +345,7 @@ def whole_lines(path: Path) -> int:
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
-    """Complete lines from byte `offset`, each with the offset at which to continue.
+    """Yield the events of complete lines from byte `offset`, each with the offset at which to continue.
 
     A last line without newline is still being written and is left for the next call. Raises msgspec.ValidationError
     for a line that is not an event.

@@ -1,8 +1,9 @@
-"""What may block a stage at a step, other than missing sample fields. Plain data, one type each, so a stage called
-"checkpoint" or a weights field called "stop" cannot collide with anything.
+"""What can block a stage at a step, besides missing sample fields. Each names the condition that the stage waits for.
+
+Plain data with one type each, so a stage called "checkpoint" or a weights field called "stop" cannot collide.
 
     reader.blockers = {Weights("trained_weights"), Fence("logprobs", 3)}
-    [str(blocker) for blocker in reader.blockers]       # as people read it: trained_weights, logprobs 3
+    [str(blocker) for blocker in reader.blockers]       # for messages: trained_weights, logprobs 3
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 
 class Weights(msgspec.Struct, frozen=True, gc=False):
-    """The step's weights of this field."""
+    """The step's weights are present in this field."""
 
     field: str
 

@@ -24,14 +24,14 @@ class Step:
         self.dropped: dict[int, str] = {}  # group -> why
         self.refused: list[str] = []  # why the gate dropped groups of this batch
         self.kept = 0  # groups that the gate has kept
-        self.placed = 0  # of `groups`, those before which all are decided
+        self.placed = 0  # length of the decided prefix of `groups`
         self.readers: dict[str, Reader] = {}
         self.unfinished = 0  # stages that have not acknowledged everything
-        self.unpublished: set[str] = set()  # weights that it is to publish
+        self.unpublished: set[str] = set()  # weights fields that it has yet to publish
 
 
 class Board:
-    """All steps in flight. Calls `offer` with each stage that can start on something."""
+    """All steps in flight. Calls `offer` with each stage that may have something to start on."""
 
     def __init__(self, plan: Plan, offer: Callable[[Reader], None]) -> None:
         self.plan, self._offer = plan, offer
@@ -49,36 +49,36 @@ class Board:
         self.gate = plan.gate.field if plan.gate else ""
         self.before_gate = {name for name in self.holding if self.gate and self.gate not in self.waits[name]}
         self._gate_bit = self._as_bits([self.gate] if self.gate else ())
-        self._waiting_for: dict[int, list[tuple[str, int]]] = {}  # fields -> stages that wait for any; as fields land
+        self._waiting_for: dict[int, list[tuple[str, int]]] = {}  # fields -> stages that wait for any of them; a cache
         self.steps: dict[int, Step] = {}
         self.pool: Step | None = None
         self.oldest: dict[int, int] = {}  # group -> oldest version of its tokens, or of the weights it started with
-        self._pool_left: dict[int, int] = {}  # group -> stages of the pool that have not acknowledged it
+        self._pool_left: dict[int, int] = {}  # group -> pool stages that have not acknowledged it
         self._home: dict[int, Step] = {}
-        self._present: dict[int, int] = {}  # group -> the fields of it that are present
-        self._holders: dict[int, int] = {}  # group -> stages that have not acknowledged it
+        self._present: dict[int, int] = {}  # group -> its present fields
+        self._holders: dict[int, int] = {}  # group -> stages that have not acknowledged it; a pooled group has one more
 
     @property
     def in_flight(self) -> int:
-        """Number of groups that are admitted and not yet cleared."""
+        """The number of groups admitted and not yet cleared."""
         return len(self._holders)
 
     @property
     def homes(self) -> list[Step]:
-        """Every step, and the pool."""
+        """Every step, and the pool if there is one."""
         return [*self.steps.values(), *([self.pool] if self.pool else [])]
 
     def home(self, group: int) -> Step | None:
-        """The home of a group; None before admission and after clearing."""
+        """Return the home of a group; None before admission and after clearing."""
         return self._home.get(group)
 
     def decided(self, group: int) -> bool:
-        """Whether the gate has decided on this group, or it is gone."""
+        """Return whether the gate has decided on this group, or it was dropped or cleared."""
         home = self._home.get(group)
         return home is None or group in home.dropped or bool(self._present.get(group, 0) & self._gate_bit)
 
     def absent(self, step: int, field: str) -> list[int]:
-        """The groups of a step, except dropped ones, for which a sample field has not landed."""
+        """Return the groups of a step, except dropped ones, for which a sample field has not landed."""
         bit, present = self._bits[field], self._present
         homes = [home for home in self.homes if home.number == step]
         return [g for home in homes for g in home.groups if not present.get(g, 0) & bit and g not in home.dropped]
@@ -141,8 +141,8 @@ class Board:
             del self._pool_left[group]
 
     def place(self, step: Step) -> None:
-        """Tell the stages per batch which groups come next in canonical order: those that were kept, as far as all
-        before them are decided."""
+        """Admit the next groups, in canonical order, to the stages per batch: the kept ones, up to the first undecided
+        group."""
         fresh = []
         while step.placed < len(step.groups):
             group = step.groups[step.placed]
@@ -185,7 +185,7 @@ class Board:
             self._offer(reader)
 
     def _who_waits_for(self, fields: int) -> list[tuple[str, int]]:
-        """The stages that wait for any of these fields, and for how many of them."""
+        """Return the stages that wait for any of these fields, each with the number of fields."""
         counts = [(name, (awaited & fields).bit_count()) for name, awaited in self._awaited.items()]
         self._waiting_for[fields] = [(name, count) for name, count in counts if count]
         return self._waiting_for[fields]
@@ -194,9 +194,9 @@ class Board:
         return reduce(or_, (self._bits[field] for field in fields), 0)
 
     def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
-        """Groups are dropped: stages that wait for them let go at once, those that work on them when they acknowledge.
+        """Drop groups. Stages that wait for them release them at once, running tasks when they acknowledge.
 
-        Returns those that nobody holds any more.
+        Returns the groups without holders.
         """
         cleared = []
         for group in groups:
@@ -209,7 +209,7 @@ class Board:
                     if waits or takes:
                         waiting += 1
                         self.lessen(reader, 1)
-                    self._offer(reader)  # what is left of a lot may be whole now
+                    self._offer(reader)  # the rest of the group's lot may be complete now
             if step is self.pool:
                 step.groups.remove(group)
                 del self._pool_left[group]
@@ -218,24 +218,24 @@ class Board:
         return cleared
 
     def lessen(self, reader: Reader, groups: int) -> None:
-        """This many groups of a stage were dropped and will not be handed out to it."""
+        """Reduce the total of a stage before the gate by dropped groups that it will not acknowledge."""
         if reader.total is not None and reader.stage.name in self.before_gate:
             reader.total -= groups
 
     def stamp(self, groups: Iterable[int], versions: Iterable[int]) -> None:
-        """The oldest version of the tokens of groups. What is present already stays as old as it is."""
+        """Set the oldest token version of groups, except those whose tokens are present already."""
         for group, version in zip(groups, versions):
             if group in self._home and not self._present.get(group, 0) & self._stamps:
                 self.oldest[group] = version
 
     def unstamp(self, groups: Iterable[int]) -> None:
-        """An attempt is lost: groups that have no tokens are of no age."""
+        """Forget the version of groups whose tokens were lost with an attempt."""
         for group in groups:
             if not self._present.get(group, 0) & self._stamps:
                 self.oldest.pop(group, None)
 
     def acknowledge(self, groups: Iterable[int]) -> list[int]:
-        """A stage of the pool is behind for these groups; those that have all of its stages behind."""
+        """Record that a pool stage has finished these groups. Returns the groups that every pool stage has finished."""
         ready = []
         for group in groups:
             if group in self._pool_left:
@@ -245,7 +245,7 @@ class Board:
         return ready
 
     def release(self, groups: Iterable[int], holders: int = 1) -> list[int]:
-        """`holders` holders of each group released it. Forgets and returns the groups without holders."""
+        """Release `holders` holders of each group. Forgets and returns the groups without holders."""
         cleared = []
         for group in groups:
             left = self._holders[group] - holders

@@ -12,8 +12,8 @@ import msgspec
 from pipeline.declare.task import Task
 from pipeline.errors import Problem
 
-STALE = "stale"  # why groups leave that were ready: too old for the next batch
-CANCELLED = "cancelled"  # and those that were still being sampled
+STALE = "stale"  # why ready groups are dropped: too old for the next batch
+CANCELLED = "cancelled"  # the same for groups that were still being sampled
 
 
 class Landed(msgspec.Struct, frozen=True):

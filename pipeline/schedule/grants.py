@@ -1,11 +1,11 @@
-"""Which workers are free, and which of the stages that could start get them. Pure.
+"""Assigns free workers to stages that can start. Pure.
 
-A worker group has data-parallel replicas. A replica runs one task at a time, and beside it any number of streams,
-which wait for most of their time or share their decoding with each other. A transfer needs every replica of both of
-its groups, and no stream starts beside it before a replica has what it brings: then streams are dealt out as they would
-be at its end, and each starts when its own replica has it. Where a transfer must not meet a stream either, it holds
-back new ones until the last has ended. Groups on the same GPUs take turns. Among stages that could have a worker, those
-come first that weights depend on, of these the earlier step, of these the longest way to the weights.
+A worker group has data-parallel replicas. A replica runs one task at a time, plus any number of streams, which mostly
+wait or decode in one batch with each other. A transfer needs every replica of both its groups. While it runs, no stream
+starts until one replica has the new weights; from then on streams are assigned to replicas as usual, and each starts
+once its own replica has them. With refit="drain", a waiting transfer holds back new streams until the running ones have
+ended. Groups on the same GPUs take turns. Stages that weights depend on get workers first; among those the earlier
+step, then the longer path to the weights.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pipeline.schedule.readiness import Reader, Unit
 
 
 class Workers:
-    """One worker group."""
+    """The state of one worker group."""
 
     def __init__(self, group: PlacedGroup) -> None:
         self.name = group.name
         self.replicas = group.replicas
-        self.held = False  # no stream may start: a transfer waits for the last to end, or runs
-        self.partners: list[Workers] = []  # they have the same GPUs, and nothing runs on both at once
+        self.held = False  # no stream may start: a transfer runs, or waits for streams to end
+        self.partners: list[Workers] = []  # groups on the same GPUs; only one of them runs at a time
         self.streams = 0
-        self.taking = False  # a transfer to it runs
-        self.late: set[int] = set()  # replicas that are to have what a transfer brings before they stream again
-        self._waiting: dict[int, list[Task]] = {}  # their streams
+        self.taking = False  # a transfer to this group runs
+        self.late: set[int] = set()  # replicas that must receive a transfer before they stream again
+        self._waiting: dict[int, list[Task]] = {}  # late replica -> streams that wait for it
         self._free = list(range(group.replicas))  # a heap
-        self._load = [(0, replica) for replica in range(group.replicas)]  # a heap: groups being streamed, replica
+        self._load = [(0, replica) for replica in range(group.replicas)]  # a heap of (groups being streamed, replica)
         self._streaming = [0] * group.replicas
 
     @property
@@ -44,21 +44,21 @@ class Workers:
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs."""
+        """Whether any task or stream runs."""
         return self.streams > 0 or not self.idle
 
     @property
     def closed(self) -> bool:
-        """Whether no stream may start: a transfer waits for the last to end, or has reached no replica yet."""
+        """Whether no stream may start: a transfer waits for streams to end, or has reached no replica yet."""
         return self.held and (not self.taking or len(self.late) == self.replicas)
 
     @property
     def running_streams(self) -> int:
-        """Those that do not wait for their replica."""
+        """The number of streams that do not wait for their replica."""
         return self.streams - sum(map(len, self._waiting.values()))
 
     def start(self, task: Task) -> list[Task]:
-        """The stream, unless its replica is to have something else first."""
+        """Start a stream, or queue it if its replica must first receive a transfer. Returns what starts."""
         assert task.replica is not None
         if task.replica not in self.late:
             return [task]
@@ -66,31 +66,31 @@ class Workers:
         return []
 
     def take_transfer(self) -> None:
-        """A transfer to every replica begins; none has what it brings."""
+        """Begin a transfer to every replica."""
         self.held = self.taking = True
         self.late = set(range(self.replicas))
 
     def reached(self, replica: int) -> list[Task]:
-        """A replica has what a transfer brings; the streams that waited for that."""
+        """Record that a replica has received a transfer. Returns the streams that waited for it."""
         self.late.discard(replica)
         return self._waiting.pop(replica, [])
 
     def end_transfer(self, *, again: bool) -> None:
-        """It has reached every replica, or is lost; `again`: what it was to bring is counted on, so all wait for it."""
+        """End a transfer. With `again` it was lost after its version was published: all replicas wait for the next."""
         self.held = self.taking = False
         self.late = set(range(self.replicas)) if again else set()
 
     @property
     def free(self) -> int:
-        """Replicas that run no task."""
+        """The number of replicas that run no task."""
         return len(self._free)
 
     def is_free(self, replica: int) -> bool:
-        """Whether this replica runs no task."""
+        """Return whether this replica runs no task."""
         return replica in self._free
 
     def take(self, replica: int | None = None) -> int:
-        """Occupy a replica: this one, or the first that is free."""
+        """Occupy the given replica, or the first free one. Returns it."""
         if replica is None:
             return heapq.heappop(self._free)
         self._free.remove(replica)
@@ -98,16 +98,16 @@ class Workers:
         return replica
 
     def take_all(self) -> None:
-        """Occupy every replica; all are free."""
+        """Occupy every replica. All must be free."""
         self._free.clear()
 
     def release(self, replica: int | None) -> None:
-        """The task on this replica, or (None) the one on all, is over."""
+        """Free the replica of a finished task; None frees all."""
         for one in [replica] if replica is not None else range(self.replicas):
             heapq.heappush(self._free, one)
 
     def stream_on(self, groups: int) -> int:
-        """The replica that streams the fewest groups, which gets so many more."""
+        """Assign a stream of `groups` groups to the replica that streams the fewest. Returns the replica."""
         while True:
             load, replica = heapq.heappop(self._load)
             if load == self._streaming[replica]:
@@ -117,7 +117,7 @@ class Workers:
         return replica
 
     def streamed(self, replica: int, groups: int, *, over: bool) -> None:
-        """That many groups of a stream on this replica have ended, and perhaps the stream itself."""
+        """Record that `groups` groups of a stream on this replica have ended, and if `over` the stream itself."""
         self._stream(replica, -groups)
         self.streams -= over
 
@@ -125,13 +125,13 @@ class Workers:
         self._streaming[replica] += groups
         if len(self._load) < 4 * self.replicas + 64:
             heapq.heappush(self._load, (self._streaming[replica], replica))
-        else:  # most entries are out of date, and those of large loads would never come to the top
+        else:  # most entries are outdated, and those with large loads would never be popped
             self._load = [(load, one) for one, load in enumerate(self._streaming)]
             heapq.heapify(self._load)
 
 
 class Running:
-    """A task that was handed out, and the groups of it that are not yet acknowledged."""
+    """A running task and its unacknowledged groups."""
 
     __slots__ = ("left", "reader", "task")
 
@@ -141,17 +141,17 @@ class Running:
 
 
 class Grants:
-    """Offers of work on one side, workers on the other.
+    """Matches stages that can start with workers.
 
-    `version` gives the published policy version; `can_wait` says of a stage that no weights depend on whether it may be
-    put off while a stream runs.
+    `version` returns the published policy version. `can_wait` returns whether a stage that no weights depend on may be
+    delayed while a stream runs.
     """
 
     def __init__(self, plan: Plan, *, version: Callable[[], int], can_wait: Callable[[Reader], bool]) -> None:
         self._version, self._can_wait = version, can_wait
         self._drains = plan.refit == "drain"
         self._workers = {group.name: Workers(group) for group in plan.groups}
-        self._feeds = {name: {name} for name in self._workers}  # group -> those whose offers depend on its state
+        self._feeds = {name: {name} for name in self._workers}  # group -> groups whose offers depend on its state
         for stage in plan.stages:
             if stage.shape == "transfer":
                 self._feeds[stage.groups[-1]].add(stage.groups[0])
@@ -159,42 +159,42 @@ class Grants:
             workers.partners = [self._workers[partner] for partner in plan.partners(name)]
             self._feeds[name].update(plan.partners(name))
         self._offers: dict[str, dict[int, Reader]] = {name: {} for name in self._workers}
-        self._dirty: set[str] = set()  # worker groups for which something may have changed
+        self._dirty: set[str] = set()  # worker groups to reconsider
         self._running: dict[int, Running] = {}
         self._numbers = 0
-        self._reached: list[Task] = []  # streams whose replicas have what they waited for
+        self._reached: list[Task] = []  # streams whose replicas have received their transfer
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs."""
+        """Whether no task runs."""
         return not self._running
 
     @property
     def tasks(self) -> list[Task]:
-        """What runs, in the order in which it was handed out."""
+        """The running tasks, in order of submission."""
         return [running.task for running in self._running.values()]
 
     def running(self, number: int | None) -> Running | None:
-        """The task of this number; None where it is over, or was replaced."""
+        """Return the running task of this number; None if it has ended or was replaced."""
         return self._running.get(number) if number is not None else None
 
     def streams(self) -> Iterable[Running]:
-        """The streams that run."""
+        """Return the running streams."""
         return [running for running in self._running.values() if running.reader.stage.shape == "stream"]
 
     def offer(self, reader: Reader) -> None:
-        """Note that a stage could start, if it could."""
+        """Offer work of a stage, if it can start."""
         if reader.units and not reader.blockers:
             group = reader.stage.groups[0]
             self._offers[group][id(reader)] = reader
             self._dirty.add(group)
 
     def look_again(self) -> None:
-        """Something changed that any stage may have waited for."""
+        """Reconsider every worker group, after a change that any stage may have waited for."""
         self._dirty.update(self._workers)
 
     def acknowledge(self, running: Running, groups: Sequence[int]) -> None:
-        """These groups of a task are behind; without any left it is over and gives back what it occupied."""
+        """Acknowledge groups of a task. Once none are left, the task ends and frees its workers."""
         for group in groups:
             del running.left[group]
         if running.reader.stage.shape == "transfer":
@@ -203,23 +203,23 @@ class Grants:
         self._free(running, len(groups))
 
     def reach(self, transfer: Running, replica: int) -> None:
-        """A replica of a transfer's target has what it brings."""
+        """Record that a replica of a transfer's target has received it."""
         target = self._workers[transfer.reader.stage.groups[-1]]
         self._reached += target.reached(replica)
         self._dirty.add(target.name)
 
     def lose(self, running: Running) -> Unit:
-        """The attempt is lost; the groups of it that were not acknowledged."""
+        """End a lost attempt. Returns its unacknowledged groups."""
         left = tuple(running.left)
         running.left.clear()
         task, workers = running.task, self._workers[running.reader.stage.groups[0]]
         if running.reader.stage.shape == "stream" and workers.taking and task.replica is not None:
-            workers.late.add(task.replica)  # its replacement has the version served before
+            workers.late.add(task.replica)  # its replacement has the previous version
         self._free(running, len(left), lost=True)
         return left
 
     def granted(self) -> list[Task]:
-        """What starts now."""
+        """Return the tasks that start now."""
         tasks, self._reached = [self._dated(task) for task in self._reached], []
         while self._dirty:
             dirty = [name for name in self._workers if name in self._dirty]
@@ -229,7 +229,7 @@ class Grants:
         return tasks
 
     def _dated(self, task: Task) -> Task:
-        """A stream that has waited for its replica, with the batch and the version that it begins with."""
+        """Return a stream that has waited for its replica, with the current step and version."""
         running = self._running[task.number]
         step, version = running.reader.step, max(self._version(), 0)
         running.task = msgspec.structs.replace(task, step=step, version=version)
@@ -255,12 +255,12 @@ class Grants:
         offers = self._offers[workers.name]
         if not offers or (workers.partners and any(partner.busy for partner in workers.partners)):
             return
-        reserved = False  # for a task that needs every replica
+        reserved = False  # free replicas are kept for a task that needs all of them
         found = [*offers.items()]
         if len(found) > 1:
             found.sort(key=lambda item: item[1].order)
         for key, reader in found:
-            if reader.units and not reader.blockers:  # a checkpoint may have come in between
+            if reader.units and not reader.blockers:  # a checkpoint may have blocked it since
                 if reader.stage.shape == "stream":
                     self._start_stream(workers, reader, tasks)
                 elif not reserved:
@@ -269,7 +269,7 @@ class Grants:
                 del offers[key]
 
     def _start(self, workers: Workers, reader: Reader, tasks: list[Task]) -> bool:
-        """Start what can be started; whether the workers that are free now are reserved for the rest."""
+        """Start what can start. Returns whether the remaining free workers are reserved for this stage."""
         if reader.stage.shape == "transfer":
             return self._start_transfer(workers, reader, tasks)
         if not reader.stage.path and workers.streams and self._can_wait(reader):
@@ -327,7 +327,7 @@ class Grants:
 
 
 def divided(groups: Sequence[int], parts: int) -> list[Unit]:
-    """Groups in order, as evenly as possible, over at most so many parts."""
+    """Divide groups, in order and as evenly as possible, into at most `parts` parts."""
     parts = max(1, min(parts, len(groups)))
     edges = [len(groups) * i // parts for i in range(parts + 1)]
     return [tuple(groups[start:stop]) for start, stop in pairwise(edges)]

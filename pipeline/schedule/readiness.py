@@ -1,10 +1,10 @@
 """What a stage waits for in one step, and what it may start on: units of whole groups. Pure.
 
-A *unit* is what one task gets. Which groups share a unit never depends on the order in which they became ready, except
-for stages that compute every group on its own: those take whatever is there.
+A *unit* is the groups of one task. Which groups share a unit never depends on the order in which they became ready,
+except for stages that compute every group independently: those take whatever is ready.
 
     Loose   whatever is ready             a stage per sample or group
-    Lots    what was admitted together    a stream, whose decode batches follow from admission
+    Lots    groups admitted together      a stream, so that its decode batches depend on admission only
     Runs    equal runs in canonical order, or the whole batch       a stage per batch
     Once    one unit without groups       a stage that reads and writes no samples
 """
@@ -22,33 +22,33 @@ Unit = tuple[int, ...]
 
 
 class Units(Protocol):
-    """Groups become ready; units come out."""
+    """Collects ready groups and hands out units."""
 
     def admit(self, groups: Sequence[int]) -> None:
-        """These groups are to come, in ascending order."""
+        """Announce groups, in ascending order."""
 
     def ready(self, groups: Iterable[int]) -> None:
-        """The stage lacks nothing for these groups."""
+        """Mark groups as ready: the stage lacks none of their fields."""
 
     def take(self) -> Unit | None:
-        """The next unit, None where there is none."""
+        """Return the next unit; None if there is none."""
 
     def give_back(self, unit: Unit) -> None:
-        """A unit whose attempt was lost."""
+        """Put back a unit whose attempt was lost."""
 
     def remove(self, group: int) -> bool:
-        """A group will not come; whether it was ready and not yet taken."""
+        """Remove a dropped group. Returns whether it was ready and not yet taken."""
 
     def __bool__(self) -> bool:
-        """Whether there is a unit."""
+        """Return whether there is a unit."""
 
 
 class Loose:
-    """Whatever is ready, in canonical order."""
+    """Units of whatever is ready, in canonical order."""
 
     def __init__(self) -> None:
         self._ready: set[int] = set()
-        self._again: deque[Unit] = deque()  # lost attempts, which stay apart
+        self._again: deque[Unit] = deque()  # units of lost attempts, kept separate
 
     def admit(self, groups: Sequence[int]) -> None:
         return None
@@ -77,7 +77,7 @@ class Loose:
 
 
 class Lots:
-    """What was admitted together, once all of it is ready."""
+    """Units of groups that were admitted together, once all of them are ready."""
 
     def __init__(self) -> None:
         self._lot_of: dict[int, dict[int, bool]] = {}  # group -> its lot: group -> whether it is ready
@@ -127,9 +127,9 @@ class Lots:
 
 
 class Runs:
-    """Runs of `size` groups in canonical order, the last one of what is left of `total`; each once all of it is ready.
+    """Runs of `size` groups in canonical order, the last with the rest of `total`; each once all its groups are ready.
 
-    Where a gate drops groups, `admit` is told of those that were kept, in order, when every earlier one was decided.
+    With a gate, `admit` is called for kept groups only, in order, once every earlier group is decided.
     """
 
     def __init__(self, size: int, total: int) -> None:
@@ -137,8 +137,8 @@ class Runs:
         self._placed = 0
         self._run_of: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
-        self._missing: dict[int, int] = {}  # run -> groups that are not placed or not ready
-        self._early: set[int] = set()  # ready, and not placed
+        self._missing: dict[int, int] = {}  # run -> groups that are not admitted or not ready
+        self._early: set[int] = set()  # ready before they were admitted
         self._units: deque[Unit] = deque()
 
     def admit(self, groups: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class Runs:
         self._units.appendleft(unit)
 
     def remove(self, group: int) -> bool:
-        raise ValueError(f"group {group} belongs to a batch and stays in it")
+        raise ValueError(f"group {group} belongs to a batch and cannot be removed")
 
     def _arrived(self, group: int) -> None:
         run = self._run_of.pop(group)
@@ -208,7 +208,7 @@ class Once:
 
 
 def _without(units: deque[Unit], group: int) -> bool:
-    """Take a group out of the unit that has it; whether one had."""
+    """Remove a group from the unit that contains it. Returns whether one did."""
     for i, unit in enumerate(units):
         if group in unit:
             rest = tuple(other for other in unit if other != group)
@@ -223,10 +223,11 @@ def _without(units: deque[Unit], group: int) -> bool:
 class Reader:
     """A stage in one step, or in the pool.
 
-    blockers   fences and weights that are still ahead
-    missing    group -> sample fields that are still ahead; groups that lack none are absent
-    total      groups that it will have (1 for `Once`); None in the pool, which has no end
-    attempts   of the groups that were given back because their attempt was lost; None stands for a unit without groups
+    blockers   conditions that it still waits for, besides sample fields
+    missing    group -> number of sample fields that it lacks; complete groups are absent
+    total      number of groups that it will get (1 for `Once`); None in the pool, which has no end
+    done       number of groups that it has acknowledged
+    attempts   group given back after a lost attempt -> its next attempt; None stands for a unit without groups
     """
 
     __slots__ = ("attempts", "blockers", "done", "missing", "stage", "step", "total", "units")
@@ -238,7 +239,7 @@ class Reader:
         self.done = 0
 
     def take(self) -> tuple[Unit, int]:
-        """The next unit, and which attempt at it comes. There is one."""
+        """Return the next unit and the number of its attempt. Raises ValueError if there is none."""
         unit = self.units.take()
         if unit is None:
             raise ValueError(f"stage {self.stage.name!r} has nothing to start on")
@@ -247,18 +248,18 @@ class Reader:
         return unit, max(self.attempts.pop(group, 0) for group in unit or (None,))
 
     def give_back(self, unit: Unit, attempt: int) -> None:
-        """The attempt at what is left of a unit is lost."""
+        """Put back the rest of a unit whose attempt was lost."""
         self.attempts.update(dict.fromkeys(unit or (None,), attempt + 1))
         self.units.give_back(unit)
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """Which of the stages that could have a worker gets it: the least."""
+        """The priority among stages that could use a worker; the smallest goes first."""
         return not self.stage.path, self.step, -self.stage.path, self.stage.layer
 
 
 def units_of(stage: PlannedStage, *, holds: bool, batch: int) -> Units:
-    """How a stage gets its groups. `holds` says whether it reads or writes samples."""
+    """Return how a stage gets its groups. `holds`: whether it reads or writes samples."""
     if not holds:
         return Once()
     if stage.shape == "stream":

@@ -1,23 +1,23 @@
 """The scheduler: events in, decisions out. Pure: no clock, no I/O, no Ray; its state changes in place.
 
-It knows which fields are present for which groups (`board`) and which workers are free (`grants`), and from that alone
-it decides what starts. The same code drives real actors, the in-process executor and a simulation.
+It tracks which fields are present for which groups (`board`) and which workers are free (`grants`), and decides from
+these alone what starts. The same code drives real actors, the in-process executor and a simulation.
 
     scheduler = Scheduler(plan)
     decisions = scheduler.begin()
     decisions = scheduler.handle(Landed(step=0, groups=(0, 1), fields=("response",), task=3))
 
-A stage may start on a group when the last field that it reads has landed (on a run of groups, or on the whole batch,
-where it is `per` batch) and the fences before it are behind. Each (stage, group) is handed out exactly once an attempt.
-A group is cleared when every stage that reads or writes it has acknowledged it.
+A stage may start on a group when the last field that it reads has landed and the step's fences have been passed; a
+stage per batch starts on a run of groups, or on the whole batch. Each (stage, group) is submitted exactly once per
+attempt. A group is cleared when every stage that reads or writes it has acknowledged it.
 
-Batches. With on_stale="wait" they are fixed as they are admitted: batch n has its numbers, and is sampled once the
-published version is within reach of n. With "drop" groups belong to no step until they are claimed: the first of them
-that are ready become the next batch, those that are too old for it are dropped, and others are admitted in their place.
+Batches. With on_stale="wait" they are fixed at admission: batch n has fixed admission numbers, and is sampled once the
+published version is at least n - ahead. With "drop" groups belong to no step until they are claimed: the first ones
+ready form the next batch, those too old for it are dropped, and others are admitted in their place.
 
-With a gate, groups that it drops are replaced by others of the same step: at once where rollout may run ahead, and
-otherwise when all that were sampled are decided, so that what is decoded together never depends on the order of
-arrival. Admission numbers count up without a gap, so a step has the least number of groups of which a batch is kept.
+With a gate, dropped groups are replaced by others of the same step: at once if rollout may run ahead, otherwise after
+every sampled group is decided, so that decode batches never depend on the order of arrival. Admission numbers have no
+gaps, so a step has the smallest number of groups that yields a full batch.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from pipeline.schedule.staleness import admissible, askable, too_old
 
 
 class Scheduler:
-    """Runs a plan from `start` (steps behind) on. One instance a run.
+    """Schedules a plan after `start` finished steps. One instance per run.
 
-    `pending` are groups that were admitted before the checkpoint and not trained, which come again first; `next_group`
-    is the first admission number after them, where it is not `start` batches.
+    `pending` are groups that were admitted before the checkpoint and not trained; they are admitted first.
+    `next_group` is the first admission number after them, by default that of batch `start`.
     """
 
     def __init__(
@@ -75,57 +75,57 @@ class Scheduler:
         self._transfers = [stage for stage in self._stages.values() if stage.shape == "transfer"]
         self._publishes = {field for stage in self._transfers for field in stage.writes}
         self._trainers = {stage.name for stage in self._stages.values() if stage.updates}
-        self._settling = {stage.name for stage in self._transfers} or self._trainers  # what a checkpoint comes behind
+        self._settling = {stage.name for stage in self._transfers} or self._trainers  # what a checkpoint waits for
         self._before: dict[str, list[tuple[str, int]]] = {name: [] for name in self._stages}
         self._after: dict[str, list[tuple[str, int]]] = {name: [] for name in self._stages}
         for fence in plan.fences:
             self._before[fence.after].append((fence.before, fence.lag))
             self._after[fence.before].append((fence.after, fence.lag))
         self._saving: set[int] = set()
-        self._next_batch = start  # the first batch that is not admitted; with a pool, not claimed
+        self._next_batch = start  # the first batch not yet admitted; with a pool, not yet claimed
         self._pending = deque(pending)
         self._next_group = start * plan.batch if next_group is None else next_group
-        self._claimable: deque[int] = deque()  # groups of the pool that are ready, the first ready first
-        self._starved = False  # whether capacity held the last admission back
+        self._claimable: deque[int] = deque()  # ready groups of the pool, in the order in which they became ready
+        self._starved = False  # whether capacity limited the last admission
         self._steps_done = start
-        self._settled = self._saved = start - 1  # the last step that a checkpoint may come behind, and does
+        self._settled = self._saved = start - 1  # the last step that can be saved, and was saved
         self._stopping = False
-        self._last = plan.steps - 1  # the last step that is trained
+        self._last = plan.steps - 1  # the last step to train
 
     @property
     def stopped(self) -> bool:
-        """Whether all is behind that `stop` leaves to do."""
+        """Whether everything that `stop` leaves to do is done."""
         if not self._stopping or self._saving:
             return False
         return self._last < self.start or all(number > self._last for number in self._board.steps)
 
     @property
     def done(self) -> bool:
-        """Every step has been trained and acknowledged, every checkpoint written, and nothing runs any more."""
+        """Whether every step is trained and acknowledged, every checkpoint is written, and no task runs."""
         idle = not self._board.steps and not self._saving and self._grants.idle
         return idle and self._steps_done == self.plan.steps
 
     @property
     def over(self) -> bool:
-        """Whether all is done, or all that `stop` leaves to do."""
+        """Whether the run is done or stopped."""
         if self._board.steps and not self._stopping:
             return False
         return self.done or self.stopped
 
     @property
     def in_flight(self) -> int:
-        """Groups that were admitted and are not yet cleared."""
+        """The number of groups admitted and not yet cleared."""
         return self._board.in_flight
 
     @property
     def running(self) -> list[Task]:
-        """The tasks that were handed out and are not over."""
+        """The running tasks, in order of submission."""
         return self._grants.tasks
 
     def begin(self) -> list[Decision]:
-        """The first decisions: publish the weights that the run starts from, or, without a Refit, admit at once.
+        """Return the first decisions: publish the initial weights, or, without a Refit, admit at once.
 
-        What reads nothing but published weights (an evaluation) also runs once before the first step of a new run.
+        Stages that read only published weights (an evaluation) also run once before the first step of a new run.
         """
         decisions: list[Decision] = []
         if self._transfers:
@@ -146,9 +146,9 @@ class Scheduler:
         return self._granted(decisions)
 
     def handle(self, *events: Event) -> list[Decision]:
-        """Take what one report says, return what follows from it; tasks start when all of it is known.
+        """Handle the events of one report. Returns the decisions that follow; tasks start after all events are handled.
 
-        A report of a task that is over or was replaced is ignored.
+        Reports of tasks that have ended or were replaced are ignored.
         """
         decisions: list[Decision] = []
         for event in events:
@@ -170,7 +170,7 @@ class Scheduler:
         return self._granted(decisions)
 
     def _granted(self, decisions: list[Decision]) -> list[Decision]:
-        """The decisions, and what starts after them."""
+        """Return the decisions, then those that start tasks."""
         started = self._grants.granted()
         for task in started:
             if self._board.pool and self._stages[task.stage].stamps:
@@ -178,8 +178,11 @@ class Scheduler:
         return decisions + [Run(task) for task in started]
 
     def stop(self) -> list[Decision]:
-        """Admit and begin nothing more. Steps that are being trained, and what is left of those before them, are
-        finished, and a checkpoint is written: what was admitted since then comes again when the run is resumed."""
+        """Admit no more groups and start no more steps.
+
+        Steps in training and the rest of earlier steps are finished, and a checkpoint is written. Groups admitted for
+        later steps are admitted again on resume.
+        """
         decisions: list[Decision] = []
         if self._stopping:
             return decisions
@@ -201,13 +204,13 @@ class Scheduler:
         return self._granted(decisions)
 
     def owed(self, task: Task) -> KeysView[int] | None:
-        """The groups that a task has not acknowledged, as they are from now on; None where it is over or was replaced,
-        and no report of it counts."""
+        """Return a live view of a task's unacknowledged groups; None if the task has ended or was replaced, in which
+        case its reports are ignored."""
         running = self._grants.running(task.number)
         return None if running is None else running.left.keys()
 
     def waiting(self) -> list[tuple[int, str, tuple[str, ...]]]:
-        """(step, stage, what it waits for) of every stage in flight that has not acknowledged everything."""
+        """Return (step, stage, what it waits for) for every stage in flight with unacknowledged work."""
         rows = []
         for step in self._board.homes:
             for name, reader in step.readers.items():
@@ -217,17 +220,17 @@ class Scheduler:
         return rows
 
     def absent(self, step: int, field: str) -> list[int]:
-        """The groups of a step, other than those that were dropped, for which a sample field has not landed."""
+        """Return the groups of a step, except dropped ones, for which a sample field has not landed."""
         return self._board.absent(step, field)
 
     def steps_in_flight(self) -> list[int]:
-        """Steps with anything unfinished, ascending; that of the pool is the batch that it fills."""
+        """Return the unfinished steps, ascending. A pool with groups counts as the batch that it fills."""
         return sorted({step.number for step in self._board.homes if step.groups or step is not self._board.pool})
 
     # Admission.
 
     def _admit(self, decisions: list[Decision]) -> None:
-        """Take in groups as far as the rules and the room allow."""
+        """Admit groups as far as staleness and capacity allow."""
         if self._stopping:
             return
         batch = self.plan.batch
@@ -243,17 +246,17 @@ class Scheduler:
         while self._next_batch < self.plan.steps:
             before = self._board.steps.get(self._next_batch - 1)
             if before and not before.decided:
-                return  # its groups have not all got their numbers
+                return  # more of its groups may still be admitted, and numbers are consecutive
             self._starved = admissible(capacity=self.plan.capacity, held=self.in_flight) < batch
             if self._starved:
                 return
             if not self._transfers and not self._may_generate(self._next_batch):
-                return  # with no sampler to wait for a version, the batch itself waits
+                return  # without a Refit no stage waits for a version, so admission does
             self._next_batch += 1
             self._open(self._next_batch - 1, decisions)
 
     def _open(self, number: int, decisions: list[Decision]) -> None:
-        """A batch enters, with every stage that will see it."""
+        """Admit a batch, with every stage that runs at its step."""
         step = self._board.steps[number] = Step(number, decided=not self._board.gate)
         for stage in self._stages.values():
             if stage.runs_at(number, self.plan.steps):
@@ -264,7 +267,7 @@ class Scheduler:
             decisions.append(Claim(number, tuple(step.groups)))
 
     def _add(self, step: Step, count: int, decisions: list[Decision]) -> None:
-        """Admit groups: a batch, what takes the place of those that were dropped, or what the pool has room for."""
+        """Admit groups: a batch, replacements for dropped groups, or as many as the pool has room for."""
         groups = []
         for _ in range(count):
             if self._pending:
@@ -276,7 +279,7 @@ class Scheduler:
         self._board.add(step, tuple(groups))
 
     def _blockers(self, stage: PlannedStage, number: int) -> set[Blocker]:
-        """The weights, fences and checkpoints that a stage of a step has ahead of it."""
+        """Return the weights, fences, version and checkpoints that a stage waits for at a step."""
         blockers: set[Blocker] = {Weights(field) for field in stage.reads if field not in self._board.sample_fields}
         for before, lag in self._before[stage.name]:
             if self._is_ahead(before, number, lag):
@@ -295,27 +298,27 @@ class Scheduler:
         return reader is not None and reader.total is not None and reader.done < reader.total
 
     def _may_generate(self, number: int) -> bool:
-        """Whether the published version is within reach of a batch."""
+        """Return whether the published version is recent enough to generate a batch."""
         batch = self.plan.batch
         more = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=number * batch)
         return more >= batch and self.version >= self.start
 
     def _version_for(self, number: int) -> Version:
-        """What a batch waits for before it is generated: the least version that its samples may have."""
+        """Return the version that a batch waits for before it is generated: the oldest that its samples may have."""
         return Version(max(number - self.plan.ahead, self.start))
 
     def _has_batch_in_waiting(self) -> bool:
-        """A batch is ready for the sampler as soon as its version is published: no hurry to admit another."""
+        """Return whether an admitted batch waits for its version, so that admitting another is not urgent."""
         return any(
             self._version_for(number) in reader.blockers
             for number, step in self._board.steps.items()
             for reader in step.readers.values()
         )
 
-    # The claim, where batches are not fixed.
+    # The claim, with on_stale="drop".
 
     def _claim(self, pool: Step, decisions: list[Decision]) -> None:
-        """Make batches of what is ready, as long as there is enough of it; let go of what is too old."""
+        """Claim batches while enough groups are ready; drop groups that are too old."""
         self._let_go(pool, decisions)
         while self._next_batch < self.plan.steps and len(self._claimable) >= self.plan.batch and not self._stopping:
             number = self._next_batch
@@ -334,7 +337,7 @@ class Scheduler:
         self._admit(decisions)
 
     def _let_go(self, pool: Step, decisions: list[Decision]) -> None:
-        """Drop what is ready, and cancel what is being sampled, where it is too old for the next batch."""
+        """Drop ready groups, and cancel groups being sampled, that are too old for the next batch."""
         bound, oldest = self.plan.max_staleness, self._board.oldest
         old = [
             group
@@ -385,20 +388,20 @@ class Scheduler:
             self._kept(step, decisions)
 
     def _serve(self, running: Running, replica: int, decisions: list[Decision]) -> None:
-        """A replica has a version: it may be sampled with there, unless something else of the step is yet to come."""
+        """Handle a replica that has a version: it may sample, unless the step has other weights to publish."""
         task, stage = running.task, running.reader.stage
         if self._board.steps[task.step].unpublished <= set(stage.writes):
             self._grants.reach(running, replica)
             self._publish(task.step, decisions)
 
     def _publish(self, number: int, decisions: list[Decision]) -> None:
-        """The version that a step makes is there, perhaps again."""
+        """Publish the version that a step makes, unless it is already published."""
         if self.version <= number:
             self.version = number + 1
             self._generate(decisions)
 
     def _generate(self, decisions: list[Decision]) -> None:
-        """A version was published: what waited for it may be generated."""
+        """Start the generation that waited for the published version."""
         for step in self._board.homes:
             pooled = step is self._board.pool
             version = Version(self.start) if pooled else self._version_for(step.number)
@@ -409,7 +412,7 @@ class Scheduler:
     # The gate.
 
     def _kept(self, step: Step, decisions: list[Decision]) -> None:
-        """The gate has kept groups of a step that has no whole batch yet."""
+        """Handle groups kept by the gate, in a step without a full batch."""
         self._board.place(step)
         if step.kept < self.plan.batch:
             self._refill(step, decisions)
@@ -422,7 +425,7 @@ class Scheduler:
         self._admit(decisions)
 
     def _drop(self, event: Dropped, decisions: list[Decision]) -> None:
-        """Let go of groups that the gate has dropped, and admit as many others in their place."""
+        """Drop groups that the gate has dropped, and admit as many replacements."""
         if self.plan.gate is None:
             return
         fresh = [group for group in event.reasons if not self._board.decided(group)]
@@ -441,12 +444,12 @@ class Scheduler:
             self._refill(step, decisions)
 
     def _refill(self, step: Step, decisions: list[Decision]) -> None:
-        """Admit others in the place of groups that the gate dropped."""
+        """Admit replacements for groups that the gate dropped."""
         if self._stopping:
             return
         undecided = len(step.groups) - len(step.dropped) - step.kept
         if self.plan.ahead == 0 and undecided:
-            return  # the rest of the round may yet be dropped too, and what replaces it is decoded together
+            return  # wait for the whole round, because its replacements are decoded together
         lacking = self.plan.batch - step.kept - undecided
         if lacking > 0:
             self._add(step, lacking, decisions)
@@ -464,12 +467,12 @@ class Scheduler:
             where=self._stages[gate.stage].where,
             what=f"stage {gate.stage!r} dropped {len(step.refused)} of {sampled} groups at step {step.number + 1} "
             f"and the batch of {batch} is not full: {message}",
-            why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups a step, so that a model which "
-            "learns nothing from its prompts does not sample for ever",
-            fix="prompts that are answered now rightly, now wrongly, more samples a prompt, or a larger max_rounds",
+            why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups per step, so that a model that "
+            "learns nothing from its prompts does not sample forever",
+            fix="use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds",
         )
 
-    # What tasks have come to.
+    # Results of tasks.
 
     def _finish(self, running: Running, acknowledged: Sequence[int], decisions: list[Decision]) -> None:
         reader, task = running.reader, running.task
@@ -484,14 +487,14 @@ class Scheduler:
         self._settle(reader, task.step, decisions)
 
     def _settle(self, reader: Reader, number: int, decisions: list[Decision]) -> None:
-        """See whether a stage has acknowledged all that it will have in a step."""
+        """Close a stage of a step if it has acknowledged all its groups."""
         if reader.total is not None and reader.done == reader.total:
             step = self._board.steps[number]
             if step.decided or reader.stage.name not in self._board.before_gate:
                 self._over(step, reader, decisions)
 
     def _fail(self, running: Running, decisions: list[Decision]) -> None:
-        """Hand out again what the attempt has not acknowledged, other than what was cancelled in the meantime."""
+        """Submit the unacknowledged groups of a lost attempt again, except groups dropped in the meantime."""
         task, reader = running.task, running.reader
         left = self._grants.lose(running)
         unwanted = [group for group in left if (home := self._board.home(group)) and group in home.dropped]
@@ -513,7 +516,7 @@ class Scheduler:
                 self._admit(decisions)
 
     def _over(self, step: Step, reader: Reader, decisions: list[Decision]) -> None:
-        """A stage has acknowledged all that it will have in this step."""
+        """Handle a stage that has acknowledged all its groups of a step."""
         step.unfinished -= 1
         number, stage = step.number, reader.stage
         for after, lag in self._after[stage.name]:
@@ -529,13 +532,13 @@ class Scheduler:
             self._close(number, decisions)
 
     def _unblock(self, step: Step, names: Iterable[str], blocker: Blocker) -> None:
-        """Something that stages of a step waited for is behind."""
+        """Remove a blocker from stages of a step."""
         for name in names:
             reader = step.readers.get(name)
             if reader and blocker in reader.blockers:
                 reader.blockers.discard(blocker)
                 self._grants.offer(reader)
-                self._grants.look_again()  # what it still waits for may have become urgent
+                self._grants.look_again()  # a stage that it still waits for may have become urgent
 
     def _checkpoint_due(self, number: int) -> bool:
         every = self.plan.checkpoint_every
@@ -553,7 +556,7 @@ class Scheduler:
             later.append(self._board.pool)
         pending = sorted([*self._pending, *(group for step in later for group in step.groups)])
         next_group = self._next_group
-        while pending and pending[-1] == next_group - 1:  # what was admitted last is admitted next
+        while pending and pending[-1] == next_group - 1:  # trailing groups are covered by `next_group`
             next_group = pending.pop()
         decisions.append(Save(number, next_group, tuple(pending)))
 
@@ -570,12 +573,12 @@ class Scheduler:
             self._generate(decisions)
 
     def _can_wait(self, reader: Reader) -> bool:
-        """What no weights depend on does not interrupt a stream, unless another stage waits for nothing else."""
+        """Return whether a stage that no weights depend on may wait for streams: not if a stage waits only for it."""
         if self._stopping:
             return False
         name, number = reader.stage.name, reader.step
         if reader.total is None or self.version > number + 1:
-            return False  # no group of the pool is claimed before its last stage is behind
+            return False  # pool groups become claimable only after their last stage
         for after, lag in self._after[name]:
             later = self._board.steps.get(number + lag)
             waiter = later.readers.get(after) if later else None

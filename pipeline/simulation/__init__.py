@@ -1,4 +1,4 @@
-"""What a simulated run is made of: seconds of stages, cores that are shared, a virtual clock, and what may be changed.
+"""The parts of a simulated run: stage durations, shared cores, a virtual clock, and what-if changes.
 
-`pipeline/simulation/virtual_run.py` runs the scheduler on it, `pipeline/simulate.py` is the command.
+`pipeline/simulation/virtual_run.py` runs the scheduler on them; `pipeline/simulate.py` is the command.
 """

@@ -1,11 +1,12 @@
-"""Distributions of seconds as a user writes them, and random numbers that are a function of what they are for.
+"""Distributions of seconds as a user writes them, and random numbers that depend only on their purpose.
 
     parse("lognormal(1.0, 0.8)")              mean 1 s, sigma 0.8 of the logarithm
     parse("0.2 + 0.001/sample @ 2")           0.2 s and 1 ms per sample, on two cores
     parse("uniform(0.1, 0.3) + 0.05/group")
 
-Terms are added. A number, or a distribution, is seconds per task; for a stream they are until a group comes. `@ CORES`
-says that it computes on so many cores; without it the time is spent waiting. Nothing is evaluated as code.
+Terms are added. A number or a distribution is in seconds per task; for a stream, in seconds until a group is finished.
+`@ CORES` means that the task computes on that many cores; without it, the task spends the time waiting. Nothing is
+evaluated as code.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GRAMMAR = "0.2 + 0.001/sample + lognormal(MEAN, SIGMA) @ CORES"
 
 
 def uniform(seed: int, *counters: int) -> float:
-    """A number in (0, 1) that depends on nothing but its arguments (splitmix64; Steele, Lea and Flood, 2014)."""
+    """Return a number in (0, 1) that depends only on the arguments (splitmix64; Steele, Lea and Flood, 2014)."""
     state = seed & _MASK
     for counter in counters:
         state = (_mixed(state) ^ counter) + 0x9E3779B97F4A7C15 & _MASK
@@ -70,12 +71,12 @@ class Term(msgspec.Struct, frozen=True):
     parameters: tuple[float, ...]
 
     def draw(self, u: float) -> float:
-        """The value at the quantile `u`, in seconds."""
+        """Return the value at the quantile `u`, in seconds."""
         return KINDS[self.kind][0](u, *self.parameters)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum of terms. `cores` is what it keeps busy; 0 is time that is spent waiting."""
+    """A sum of terms. `cores` is the number of cores kept busy; 0 means that the time is spent waiting."""
 
     terms: tuple[Term, ...]
     per_sample_s: float = 0.0
@@ -83,7 +84,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     cores: float = 0.0
 
     def draw(self, *, groups: int, samples: int, seed: int, counters: tuple[int, ...]) -> float:
-        """Seconds for that many groups and samples; the random number is that of `seed` and `counters`."""
+        """Return the seconds for these numbers of groups and samples; `seed` and `counters` fix the random numbers."""
         took_s = self.per_sample_s * samples + self.per_group_s * groups
         for i, term in enumerate(self.terms):
             took_s += term.parameters[0] if term.kind == "constant" else term.draw(uniform(seed, *counters, i))
@@ -91,12 +92,12 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str) -> Distribution:
-    """The distribution of a text. Raises ValueError that says what is wrong with it."""
+    """Parse a distribution. Raises ValueError if the text is not one."""
     body, at, cores_text = text.partition("@")
     cores = 0.0
     if at:
         if not re.fullmatch(_NUMBER, cores_text.strip()) or float(cores_text) <= 0:
-            raise ValueError(f"{cores_text.strip()!r} behind @ is not a number of cores above 0")
+            raise ValueError(f"{cores_text.strip()!r} after @ is not a number of cores above 0")
         cores = float(cores_text)
     terms: list[Term] = []
     shares = {"sample": 0.0, "group": 0.0}
@@ -109,7 +110,7 @@ def parse(text: str) -> Distribution:
             else:
                 terms.append(Term("constant", (float(share[1]),)))
         else:
-            raise ValueError(f"{part!r} is not a number of seconds and no distribution")
+            raise ValueError(f"{part!r} is neither a number of seconds nor a distribution")
     numbers = [cores, *shares.values(), *(number for term in terms for number in term.parameters)]
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a number is too large")

@@ -1,10 +1,10 @@
-"""How long tasks take in virtual time: from distributions, or as a recorded run took. Knows no clock and no scheduler.
+"""How long tasks take in virtual time: from distributions or from a recorded run. Knows no clock and no scheduler.
 
     times = Durations({"rollout": Drawn(parse("lognormal(1.0, 0.8)")), "train": Drawn(parse("0.2 @ 2"))})
     times.stages["train"].work(task, samples=512, tokens=0, seed=0)
 
-A task waits and then computes; only computing can be slowed down by what runs beside it. All random numbers are
-functions of (seed, stage, group or step, attempt), so a group takes as long under one schedule as under another.
+A task waits and then computes; only computing is slowed down by concurrent work. All random numbers are functions of
+(seed, stage, group or step, attempt), so a group takes equally long under every schedule.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from pipeline.declare.task import Task
 from pipeline.simulation.distributions import Distribution, uniform
 
-MOSTLY_COMPUTES = 0.5  # cores that a task keeps busy in the mean; below, it mostly waits, for a GPU or another process
+MOSTLY_COMPUTES = 0.5  # mean cores kept busy by a task; below, it mostly waits for a GPU or another process
 GOLDEN = (5**0.5 - 1) / 2
-TOKENS_PER_S = 100.0  # of a response whose seconds were drawn: gives it a length to count drops by
+TOKENS_PER_S = 100.0  # converts drawn seconds into a response length, which counts of dropped tokens need
 
 
 class Work(NamedTuple):
-    """What a task does on each of its workers: `wait_s`, then `work_s` alone on `cores` of them."""
+    """A task on each of its workers: it waits `wait_s`, then computes on `cores` cores, which takes `work_s` alone."""
 
     wait_s: float
     work_s: float
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Groups of a stream, by position in its task: they come `wait_s` after `work_s` of its computing."""
+    """Groups of a stream, by position in its task: they finish `wait_s` after `work_s` of its computing."""
 
     work_s: float
     wait_s: float
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class StreamWork(NamedTuple):
-    """What a stream does: its parts in ascending `work_s`; `tokens` of each group by position, 0 where unknown."""
+    """A stream's parts in ascending `work_s`, and the `tokens` of each group by position, 0 if unknown."""
 
     parts: list[Part]
     cores: float
@@ -48,20 +48,20 @@ class StreamWork(NamedTuple):
 
 
 class StageTimes(Protocol):
-    """The seconds of one stage."""
+    """The durations of one stage."""
 
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
-        """Of a map or a transfer on that many samples and tokens per worker."""
+        """Return the work of a map or a transfer, for these numbers of samples and tokens per worker."""
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
-        """Of a stream on the groups of `task`."""
+        """Return the work of a stream on the groups of `task`."""
 
     def faster(self, factor: float) -> StageTimes:
-        """The same with every second divided."""
+        """Return a copy with all durations divided by `factor`."""
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """Seconds from a distribution. `speed` divides them."""
+    """Durations drawn from a distribution and divided by `speed`."""
 
     distribution: Distribution
     speed: float = 1.0
@@ -90,9 +90,9 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds as fixed + per sample + per token, none of them negative, and how single tasks differed from that.
+    """A fit of durations as fixed + per sample + per token, none of them negative, and the residuals of single tasks.
 
-    `ratios` are measured over fitted seconds, ascending. `cores` is CPU seconds over seconds.
+    `ratios` are measured seconds over fitted seconds, ascending. `cores` is CPU seconds over seconds.
     """
 
     fixed_s: float = 0.0
@@ -102,13 +102,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     ratios: tuple[float, ...] = (1.0,)
 
     def seconds(self, samples: int, tokens: int, u: float) -> float:
-        """At the quantile `u` of what was measured."""
+        """Return the duration at the quantile `u` of the measured ratios."""
         fitted_s = self.fixed_s + self.per_sample_s * samples + self.per_token_s * tokens
         return fitted_s * self.ratios[int(u * len(self.ratios))]
 
 
 class Came(NamedTuple):
-    """How a group came in a recorded stream: after which fraction of the computing, how long after, how long it was."""
+    """A group of a recorded stream: it finished `wait_s` after `fraction` of the computing, with `tokens` tokens."""
 
     fraction: float
     wait_s: float
@@ -116,10 +116,10 @@ class Came(NamedTuple):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds as a recorded run took.
+    """Durations of a recorded run.
 
-    `came` are the groups of a recorded stream by admission number, which come as they came; others as one of these
-    does, by chance. `batch` are the groups of a recorded step. `speed` divides all seconds.
+    `came` holds the groups of a recorded stream by admission number. These finish as recorded; any other group finishes
+    like a randomly chosen one of them. `batch` is the number of groups per recorded step; `speed` divides durations.
     """
 
     line: Line
@@ -132,7 +132,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         took_s = line.seconds(samples, tokens, self._quantile(task, seed)) / self.speed
         if line.cores >= MOSTLY_COMPUTES:
             return Work(0.0, took_s, line.cores)
-        return Work(took_s * (1 - line.cores), took_s * line.cores, 1.0)  # one core, and little of the time
+        return Work(took_s * (1 - line.cores), took_s * line.cores, 1.0)  # one core, for a small part of the time
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
         name, pool = crc32(task.stage.encode()), self.pool
@@ -150,8 +150,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, speed=self.speed * factor)
 
     def _quantile(self, task: Task, seed: int) -> float:
-        """In (0, 1). From step to step it goes on by the golden ratio, so that a few steps have had all of what was
-        measured about equally often; tasks of one step are independent."""
+        """Return a quantile in (0, 1). It advances by the golden ratio per step, so that a few steps already cover the
+        measured ratios evenly; tasks of one step are independent."""
         place = task.groups[0] % self.batch if task.groups else 0
         return (uniform(seed, crc32(task.stage.encode()), place, task.attempt) + GOLDEN * task.step) % 1.0
 
@@ -162,16 +162,16 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens between tasks, in seconds.
+    """Overheads between tasks, in seconds.
 
-    dispatch_s     from the hand-out of a task to its start on the worker, by stage
-    report_s       from the end on the worker until the driver has it, by stage
-    driver_s       of the driver's time that each report takes; it takes one after the other
-    beside_cpu_s   CPU seconds of other processes (driver, data plane) that go with each task
-    checkpoint_s   of a checkpoint, during which the driver takes no report
-    drop_rate      share of the groups that the gate drops
-    drop_reason    and why
-    spread         how much longer than the quickest a worker of a transfer's target takes at most, as a share
+    dispatch_s     from submitting a task to its start on the worker, by stage
+    report_s       from the task's end on the worker until the driver receives the report, by stage
+    driver_s       driver time per report; the driver handles one report at a time
+    beside_cpu_s   CPU seconds of other processes (driver, data plane) per task
+    checkpoint_s   duration of a checkpoint, during which the driver handles no report
+    drop_rate      fraction of the groups that the gate drops
+    drop_reason    the reason that it gives
+    spread         maximum extra time of a target worker in a transfer, as a fraction of the quickest worker's time
     """
 
     dispatch_s: Mapping[str, float] = {}
@@ -185,14 +185,14 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Durations(msgspec.Struct, frozen=True):
-    """The seconds of every stage and of what is between them."""
+    """The durations of every stage and the overheads between tasks."""
 
     stages: Mapping[str, StageTimes]
     costs: Costs = Costs()
 
 
 def merged(parts: list[Part]) -> list[Part]:
-    """Parts in ascending order of computing; groups that come at the same time are one."""
+    """Sort parts by their computing time and merge those that finish at the same time."""
     together: dict[tuple[float, float], list[int]] = {}
     for part in parts:
         together.setdefault((part.work_s, part.wait_s), []).extend(part.positions)
@@ -200,5 +200,5 @@ def merged(parts: list[Part]) -> list[Part]:
 
 
 def _counters(task: Task) -> tuple[int, int, int]:
-    """What a task is for, as numbers."""
+    """Return the numbers that identify a task: stage, first group or step, attempt."""
     return crc32(task.stage.encode()), task.groups[0] if task.groups else task.step + 1, task.attempt

@@ -1,10 +1,10 @@
-"""What would make a recorded run faster: small changes, each simulated for a few steps, the best first.
+"""Finds changes that would make a recorded run faster: simulates small changes for a few steps each, best first.
 
     found = hints(recording_of(run), run.path)
     found.hints[0]          # Hint(text="train twice as fast", times=1.31, command="python -m pipeline.simulate ...")
 
-Every number is the one that its command prints, and `base` is the command of the run as it was. How much is simulated
-follows from the number of tasks a step, so the same record gives the same hints.
+Each hint's command prints the hint's number; the command `base` simulates the unchanged run. The number of simulated
+steps depends only on the tasks per step, so the same record always yields the same hints.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pipeline.simulation.recording import Recording, simulated
 from pipeline.simulation.whatif import Changes
 
 COMMAND = ("python", "-m", "pipeline.simulate")
-TASKS = 10_000  # that are simulated in all, about
-STEPS = (4, 12)  # that are simulated of each change
-STAGES = 3  # of the critical path that are looked at
-SHARE = 0.05  # of the step that such a stage has on the path
-GAIN = 0.01  # that a hint is worth
+TASKS = 10_000  # approximate number of tasks simulated over all changes
+STEPS = (4, 12)  # minimum and maximum number of steps simulated per change
+STAGES = 3  # maximum number of critical-path stages to try to speed up
+SHARE = 0.05  # minimum share of the critical path that such a stage takes
+GAIN = 0.01  # minimum gain of a hint, as a fraction
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """One change: `times` is how many times as fast a step would be, of `step_s` seconds; `flags` are those of
-    `pipeline.simulate`, and `command` the whole line, which prints the same `step_s`."""
+    """One change. A step would take `step_s` seconds and be `times` times as fast. `flags` are flags of
+    `pipeline.simulate`; `command` is the whole command line, which prints the same `step_s`."""
 
     text: str
     times: float
@@ -43,8 +43,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
-    """`measured_s` and `simulated_s` are seconds per step of the run and of its simulation as it was, by the command
-    `base`. `hints` is empty where no change is worth it, or nothing can be simulated: `notes` says why."""
+    """Seconds per step, `measured_s` in the run and `simulated_s` in its unchanged simulation (the command `base`).
+    `hints` is empty if no change gains enough or nothing can be simulated; `notes` has the reasons."""
 
     measured_s: float
     simulated_s: float
@@ -54,15 +54,15 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hints(recording: Recording, run: Path, *, measured: Report | None = None) -> Hints:
-    """The hints of a recorded run. `run` is its directory, as the commands name it; `measured` its report, where it is
-    known."""
+    """Return the hints for a recorded run. `run` is its directory as written in the commands; `measured` is its report,
+    if already computed."""
     planned = recording.plan
     measured = measured or analyse(recording.events, planned)
     steps, notes = _steps(recording), list(recording.notes)
     absent = [stage.name for stage in planned.stages if stage.name not in {*recording.durations.stages, ADDED}]
     common = ["--steps", str(steps), *(part for name in absent for part in ("--stage", f"{name}=0"))]
     if absent:
-        notes.append(f"{', '.join(absent)} has not run yet: taken to need no time")
+        notes.append(f"{', '.join(absent)} has not run yet: assumed to take no time")
     base = Changes(steps=steps, stages=dict.fromkeys(absent, "0"))
     as_it_was = simulated(recording, base)[1].steps.mean
     found = []
@@ -71,7 +71,7 @@ def hints(recording: Recording, run: Path, *, measured: Report | None = None) ->
             step_s = simulated(recording, msgspec.structs.replace(change, steps=steps, stages=base.stages))[
                 1
             ].steps.mean
-        except SluiceError:  # the run has no place for the change, or cannot go on with it
+        except SluiceError:  # the change does not apply to this run, or the run cannot finish with it
             continue
         if step_s and as_it_was / step_s >= 1 + GAIN:
             command = _command(run, [*common, *flags])
@@ -86,7 +86,7 @@ def hints(recording: Recording, run: Path, *, measured: Report | None = None) ->
 
 
 def _worth(found: list[Hint]) -> Iterator[Hint]:
-    """Without those that change more than another one, and gain no more."""
+    """Yield the hints except those that extend another hint's flags without gaining more."""
     for hint in found:
         less = (other for other in found if other is not hint and {*other.flags} < {*hint.flags})
         if all(hint.times >= other.times * (1 + GAIN) for other in less):
@@ -94,17 +94,17 @@ def _worth(found: list[Hint]) -> Iterator[Hint]:
 
 
 def _steps(recording: Recording) -> int:
-    """How many steps of each change are simulated."""
+    """Return how many steps to simulate per change."""
     tasks = Tasks(recording.events)
     steps = {task.step for task in tasks.submitted.values()}
     a_step = len(tasks.submitted) / max(1, len(steps))
     least, most = STEPS
-    least += recording.plan.ahead  # the first ones fill what is in flight
+    least += recording.plan.ahead  # the first steps only fill the pipeline
     return max(least, min(most, round(TASKS / 10 / max(1.0, a_step))))
 
 
 def _changes(recording: Recording, measured: Report) -> Iterator[tuple[str, tuple[str, ...], Changes]]:
-    """What is tried: a sentence, its flags, and the change."""
+    """Yield the changes to try, as (description, flags, change)."""
     planned = recording.plan
     total_s = sum(measured.critical_path.by_stage.values())
     shares = [(name, seconds / total_s) for name, seconds in measured.critical_path.by_stage.items() if total_s]
@@ -114,7 +114,7 @@ def _changes(recording: Recording, measured: Report) -> Iterator[tuple[str, tupl
         yield f"{name} twice as fast", ("--speed", f"{name}=2x"), Changes(speed={name: 2.0})
     if not any(group.colocated for group in planned.groups):
         yield from _schedules(planned)
-    if not recording.one_process:  # where workers take turns, one more of them is no faster
+    if not recording.one_process:  # if workers take turns in one process, another worker does not help
         for name in dict.fromkeys(names[stage].groups[0] for stage in slowest if names[stage].groups):
             yield _workers(planned, name)
 
@@ -132,16 +132,16 @@ def _schedules(planned: Plan) -> Iterator[tuple[str, tuple[str, ...], Changes]]:
             Changes(max_staleness=staleness, refit="in_flight"),
         )  # fmt: skip
     if planned.max_staleness and planned.on_stale == "wait":
-        yield "what is too old is dropped", ("--on-stale", "drop"), Changes(on_stale="drop")
+        yield "stale groups dropped", ("--on-stale", "drop"), Changes(on_stale="drop")
 
 
 def _workers(planned: Plan, name: str) -> tuple[str, tuple[str, ...], Changes]:
-    """One replica more, or twice as many where they share a batch evenly."""
+    """Add one replica, or double the replicas if they share a batch evenly."""
     group = next(group for group in planned.groups if group.name == name)
     shared = any(stage.sharding for stage in planned.stages if name in stage.groups)
     count = group.replicas * 2 if shared else group.replicas + 1
     width = group.workers // group.replicas
-    text = f"{count * width} workers in {name} in place of {group.workers}"
+    text = f"{count * width} workers in {name} instead of {group.workers}"
     return text, ("--workers", f"{name}={count * width}"), Changes(workers={name: count * width})
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-Row = tuple[tuple[float, ...], float]  # what is known of a measurement, and the measurement; above 0
+Row = tuple[tuple[float, ...], float]  # the known values of a measurement, and the measurement, above 0
 
 
 def non_negative(rows: Sequence[Row]) -> tuple[tuple[float, ...], float]:
-    """The coefficients with the least squared relative error, none of them negative, and that error.
+    """Return the non-negative coefficients with the least squared relative error, and that error.
 
-    With so few unknowns every subset can be tried: of those whose own solution has no negative part, the best is the
-    answer. Where single ones do equally well (all measurements are of one size), the last is taken: what is in
-    proportion to the size, and not what is fixed.
+    With so few unknowns, every subset of columns can be tried; the best subset whose solution has no negative
+    coefficient is the answer. If several single columns fit equally well (all measurements have one size), the last one
+    wins, so the result is proportional to the size rather than fixed.
     """
     width = len(rows[0][0])
     best, least = (0.0,) * width, float(len(rows))
@@ -34,7 +34,7 @@ def non_negative(rows: Sequence[Row]) -> tuple[tuple[float, ...], float]:
 
 
 def _solved(rows: Sequence[Row], chosen: Sequence[int]) -> list[float] | None:
-    """The normal equations of some columns, by Gaussian elimination; None where they are singular."""
+    """Solve the normal equations of some columns by Gaussian elimination; None if they are singular."""
     columns = [[xs[i] / y for xs, y in rows if y > 0] for i in chosen]
     norms = [sum(x * x for x in column) ** 0.5 for column in columns]
     if not all(norms):
@@ -45,7 +45,7 @@ def _solved(rows: Sequence[Row], chosen: Sequence[int]) -> list[float] | None:
     for a in range(size):
         pivot = max(range(a, size), key=lambda i: abs(matrix[i][a]))
         matrix[a], matrix[pivot] = matrix[pivot], matrix[a]
-        if abs(matrix[a][a]) < 1e-9:  # columns of length 1: they point the same way
+        if abs(matrix[a][a]) < 1e-9:  # the columns have unit length, so they are parallel
             return None
         for b in range(size):
             if b != a:

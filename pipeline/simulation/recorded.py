@@ -1,11 +1,11 @@
-"""The durations of a recorded run, from its events alone.
+"""Fits the durations of a recorded run from its events alone.
 
     durations, notes = fitted(plan, [event for _, event in trace.read(run_dir.events)])
 
-Each stage's seconds are fitted as fixed + per sample (+ per token where that explains clearly more), with no negative
-part; how single tasks differed from the fit is kept. Of streams, the time at which each group came is kept too. The
-first step is left out: it pays for what is loaded and compiled late. A synchronous run is the best record: where tasks
-contended while they were recorded, the contention is taken for their own time.
+Each stage's seconds are fitted as fixed + per sample (+ per token if that explains clearly more), with no negative
+coefficient; the ratios of single tasks to the fit are kept. For streams, the time at which each group finished is kept
+too. The first step is left out, because it includes loading and compilation. A synchronous run is the best record: if
+tasks contended while they were recorded, the contention counts as their own time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pipeline.record.history import Tasks
 from pipeline.simulation.durations import Came, Costs, Durations, Line, Recorded, StageTimes
 from pipeline.simulation.least_squares import non_negative
 
-TOKENS_PAY = 0.8  # a fit by tokens is taken where it leaves less than this share of the squared error,
-WORTH = 0.01  # and the relative error without tokens is above this
+TOKENS_PAY = 0.8  # a fit by tokens is used if it leaves less than this fraction of the squared error,
+WORTH = 0.01  # and if the relative error without tokens is above this
 
 
 def fitted(
     plan: Plan, events: Iterable[trace.TraceEvent], *, cores: float | None = None
 ) -> tuple[Durations, list[str]]:
-    """The durations of every stage that ran, and remarks on what the record does not tell. `plan` is the run's own."""
+    """Return the durations of every stage that ran, and notes on what the record lacks. `plan` is the run's own."""
     tasks = Tasks(events)
     stages: dict[str, StageTimes] = {}
-    proportional: dict[int, list[str]] = defaultdict(list)  # samples of a task -> stages that had no other size
+    proportional: dict[int, list[str]] = defaultdict(list)  # samples per task -> stages that ran at this size only
     for stage in plan.stages:
         if stage.shape == "external":
             stages[stage.name] = _outside(stage, tasks)
@@ -44,7 +44,7 @@ def fitted(
         if len(sizes) == 1 and stage.path and max(sizes):
             proportional[max(sizes)].append(stage.name)
     notes = [
-        f"{', '.join(names)} ran on {samples} samples only: other sizes are taken to be in proportion"
+        f"{', '.join(names)} only ran on {samples} samples: other sizes are assumed to scale in proportion"
         for samples, names in proportional.items()
     ]
     return Durations(stages, _costs(plan, tasks)), notes
@@ -82,7 +82,7 @@ def _stream(
         first_s = min((put.end_s for put in tasks.puts[n]), default=span.end_s)
         firsts.append(first_s - span.start_s - own[n].within(span.start_s, first_s))
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
-    # A group cannot come before its computing, so what comes first bounds how long that took.
+    # A group cannot finish before it is computed, so the first group to finish bounds how long computing took.
     used = min(most, max(sum(span.cpu_s for span in spans.values()) / max(sum(firsts), 1e-9), 1e-9))
     points, came = [], {}
     for task in ran:
@@ -95,7 +95,7 @@ def _stream(
         for put in tasks.puts[n]:
             took_s = put.end_s - span.start_s - own[n].within(span.start_s, put.end_s)
             fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
-            wait_s = max(0.0, put.end_s - computed_at_s)  # what else runs on the worker delays computing, not waiting
+            wait_s = max(0.0, put.end_s - computed_at_s)  # other tasks on the worker delay computing, not waiting
             came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
     return Recorded(line=fit(points, cores=used), batch=plan.batch, came=came), {task.samples for task in ran}
 
@@ -148,7 +148,7 @@ def _costs(plan: Plan, tasks: Tasks) -> Costs:
 
 
 def _processes(tasks: Tasks) -> tuple[float, float]:
-    """CPU seconds of the driver a report, and of all that is no task a task; 0 where the record does not tell."""
+    """Return (driver CPU seconds per report, CPU seconds outside tasks per task); 0 if the record lacks them."""
     used = [e for e in tasks.others if isinstance(e, trace.StepEnded) and e.processes_cpu_s]
     if len(used) < 2:
         return 0.0, 0.0
@@ -163,12 +163,12 @@ def _processes(tasks: Tasks) -> tuple[float, float]:
     beside_s = last.processes_cpu_s - first.processes_cpu_s - tasks_s
     driver_s = last.driver_cpu_s - first.driver_cpu_s
     if any(isinstance(event, trace.Started) and event.executor == "local" for event in tasks.others):
-        driver_s = max(0.0, driver_s - tasks_s)  # tasks run in the driver's process
+        driver_s = max(0.0, driver_s - tasks_s)  # the tasks ran in the driver's process
     return driver_s / len(reports), max(0.0, beside_s) / len({span.task for span in spans})
 
 
 class _Spans:
-    """Spans that do not overlap, to be asked how much of an interval they cover."""
+    """Spans that do not overlap. Computes how much of an interval they cover."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self._spans = sorted(spans)
@@ -184,7 +184,7 @@ class _Spans:
         return covered_s
 
     def behind(self, start_s: float, seconds: float) -> float:
-        """When that many seconds that no span covers have passed since `start_s`."""
+        """Return the time at which `seconds` not covered by any span have passed since `start_s`."""
         at_s = start_s
         for place in range(bisect_left(self._ends, start_s), len(self._spans)):
             begun_s, ended_s = self._spans[place]
@@ -196,7 +196,7 @@ class _Spans:
 
 
 def _busy(plan: Plan, tasks: Tasks) -> dict[int, _Spans]:
-    """When each process had a task that lets no other run."""
+    """Return, by process, the spans of tasks that block all other tasks of the process."""
     streams = {stage.name for stage in plan.stages if stage.shape == "stream"}
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for ran in tasks.ran.values():
@@ -212,7 +212,7 @@ def _replicas(plan: Plan, stage: PlannedStage) -> int:
 
 
 def fit(points: Sequence[tuple[float, float, float]], *, cores: float) -> Line:
-    """The line through (samples, tokens, seconds), relative errors least."""
+    """Fit a line through (samples, tokens, seconds) with the least relative errors."""
     if not points:
         return Line(cores=cores)
     by_sample = non_negative([((1.0, samples), seconds) for samples, _, seconds in points])

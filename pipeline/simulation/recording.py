@@ -1,4 +1,4 @@
-"""A recorded run as something to simulate: its plan, its seconds, and where its workers were.
+"""A recorded run to simulate: its plan, its durations, and the machines of its workers.
 
 recording = recorded(Path("runs/quickstart-..."))
 plan, report = simulated(recording, Changes(max_staleness=1, refit="in_flight"))
@@ -25,8 +25,8 @@ from pipeline.simulation.whatif import Changes
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to simulate. `events` are those of the run, none where it is a graph that was never run; `cores`
-    are those of each machine, None where they are not known."""
+    """A run to simulate. `events` is empty for a graph that was never run. `cores` is the number of cores per machine,
+    None if unknown."""
 
     plan: Plan
     durations: Durations
@@ -38,28 +38,28 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded(path: Path, *, cores: float | None = None) -> Recording:
-    """The recording of a run directory. `cores` are those of each machine, None asks the record.
+    """Return the recording of a run directory. `cores` is the number of cores per machine, by default as recorded.
 
-    Raises GraphError where it is none, or holds too little.
+    Raises GraphError if `path` is not a run directory or fewer than two steps have ended.
     """
     return recording_of(open_run(path), cores=cores)
 
 
 def recording_of(run: OpenedRun, *, cores: float | None = None) -> Recording:
-    """The recording of a run that was read; see `recorded`."""
+    """Return the recording of a run that is already open; see `recorded`."""
     if sum(isinstance(event, trace.StepEnded) and event.step >= 0 for event in run.events) < 2:
         raise GraphError(
             Problem(
                 where=str(RunDir(run.path).events),
                 what="fewer than two steps have ended",
-                why="the first step is not like the others, and is left out",
+                why="the first step includes loading and compilation, and is left out",
                 fix="simulate a run of more steps",
             )
         )
     cores = cores or _cores(run)
     durations, notes = fitted(run.plan, run.events, cores=cores)
     if cores is None:
-        notes.append("the cores of its machines are not known: nothing contends; --cores sets them")
+        notes.append("the number of cores per machine is unknown: contention is not simulated; --cores sets it")
     return Recording(
         plan=run.plan,
         durations=durations,
@@ -72,7 +72,7 @@ def recording_of(run: OpenedRun, *, cores: float | None = None) -> Recording:
 
 
 def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple[Plan, Report]:
-    """The changed plan and the report of its simulation. Raises GraphError where the plan has no place for a change."""
+    """Return the changed plan and the report of its simulation. Raises GraphError if a change does not apply."""
     planned, durations = changes.applied(recording.plan, recording.durations)
     simulation = Simulation(
         planned,
@@ -86,7 +86,7 @@ def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple
 
 
 def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], str]:
-    """Where workers are: those that were not recorded beside those that were, in turn."""
+    """Return the machine of each worker. Workers that were not recorded are spread over the recorded machines."""
     found = {}
     for group in planned.groups:
         known = [nodes[group.name, rank] for rank in range(len(nodes)) if (group.name, rank) in nodes]
@@ -95,6 +95,6 @@ def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[st
 
 
 def _cores(run: OpenedRun) -> float | None:
-    """The cores of the machine that run.json names."""
+    """Return the number of cores of the machine in run.json; None if it is not there."""
     found = re.search(r"(\d+) cores", str(run.described.get("machine")))
     return float(found[1]) if found else None

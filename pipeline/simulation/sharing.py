@@ -1,13 +1,14 @@
-"""Who gets how much of a machine's cores, in virtual time. Pure arithmetic; knows no stage and no scheduler.
+"""Shares a machine's cores among its workers, in virtual time. Pure arithmetic; knows no stage and no scheduler.
 
-Work is counted in seconds that it would take alone. Two rules slow it down:
+Work is measured in the seconds that it would take alone. Two rules slow it down:
 
-    a lane     one worker process. What it computes for tasks goes first; streams share what is left of it equally.
-    a machine  its lanes ask for cores: the mean over what a lane computes now. Where they ask for more cores than
-               there are, all of them slow down by the same factor.
+    a lane     one worker process. Maps and transfers run first; streams run only if there are none. The jobs that run
+               share the lane equally.
+    a machine  each lane requests cores: the mean parallelism of the jobs that it runs. If the lanes request more cores
+               than there are, all of them slow down by the same factor.
 
-Every machine and every lane has a cumulative clock of the service that it has given, so a change costs the logarithm of
-the number of lanes and not their number (virtual-time processor sharing; Parekh and Gallager, 1993).
+Every machine and every lane has a cumulative clock of the service that it has given, so a change takes time logarithmic
+in the number of lanes, not linear (virtual-time processor sharing; Parekh and Gallager, 1993).
 
     machine = Machine(cores=2)
     lane = Lane(machine)
@@ -26,7 +27,7 @@ from typing import Any
 
 
 class Job:
-    """Work on one lane. `left` counts the marks that it has not passed."""
+    """Work on one lane. `left` counts the marks that it has not reached."""
 
     __slots__ = ("first", "left", "parallelism")
 
@@ -35,19 +36,19 @@ class Job:
 
 
 class Machine:
-    """`cores` that lanes share; None: there is no contention."""
+    """A machine whose lanes share its `cores`; None means no contention."""
 
     def __init__(self, cores: float | None = None) -> None:
         self.cores = cores
         self.demand = 0.0
-        self.clock = 0.0  # seconds of service that a lane has had which nothing within it slowed
+        self.clock = 0.0  # seconds of service received so far by a lane that runs a single job
         self._at_s = 0.0
         self._rate = 1.0
         self._next: list[tuple[float, int, Lane]] = []  # service clock, stamp of the lane's entry
         self._stamps = count(1)
 
     def next_s(self) -> float:
-        """When the next mark is passed; infinity where nothing computes."""
+        """Return the time of the next mark; infinity if nothing computes."""
         while self._next and self._next[0][1] != self._next[0][2].stamp:
             heapq.heappop(self._next)
         if not self._next:
@@ -55,19 +56,19 @@ class Machine:
         return self._at_s + max(0.0, self._next[0][0] - self.clock) / self._rate
 
     def pop(self, now_s: float) -> Any:
-        """What was given with the mark that is passed at `now_s`, which is `next_s()`."""
+        """Pass the next mark, at `now_s` = `next_s()`, and return its message."""
         self.advance(now_s)
         _, _, lane = heapq.heappop(self._next)
         return lane.pass_mark()
 
     def advance(self, now_s: float) -> float:
-        """The service clock at `now_s`."""
+        """Advance the service clock to `now_s` and return it."""
         self.clock += self._rate * (now_s - self._at_s)
         self._at_s = now_s
         return self.clock
 
     def enter(self, lane: Lane, ends: float | None, change: float) -> None:
-        """A lane's next mark, by the service clock, and by how much the cores that it asks for have changed."""
+        """Record when a lane's next mark ends, on the service clock, and the change in the cores that it requests."""
         lane.stamp = next(self._stamps)
         if ends is not None:
             heapq.heappush(self._next, (ends, lane.stamp, lane))
@@ -84,13 +85,13 @@ class Lane:
         self.machine = machine
         self.stamp = 0
         self._asked = 0.0
-        self._seen = 0.0  # the machine's clock when this lane was last brought up to date
-        self._queues = (_Queue(), _Queue())  # tasks, and streams
+        self._seen = 0.0  # the machine's clock at the last update of this lane
+        self._queues = (_Queue(), _Queue())  # maps and transfers; streams
 
     def start(self, now_s: float, marks: Sequence[tuple[float, Any]], *, parallelism: float, first: bool = True) -> Job:
-        """Begin a piece of work: its marks in ascending seconds of work, the last of which ends it.
+        """Start a job. Its marks are in ascending seconds of work; the last one ends it.
 
-        `parallelism` is the cores that it keeps busy; `first` says that it goes before streams.
+        `parallelism` is the number of cores that it keeps busy. With `first`, it runs before streams.
         """
         self._update(now_s)
         job = Job(len(marks), parallelism, first)
@@ -99,7 +100,7 @@ class Lane:
         return job
 
     def stop(self, now_s: float, job: Job) -> None:
-        """Give a piece of work up. Idempotent."""
+        """Cancel a job. Idempotent."""
         if job.left:
             self._update(now_s)
             job.left = 0
@@ -107,7 +108,7 @@ class Lane:
             self._reenter()
 
     def pass_mark(self) -> Any:
-        """The next mark is reached; the machine has advanced to it."""
+        """Pass the next mark and return its message; the machine has already advanced to it."""
         queue = self._queues[not self._queues[0].jobs]
         self._seen = self.machine.clock
         message = queue.pop()
@@ -130,7 +131,7 @@ class Lane:
 
 
 class _Queue:
-    """Jobs that share a lane equally; `clock` is the service that each of them has had."""
+    """Jobs that share a lane equally; `clock` is the service that each of them has received."""
 
     __slots__ = ("_marks", "_order", "clock", "jobs", "parallelism")
 
@@ -153,7 +154,7 @@ class _Queue:
         self.parallelism = self.parallelism - job.parallelism if self.jobs else 0.0
 
     def left(self) -> float | None:
-        """Service until the next mark."""
+        """Return the service until the next mark; None if there is no mark."""
         while self._marks and not self._marks[0][2].left:
             heapq.heappop(self._marks)
         return max(0.0, self._marks[0][0] - self.clock) if self._marks else None

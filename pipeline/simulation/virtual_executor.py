@@ -1,7 +1,7 @@
-"""An executor whose workers only take time: hands them tasks, and the driver their reports, on a virtual clock.
+"""An executor with simulated workers: hands tasks to them, and their reports to the driver, on a virtual clock.
 
-A report takes a while to arrive, and the driver takes one after the other. It is the driver's own kind of report,
-without handles: there is no data plane, so it says itself what has landed.
+A report takes time to arrive, and the driver handles one at a time. Reports have the form that the driver expects, but
+no handles: there is no data plane, so a report itself lists the fields that have landed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pipeline.simulation.workers import ALONE, Attempt, Fault, Workers, Written
 
 
 class Report:
-    """What a worker says of a task, as `pipeline.executors.worker.TaskResult`; `landed` in place of handles."""
+    """A worker's report on a task, like `pipeline.executors.worker.TaskResult`, with `landed` in place of handles."""
 
     events: Sequence[trace.TraceEvent] = ()
-    landed: list[Event]  # of what is current
+    landed: list[Event]  # only of the current attempt
     handles = ()
     weights: tuple[int, str] | None = None
     dropped: Mapping[int, str] | None = None
@@ -38,7 +38,7 @@ class Report:
 
 
 class VirtualExecutor:
-    """All workers of a plan, from the driver's side. `faults` makes attempts fail; see `Fault`."""
+    """All workers of a plan, as the driver sees them. `faults` makes attempts fail; see `Fault`."""
 
     name = "simulated"
 
@@ -53,26 +53,26 @@ class VirtualExecutor:
         one_process: bool,
         faults: Callable[[Task], Fault | None] | None,
     ) -> None:
-        self.tokens: dict[int, int] = {}  # group -> those of its longest response
+        self.tokens: dict[int, int] = {}  # group -> tokens of its longest response
         self._plan, self._durations, self._seed, self._faults = plan, durations, seed, faults
-        self._nodes, self._pid = nodes, int(one_process)  # 0: every worker is a process of its own
+        self._nodes, self._pid = nodes, int(one_process)  # 0: every worker is a separate process
         self._workers = Workers(
             plan, durations, seed=seed, cores=cores, nodes=nodes, one_process=one_process,
             report=self._reported, lost=self._lost, reached=self._reached,
         )  # fmt: skip
         self.clock = self._workers.clock
-        self.idle = False  # nothing is left to happen
+        self.idle = False  # no event is left
         self._ready: list[Report | Notice] = []  # what has arrived
         self._attempts: dict[int, Attempt] = {}
         self._driver_free_s = 0.0
-        self._versions: dict[int, tuple[int, int]] = {}  # group -> oldest and newest of its tokens
+        self._versions: dict[int, tuple[int, int]] = {}  # group -> oldest and newest policy version of its tokens
         weights = frozenset(plan.weights_fields)
         self._stages = {stage.name: stage for stage in plan.stages}
         self._makes = {stage.name for stage in plan.stages if not weights.isdisjoint(stage.writes)}
         stamps = {stage.stamps for stage in plan.stages if stage.stamps}
         self._trains = {stage.name for stage in plan.stages if stage.updates and not stamps.isdisjoint(stage.reads)}
         ragged = {edge.ragged for edge in plan.edges if edge.field in stamps and edge.ragged}
-        self._per_token = {  # by stage, the fields that it reads with a value a token
+        self._per_token = {  # stage -> the fields that it reads with one value per token
             stage.name: [edge.field for edge in plan.edges if edge.reader == stage.name and edge.ragged in ragged]
             for stage in plan.stages
         }
@@ -80,7 +80,7 @@ class VirtualExecutor:
         self._replicas = {group.name: group.replicas for group in plan.groups}
 
     def start(self) -> list[trace.Placed]:
-        """Where each worker is."""
+        """Return the machine of each worker."""
         return [
             trace.Placed(group=name, worker=rank, node=self._nodes.get((name, rank), ALONE), pid=self._pid)
             for lanes in self._workers.lanes.values()
@@ -101,11 +101,11 @@ class VirtualExecutor:
         if delay_s := self._durations.costs.dispatch_s.get(task.stage):
             self.clock.after(delay_s, self._workers.begin, attempt)
         else:
-            self._workers.begin(attempt)  # which tells nothing before time has passed
+            self._workers.begin(attempt)  # reports nothing before virtual time has passed
 
     def wait(self, timeout_s: float) -> list[Report | Notice]:
         if self.idle:
-            self.clock.now_s += timeout_s  # nothing will come: the driver sees that time passes
+            self.clock.now_s += timeout_s  # nothing will arrive: let the driver see that time passes
         self.idle = not self.clock.run()
         ready, self._ready = self._ready, []
         return ready
@@ -115,14 +115,14 @@ class VirtualExecutor:
         self.clock.after(delay_s, self._workers.cancel, self._attempts[task.number], groups)
 
     def save(self, decision: Save) -> tuple[()]:
-        """Write a checkpoint, in which time the driver takes no report; a notice says when it is done."""
+        """Write a checkpoint. The driver handles no report meanwhile; a notice reports the end."""
         start_s = max(self.clock.now_s, self._driver_free_s)
         self._driver_free_s = start_s + self._durations.costs.checkpoint_s
         self.clock.at(self._driver_free_s, self._saved, decision.step, start_s)
         return ()
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
-        """What a process outside the graph writes comes some time after the admission."""
+        """Schedule the arrival of the fields that an external process writes for the admitted groups."""
         for stage in self._plan.stages:
             if stage.shape == "external":
                 task = Task(stage=stage.name, step=step, groups=groups)
@@ -131,13 +131,14 @@ class VirtualExecutor:
                 self.clock.after(work.wait_s + work.work_s, self._came, stage.writes, task, samples)
 
     def came(self, scheduler: Scheduler) -> tuple[()]:
-        """Nothing that is not a notice."""
+        """Return nothing: external fields arrive as notices."""
         return ()
 
     def close(self) -> None:
         return None
 
-    # What workers tell, and when it has arrived. Whatever the driver hears of returns true: it is heard at once.
+    # Calls from workers, and the arrival of their reports. A call that delivers something to the driver returns True,
+    # so that the clock stops and the driver handles it at once.
 
     def _reported(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> None:
         self.clock.at(self._arrives(attempt), self._take, attempt, groups, written)
@@ -162,11 +163,11 @@ class VirtualExecutor:
         return True
 
     def _take(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> bool:
-        """The task has done `groups`, and `written` is what its worker recorded."""
+        """Deliver the report that a task has finished `groups`; `written` holds the events that its worker recorded."""
         task, owed = attempt.task, attempt.owed
         report = Report(task, groups)
         if not attempt.current or (groups and owed.keys().isdisjoint(groups)):
-            return self._hear(report)  # which the driver hears for the second time, or too late
+            return self._hear(report)  # the driver receives it a second time, or too late
         kept: tuple[int, ...] = ()
         oldest: tuple[int, ...]
         landed: list[Event] = []

@@ -1,12 +1,12 @@
-"""Runs a plan in virtual time: the driver of real runs, with workers that only take time and no data plane.
+"""Runs a plan in virtual time: the driver of real runs, with simulated workers and no data plane.
 
-Durations come from `Durations`, and the record is that of a real run, so that whatever reads the one reads the other.
+Durations come from `Durations`. The record has the format of a real run's, so the same tools read both.
 
     simulation = Simulation(plan, Durations({"rollout": Drawn(parse("lognormal(1.0, 0.8)")), ...}))
     events = simulation.run()
 
-Tasks that compute at the same time share the cores of their machine (`pipeline.simulation.sharing`). The driver takes
-one report after the other. `faults` makes attempts fail; see `Fault`.
+Tasks that compute at the same time share the cores of their machine (`pipeline.simulation.sharing`). The driver handles
+one report at a time. `faults` makes attempts fail; see `Fault`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Watch = Callable[[float, tuple[Event, ...], list[Decision]], object]
 class Simulation:
     """One run of a plan in virtual time.
 
-    `cores` are those of each machine, None where nothing contends; `nodes` says on which machine a worker is, by group
-    and rank, and those that it leaves out share one; `one_process` has all workers take turns in one process, as the
-    local executor does. `write` gets the events in place of the list that `run` returns. `watch(now_s, events,
-    decisions)` sees everything that the scheduler is told and decides. At `stop_s` the run is asked to stop.
+    `cores` is the number of cores per machine; None means no contention. `nodes` maps (group, rank) to the worker's
+    machine; workers that it omits share one machine. With `one_process`, all workers take turns in one process, as with
+    the local executor. `write` receives the events; otherwise `run` returns them as a list. `watch(now_s, events,
+    decisions)` is called with everything that the scheduler receives and decides. At `stop_s`, a stop is requested.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Simulation:
         return self._executor.clock.now_s
 
     def run(self) -> list[trace.TraceEvent]:
-        """Run every step. Raises StageError where the plan cannot go on, as a real run would."""
+        """Run every step. Raises StageError if the run cannot continue, as a real run would."""
         self._driver.run(self._executor.start)
         return self.events
 
@@ -100,7 +100,7 @@ def _ask(termination: Termination) -> bool:
 
 
 class Watched(Scheduler):
-    """A scheduler that says what it hears and decides."""
+    """A scheduler that passes its events and decisions to `watch`."""
 
     def __init__(self, plan: Plan, executor: VirtualExecutor, watch: Watch) -> None:
         super().__init__(plan)
@@ -121,7 +121,7 @@ class Watched(Scheduler):
 
 
 class Pen:
-    """Hands events to a function."""
+    """Passes events to a function."""
 
     def __init__(self, write: Callable[[trace.TraceEvent], object]) -> None:
         self.write = write
@@ -134,7 +134,7 @@ class Pen:
 
 
 class NoRows:
-    """What a run without a data plane has of rows: the lengths of responses, and that they go at once."""
+    """The rows of a run without a data plane: knows the lengths of responses, and clears rows at once."""
 
     def __init__(self, scheduler: Scheduler, executor: VirtualExecutor, journal: Journal) -> None:
         self._scheduler, self._journal, self._tokens = scheduler, journal, executor.tokens
@@ -169,7 +169,7 @@ class NoRows:
 
 
 class Seconds:
-    """What a simulation says of each step: how long it took, from one published version to the next."""
+    """The metrics of a simulated step: its duration, from one published version to the next."""
 
     def __init__(self) -> None:
         self._published_s = 0.0

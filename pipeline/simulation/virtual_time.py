@@ -1,10 +1,10 @@
-"""A clock that jumps from one event to the next. Knows timers and machines; not what they are for.
+"""A clock that jumps from one event to the next. Knows timers and machines, but not their purpose.
 
     clock = Clock([Machine(cores=2)])
     clock.at(1.5, print, "half past one")
-    clock.run()                                  # until a call returns something true or nothing is left to happen
+    clock.run()                                  # until a call returns a true value or no event is left
 
-What is given with a mark of a machine's lane is (call, arguments), as with a timer.
+The message of a mark on a machine's lane is (call, arguments), as for a timer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.simulation.sharing import Machine
 
 
 class Clock:
-    """`now_s` is the time of the event that is being handled. Events of one time come in the order of their timers."""
+    """A virtual clock. `now_s` is the time of the current event. Simultaneous timers run in the order they were set."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.now_s = self.wall_s = 0.0
@@ -28,15 +28,15 @@ class Clock:
         self._order = count()
 
     def at(self, at_s: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Call this at a time, which is not before now."""
+        """Schedule a call at a time that is not before now."""
         heapq.heappush(self._timers, (at_s, next(self._order), call, arguments))
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Call this that many seconds from now."""
+        """Schedule a call in `seconds` from now."""
         heapq.heappush(self._timers, (self.now_s + seconds, next(self._order), call, arguments))
 
     def run(self) -> bool:
-        """Let time pass until a call returns something true, or nothing is left to happen. Whether a call did."""
+        """Process events until a call returns a true value; return True then, or False if no event is left."""
         machines, timers = self._machines, self._timers
         while True:
             timer_s = timers[0][0] if timers else math.inf

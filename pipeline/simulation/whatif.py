@@ -1,9 +1,9 @@
-"""What may be changed of a run before it is simulated: schedule, batch, workers, the seconds of stages. Pure.
+"""Changes to a run before it is simulated: schedule, batch, workers, stage durations. Pure.
 
     change = Changes(max_staleness=2, on_stale="drop", groups="8x", workers={"sampler": 4}, speed={"train": 2.0})
     plan, durations = change.applied(plan, durations)
 
-Raises GraphError with every change that the plan has no place for.
+Raises GraphError with every change that does not apply to the plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, Stag
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """None and empty leave what is recorded.
+    """Changes to apply. None or empty keeps the recorded value.
 
-    groups    of a batch: a number, or how many times as many ("8x")
-    refit_s   seconds of every refit
-    workers   of worker groups, by name
-    speed     factor by which a stage is faster
-    stages    distributions in place of what was recorded
+    groups    groups per batch: a number, or a factor ("8x")
+    refit_s   seconds per refit
+    workers   number of workers, by worker group
+    speed     factor by which to speed up a stage, by stage
+    stages    distributions that replace recorded durations, by stage
     """
 
     steps: int | None = None
@@ -49,7 +49,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         return any(getattr(self, name) not in (None, {}) for name in self.__struct_fields__)
 
     def applied(self, plan: Plan, durations: Durations) -> tuple[Plan, Durations]:
-        """The changed plan and durations. Raises GraphError."""
+        """Return the changed plan and durations. Raises GraphError if a change does not apply."""
         if problems := list(self._problems(plan, durations)):
             raise GraphError(*problems)
         return self._plan(plan), self._durations(plan, durations)
@@ -79,7 +79,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     def _durations(self, plan: Plan, durations: Durations) -> Durations:
         stages = {ADDED: Drawn(parse("0"))} | dict(
             durations.stages
-        )  # no stage of the user's: nobody would give it seconds
+        )  # ADDED is not the user's stage, so no flag would set its duration
         stages.update({name: Drawn(parse(text)) for name, text in self.stages.items()})
         if self.refit_s is not None:
             for stage in plan.stages:
@@ -107,24 +107,24 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
                 yield Problem(
                     where=f"--workers {name}={workers}",
                     what=f"worker group {name!r} cannot have {workers} workers",
-                    why="it has one or more" if width == 1 else f"each copy of a model is held by {width} of them",
+                    why="it has one or more" if width == 1 else f"each copy of a model spans {width} of them",
                     fix=f"--workers {name}={max(1, workers // width) * width}",
                 )
         if self.refit_s is not None and not any(stage.shape == "transfer" for stage in plan.stages):
             yield Problem(
                 where="--refit-s",
                 what=f"{plan.name} has no Refit",
-                why="it sets the seconds of one",
+                why="this flag sets the seconds per Refit",
                 fix="leave it out",
             )
         unknown = [stage.name for stage in plan.stages if not self._is_known(stage, durations)]
         if unknown:
             yield Problem(
                 where=plan.name,
-                what=f"how long {', '.join(unknown)} take is not known"
+                what=f"the durations of {', '.join(unknown)} are unknown"
                 if unknown[1:]
-                else f"how long {unknown[0]} takes is not known",
-                why="every stage needs the seconds of a recorded run, or a distribution",
+                else f"the duration of {unknown[0]} is unknown",
+                why="every stage needs recorded durations or a distribution",
                 fix=" ".join(f'--stage "{name}=0.1"' for name in unknown),
             )
 
@@ -146,14 +146,14 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         if not 0 < factor < float("inf"):
             yield Problem(
                 where=f"--speed {name}={factor:g}x",
-                what="it is no factor",
-                why="a stage is that many times as fast, above 0",
+                what="it is not a factor",
+                why="a stage runs that many times as fast, above 0",
                 fix=f"--speed {name}=2x",
             )
     if change.refit_s is not None and not 0 <= change.refit_s < float("inf"):
         yield Problem(
             where=f"--refit-s {change.refit_s:g}",
-            what="it is no time",
+            what="it is not a time",
             why="it is 0 or more seconds",
             fix="--refit-s 0.1",
         )
@@ -161,24 +161,24 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         yield Problem(
             where=f"--groups {change.groups}",
             what="it is neither a number of groups nor a factor",
-            why="a batch has that many groups, or that many times those of the run",
+            why="it sets the groups per batch, or multiplies those of the run",
             fix="--groups 64, or --groups 8x",
         )
 
 
 def distribution_problem(name: str, text: str) -> Problem | None:
-    """What is wrong with the distribution of a stage."""
+    """Return the problem with the distribution of a stage; None if it is valid."""
     try:
         parse(text)
     except ValueError as error:
         return Problem(
-            where=f"--stage {name}={text}", what=str(error), why="a stage takes a sum of such seconds", fix=GRAMMAR
+            where=f"--stage {name}={text}", what=str(error), why="a duration is a sum of such terms", fix=GRAMMAR
         )
     return None
 
 
 def _batch(text: str | None, batch: int) -> int:
-    """Groups of a batch; 0 where the text says none."""
+    """Return the number of groups per batch; 0 if the text is not valid."""
     if text is None:
         return batch
     factor = re.fullmatch(r"(\d+(?:\.\d+)?)x", text)

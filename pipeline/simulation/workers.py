@@ -1,8 +1,8 @@
-"""Workers that only take time: what happens between the hand-out of a task and its reports, in virtual time.
+"""Simulated workers: everything between the submission of a task and its reports, in virtual time.
 
-They know durations, lanes and faults; not the scheduler. They tell the driver through three calls: `report(attempt,
-groups, written)` when groups are done, with what a real worker would have recorded, `lost(attempt, reason)`, and
-`reached(attempt, replica)` when a replica has what a transfer brings while others do not.
+They know durations, lanes and faults, but not the scheduler. They report through three calls: `report(attempt, groups,
+written)` when groups are done, with the events that a real worker would record; `lost(attempt, reason)`; and
+`reached(attempt, replica)` when a replica has received a transfer before the others.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pipeline.simulation.virtual_time import Clock
 
 Written: TypeAlias = trace.Got | trace.Put | trace.Ran
 LOST = ("before_put", "after_put", "mid_stream")
-ALONE = "simulated"  # the machine of workers that nobody placed
+ALONE = "simulated"  # the machine of workers that are not placed
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What befalls one attempt.
+    """A fault of one attempt.
 
-    before_put, after_put   its worker is lost when it has computed, before or after its columns were put
-    mid_stream              the same for a stream, when `groups` of its groups were reported
-    late                    it is taken for lost `delay_s` after its start, and reports nevertheless
-    twice                   each of its reports comes again `delay_s` later
+    before_put, after_put   its worker is lost after computing, before or after its columns were put
+    mid_stream              the same for a stream, after `groups` of its groups were reported
+    late                    it is declared lost `delay_s` after its start, but still reports
+    twice                   each of its reports arrives again `delay_s` later
     straggles               it takes `factor` times as long
     """
 
@@ -44,7 +44,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt:
-    """A task on its workers. `samples` and `tokens` are what each of them gets."""
+    """A task on its workers. `samples` and `tokens` are per worker."""
 
     __slots__ = (
         "begun_s", "cores", "current", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces",
@@ -54,21 +54,21 @@ class Attempt:
     def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
         self.task, self.stage, self.samples, self.tokens, self.fault = task, stage, samples, tokens, fault
         self.lanes: Sequence[tuple[str, int, Lane]] = ()
-        self.fetches: trace.Got | None = None  # until it is told
+        self.fetches: trace.Got | None = None  # its fetch, until it is reported
         self.begun_s = 0.0
         self.work_s, self.cores = 0.0, 0.0
         self.left = dict.fromkeys(task.groups)  # groups that the worker has not done
         self.owed = dict.fromkeys(task.groups)  # groups that the driver has not acknowledged
         self.jobs: list[tuple[Lane, Job]] = []
         self.pieces = 0  # workers that are not done
-        self.had: dict[int, int] = {}  # of a transfer: workers of each replica that have what it brings
-        self.stamped = 0  # the version that its worker served when it began
-        self.lost = False  # its worker is gone
-        self.current = True  # the driver has not heard that it is over, or lost
+        self.had: dict[int, int] = {}  # of a transfer: replica -> workers that have received it
+        self.stamped = 0  # the policy version that its worker served when it began
+        self.lost = False  # its worker is lost
+        self.current = True  # the driver does not know yet that it has ended or was lost
 
     @property
     def factor(self) -> float:
-        """How many times as long it takes."""
+        """The factor by which it is slowed down."""
         return self.fault.factor if self.fault and self.fault.kind == "straggles" else 1.0
 
 
@@ -104,7 +104,7 @@ class Workers:
         self._weights = frozenset(plan.weights_fields)
         self._served: Counter[tuple[str, int]] = Counter()  # worker group, replica -> version
         self._gate = plan.gate.stage if plan.gate else ""
-        self._fields = {  # what a stage fetches and what it puts
+        self._fields = {  # stage -> the fields that it fetches, the fields that it puts
             stage.name: tuple(
                 tuple(field for field in fields if field not in self._weights) for fields in (stage.reads, stage.writes)
             )
@@ -112,7 +112,7 @@ class Workers:
         }
 
     def begin(self, attempt: Attempt) -> None:
-        """A task arrives at its workers."""
+        """Start a task on its workers."""
         task, stage, clock = attempt.task, attempt.stage, self.clock
         attempt.lanes = self._lanes_of(task, stage)
         attempt.begun_s = clock.now_s
@@ -143,7 +143,7 @@ class Workers:
                 self._compute(attempt, lane, group, rank, slower)
 
     def cancel(self, attempt: Attempt, groups: Sequence[int]) -> None:
-        """A stream is to give groups up."""
+        """Cancel groups of a stream."""
         given_up = tuple(group for group in groups if group in attempt.left)
         if given_up and not attempt.lost:
             for group in given_up:
@@ -179,16 +179,16 @@ class Workers:
                 self._reached(attempt, replica)
 
     def _slower(self, attempt: Attempt, rank: int) -> float:
-        """How many times as long as the quickest a worker takes to receive."""
+        """Return how many times as long as the quickest worker this one takes to receive a transfer."""
         task, spread = attempt.task, self._durations.costs.spread
         return 1.0 + spread * uniform(self._seed, crc32(b"spread"), task.number, rank) if spread else 1.0
 
     def _version_on(self, group: str, task: Task) -> int:
-        """The version that the worker of a task serves."""
+        """Return the policy version that the worker of a task serves."""
         return self._served.get((group, task.replica or 0), task.version)
 
     def _done(self, attempt: Attempt) -> None:
-        """All workers of a map or a transfer have computed."""
+        """Finish a map or a transfer: all of its workers have computed."""
         task, stage, fault = attempt.task, attempt.stage, attempt.fault
         if fault and fault.kind in LOST:
             return self._lost(attempt, _told(fault))
@@ -220,14 +220,14 @@ class Workers:
             self.clock.after(work_s, call, *arguments)
 
     def _computed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
-        """Groups are sampled; what is left of them is waiting."""
+        """Deliver computed groups after their wait."""
         if part.wait_s:
             self.clock.after(part.wait_s * attempt.factor, self._streamed, attempt, part, tokens)
         else:
             self._streamed(attempt, part, tokens)
 
     def _streamed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
-        """Groups are put."""
+        """Put and report groups."""
         task, fault, left = attempt.task, attempt.fault, attempt.left
         positions = [i for i in part.positions if task.groups[i] in left]
         if not positions or attempt.lost:
@@ -252,7 +252,7 @@ class Workers:
         for lane, job in attempt.jobs:
             lane.stop(self.clock.now_s, job)
 
-    # What is written down.
+    # Recorded events.
 
     def _send(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> None:
         if attempt.fetches:
@@ -294,4 +294,4 @@ def _told(fault: Fault) -> str:
 
 
 def _nothing() -> None:
-    """What follows from work that nobody waits for."""
+    """Do nothing at the end of work that nothing waits for."""

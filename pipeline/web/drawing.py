@@ -19,14 +19,14 @@ from pipeline.plan.plan import Plan, PlannedStage
 
 BOX_W, BOX_H = 188.0, 64.0
 LABEL_H = 20.0
-LAYER_GAP = 44.0  # between boxes of two layers; the labels lie in it
-GAP = 28.0  # between neighbours in a row
-LANE = 22.0  # for a line that only passes
+LAYER_GAP = 44.0  # between boxes of two layers; the labels are inside it
+GAP = 28.0  # between neighbors in a row
+LANE = 22.0  # width of the slot of a line that passes through
 MARGIN = 24.0
-LETTER_W = 6.4  # of a label's text
+LETTER_W = 6.4  # width of a letter in a label
 SWEEPS = 8
 BEGINNINGS = 6
-KEEPS = "KeepSamples"  # the stage of every plan that only looks
+KEEPS = "KeepSamples"  # the stage of every plan that only keeps samples for display
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,14 +83,14 @@ class _Wire:
 
 
 def label(fields: Sequence[str]) -> str:
-    """The label of a line: its fields, shortened."""
+    """Return the label of a line: its fields, shortened."""
     shown = " ".join(fields[:2]) if sum(map(len, fields[:2])) <= 20 else fields[0]
     rest = len(fields) - len(shown.split())
     return f"{shown} +{rest}" if rest else shown
 
 
 def layout(plan: Plan) -> Layout:
-    """The drawing of a plan."""
+    """Return the drawing of a plan."""
     drawn = plan.stages
     wires = [_Wire(*pair, tuple(fields)) for pair, fields in _pairs(plan, back=False).items()]
     rows, boxes = _rows(drawn, wires)
@@ -113,7 +113,7 @@ def layout(plan: Plan) -> Layout:
 
 
 def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
-    """The fields between each pair of stages. Fields that are only kept for display get no line."""
+    """Return the fields between each pair of stages. Fields that are only kept for display get no line."""
     keeps = {stage.name for stage in plan.stages if stage.kind == KEEPS}
     pairs: dict[tuple[str, str], list[str]] = defaultdict(list)
     for edge in plan.edges:
@@ -123,7 +123,7 @@ def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
 
 
 def _rows(stages: Iterable[PlannedStage], wires: list[_Wire]) -> tuple[list[list[_Place]], dict[str, _Place]]:
-    """Rows of stages (even) and labels (odd); every wire has a slot in each row it crosses."""
+    """Return rows of stages (even) and labels (odd); every wire has a slot in each row it crosses."""
     layer = {stage.name: stage.layer for stage in stages}
     boxes = {name: _Place(BOX_W) for name in layer}
     rows: list[list[_Place]] = [[] for _ in range(2 * max(layer.values(), default=0) + 1)]
@@ -148,7 +148,7 @@ def _join(above: _Place, below: _Place) -> None:
 
 
 def _settle(rows: list[list[_Place]]) -> None:
-    """The order with the fewest crossings found from a few starting points."""
+    """Set each row to the order with the fewest crossings found from a few starting points."""
     best, least = [list(row) for row in rows], _crossings(rows)
     draw = random.Random(0)
     for beginning in range(BEGINNINGS):
@@ -182,7 +182,7 @@ def _exchange(rows: list[list[_Place]]) -> bool:
 
 
 def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
-    """Number of crossing line pairs between adjacent rows."""
+    """Return the number of crossing line pairs between adjacent rows."""
     count = 0
     for above, below in pairwise(rows):
         at = {id(place): n for n, place in enumerate(below)}
@@ -214,11 +214,11 @@ def _spread(rows: list[list[_Place]]) -> None:
 
 
 def _pack(row: list[_Place], wanted: Sequence[float]) -> None:
-    """As close to the desired positions as neighbors allow; touching slots share their shift.
+    """Place slots as close to the desired positions as neighbors allow; touching slots share their shift.
 
     Pool adjacent violators; minimizes the sum of squared distances.
     """
-    runs: list[tuple[float, list[int]]] = []  # (the shift of its first, its members)
+    runs: list[tuple[float, list[int]]] = []  # (shift, members)
     offset = [0.0] * len(row)
     for n in range(1, len(row)):
         offset[n] = offset[n - 1] + (row[n - 1].width + row[n].width) / 2 + GAP
@@ -233,7 +233,7 @@ def _pack(row: list[_Place], wanted: Sequence[float]) -> None:
 
 
 def _heights(rows: int) -> list[float]:
-    """The upper edge of each row."""
+    """Return the upper edge of each row."""
     return [
         MARGIN + (row // 2) * (BOX_H + LAYER_GAP) + (row % 2) * (BOX_H + (LAYER_GAP - LABEL_H) / 2)
         for row in range(rows)
@@ -262,7 +262,7 @@ def _line(wire: _Wire, boxes: dict[str, _Place], placed: dict[str, Box], heights
 
 
 def _port(places: list[_Place], of: _Place, box: Box) -> float:
-    """Where a line starts on a box's edge: lines are spread over it in the order of their targets."""
+    """Return where a line starts on a box's edge: lines are spread over it in the order of their targets."""
     ordered = sorted(places, key=lambda place: place.x)
     return box.x + box.w * (ordered.index(of) + 1) / (len(ordered) + 1)
 

@@ -23,25 +23,25 @@ HEADERS = {
 
 
 def refusal(method: str, headers: Mapping[str, str], port: int) -> tuple[int, str] | None:
-    """Status and reason, if a request is rejected regardless of its sender."""
+    """Return (status, reason) if a request is rejected regardless of its sender, else None."""
     if method not in ("GET", "HEAD"):
-        return 405, "this server only reads: GET"
+        return 405, "this server is read-only: use GET"
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"}
     if headers.get("Host") not in hosts:
-        return 421, "this server answers to its own address only"
+        return 421, "this server accepts requests to its own address only"
     origin = headers.get("Origin")
     if origin is not None and origin not in {f"http://{host}" for host in hosts}:
-        return 403, "a page of another site asks"
+        return 403, "the request comes from another site"
     if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        return 403, "a page of another site asks"
+        return 403, "the request comes from another site"
     return None
 
 
 def knows(token: str, given: str | None) -> bool:
-    """Whether the given text is the token."""
+    """Return whether the given text is the token."""
     return given is not None and hmac.compare_digest(token.encode(), given.encode())
 
 
 def is_run_name(name: str) -> bool:
-    """Whether it is a valid name of a run directory."""
+    """Return whether it is a valid name of a run directory."""
     return NAME.fullmatch(name) is not None

@@ -4,7 +4,7 @@
     for event in events: now.apply(event)
     now.picture(seconds)
 
-It holds only what is in flight, so its size does not grow with the run.
+It holds only the groups and tasks in flight, so its size does not grow with the run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Running:
 
 
 class Live:
-    """Tracks what is in flight, event by event."""
+    """Tracks the groups and tasks in flight, event by event."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -76,9 +76,9 @@ class Live:
         self.begin()
 
     def begin(self) -> None:
-        """Reset: a run starts or resumes."""
-        self._done: dict[int, set[str]] = {}  # by group in flight: the stages behind it
-        self._given: dict[int, set[str]] = {}  # and those that it was handed to
+        """Reset the state when a run starts or resumes."""
+        self._done: dict[int, set[str]] = {}  # group in flight -> stages that have finished it
+        self._given: dict[int, set[str]] = {}  # group in flight -> stages it was submitted to
         self._running: dict[int, _Running] = {}
         self._step: dict[str, int] = defaultdict(lambda: -2)
         self._seconds: dict[str, float] = {}
@@ -138,7 +138,7 @@ class Live:
             self._done.get(group, set()).add(stage)
 
     def picture(self, seconds: Callable[[float], float]) -> Picture:
-        """The current state; `seconds` converts monotonic times to run time."""
+        """Return the current state; `seconds` converts monotonic times to run time."""
         over = self._ended or self._failed is not None
         running = Counter(task.event.stage for task in self._running.values())
         return Picture(
@@ -195,7 +195,7 @@ class Live:
         return max((task.event.step for task in self._running.values() if task.event.stage == name), default=-1)
 
     def _missing(self, stage: PlannedStage) -> tuple[Counter[str], int]:
-        """The fields that groups in flight lack for a stage, with counts; and the groups that lack none."""
+        """Return the fields that groups in flight lack for a stage, with counts, and how many groups lack none."""
         missing: Counter[str] = Counter()
         ready = 0
         needs = [field for field in (*stage.reads, *stage.awaits)]
@@ -211,7 +211,7 @@ class Live:
         return missing, ready
 
     def _depth(self) -> dict[str, int]:
-        """Groups that a writer finished and its reader has not started, by edge."""
+        """Return the number of groups that a writer finished and its reader has not started, by edge."""
         counts: Counter[str] = Counter()
         for pair in {(edge.writer, edge.reader) for edge in self._plan.edges if edge.field not in self._weights}:
             writer, reader = pair

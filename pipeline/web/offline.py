@@ -13,7 +13,7 @@ import msgspec
 from pipeline.web import STATIC, pages, texts
 from pipeline.web.tail import Record
 
-STEPS = 100  # of samples that are included, most recent first
+STEPS = 100  # steps whose samples are included, the most recent ones
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
 
@@ -38,7 +38,7 @@ def offline(path: Path) -> Iterator[str]:
 
 
 def _answers(path: Path) -> dict[str, Any]:
-    """Responses by request."""
+    """Return the server's responses by request."""
     of = f"runs/{path.name}"
     kept = texts.steps(path)[-STEPS:]
     answers = {f"{of}/{what}": pages.PAGES[what](path, {}) for what in ("about", "findings", "advice", "prompts")}
@@ -58,7 +58,7 @@ def _events(path: Path) -> Iterator[str]:
 
 
 def _modules() -> dict[str, str]:
-    """Every module by its import name, as a data URL."""
+    """Return every module as a data URL, by import name."""
     found = {}
     for file in [*STATIC.glob("*.js"), STATIC / "vendor/preact-htm.js"]:
         text = IMPORT.sub(r'\1 "sluice/\2"', file.read_text())
@@ -75,5 +75,5 @@ def _encoded(data: bytes, content_type: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot close an HTML element, whatever texts it contains."""
+    """Encode as JSON that cannot close an HTML element, whatever texts it contains."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")

@@ -28,16 +28,16 @@ from pipeline.web.guard import is_run_name
 from pipeline.web.words import SECTIONS, in_order, words
 
 Query = Mapping[str, str]
-PATHS = 200  # for the last steps
+PATHS = 200  # number of steps, the last ones, whose critical path is shown
 FRESH_S = 10.0  # findings of a live run are reused for this long,
-IDLE = 20  # or for this multiple of the time they took
+IDLE = 20  # or for this multiple of the time they took to compute
 RECENT_BYTES = 16 << 20  # the end of the record that findings use: about 50,000 events
 SECRET = ("token", "key", "secret", "password")
 RUNS = 500
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
-    """The available runs, newest first."""
+    """Return the available runs, newest first."""
     return [
         {
             "name": run.path.name,
@@ -53,7 +53,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def about(path: Path, query: Query) -> dict[str, Any]:
-    """Static facts: the plan and its drawing, the run's command, the meaning of its metrics."""
+    """Return static facts: the plan and its drawing, the run's command, the meaning of its metrics."""
     plan = open_plan(path)
     return {
         "name": path.name,
@@ -67,13 +67,13 @@ def about(path: Path, query: Query) -> dict[str, Any]:
 
 
 def _wall(path: Path) -> float:
-    """Wall-clock time of the run's first start."""
+    """Return the wall-clock time of the run's first start; 0 if it is not recorded."""
     first = next((event for _, event in islice(trace.read(RunDir(path).events), 1)), None)
     return first.wall_s if isinstance(first, trace.Started) else 0.0
 
 
 def open_plan(path: Path) -> Plan:
-    """The plan of a run."""
+    """Read the plan of a run."""
 
     return msgspec.json.decode(RunDir(path).plan.read_bytes(), type=Plan)
 
@@ -94,7 +94,7 @@ def _hidden(value: Any, name: str = "") -> Any:
 
 
 def findings(path: Path, query: Query) -> dict[str, Any]:
-    """Critical path, idle time and bottleneck, in seconds of the run."""
+    """Return critical path, idle time and bottleneck, in seconds of the run."""
     return _KEPT.get(path, _findings)
 
 
@@ -127,7 +127,7 @@ def _paths(found: Findings, seconds: Callable[[float], float]) -> list[dict[str,
 
 
 def advice(path: Path, query: Query) -> dict[str, Any]:
-    """What would make a step faster, each with the command that reproduces it."""
+    """Return changes that would make a step faster, each with the command that reproduces it."""
     return _KEPT.get(path, _advice)
 
 
@@ -141,7 +141,7 @@ def _advice(path: Path) -> dict[str, Any]:
 
 
 def samples(path: Path, query: Query) -> dict[str, Any]:
-    """The samples of the requested step, or of the last one that has any."""
+    """Return the samples of the requested step, or of the last step that has any."""
     there = texts.steps(path)
     wanted = query.get("step", "")
     step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
@@ -149,7 +149,7 @@ def samples(path: Path, query: Query) -> dict[str, Any]:
 
 
 def prompts(path: Path, query: Query) -> list[dict[str, Any]]:
-    """The kept prompts, those without reward first."""
+    """Return the kept prompts, those without reward first."""
     return texts.prompts(path)
 
 
@@ -161,7 +161,7 @@ def comparison(path: Path, query: Query) -> dict[str, Any]:
 
 
 class _Kept:
-    """Caches slow results while the record is unchanged, or for a while. Computes one of each kind at a time."""
+    """Caches slow results while the record is unchanged, or for a limited time. Computes one of each kind at a time."""
 
     def __init__(self, most: int = 8) -> None:
         self._most = most
@@ -169,7 +169,7 @@ class _Kept:
         self._making: dict[str, threading.Lock] = {}
 
     def get(self, path: Path, make: Callable[[Path], Any]) -> Any:
-        """The result of `make` for a run."""
+        """Return the result of `make` for a run."""
         key = (path, make.__name__)
         with self._making.setdefault(make.__name__, threading.Lock()):
             size = RunDir(path).events.stat().st_size

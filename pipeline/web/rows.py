@@ -1,7 +1,7 @@
 """Turns events into rows that pages draw, independent of earlier events. Pure.
 
-A page that has the bytes up to an offset requests the rest and gets the same rows as a page that was open all the time.
-Times are seconds since the run first started; steps count from 0.
+A page that has the rows up to a byte offset requests the rest, and gets the same rows as a page that was open all the
+time. Times are seconds since the run first started; steps count from 0.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Lists of rows in record order.
 
     spans      stage, worker group, worker, step, attempt, start, end, groups
-    turns      worker group, worker, awake, bytes in use then, start, end
-    steps      step, when it ended, its metrics
-    published  step, version, sha256, when
+    turns      worker group, worker, awake, bytes in use at that time, start, end
+    steps      step, time of its end, its metrics
+    published  step, version, sha256, time
     trained    step, version, {age in versions: samples}
-    dropped    stage (empty: too old), step, reason, groups, tokens of the longest response of each where known
-    notes      kind, when, what
+    dropped    stage (empty: too old), step, reason, groups, tokens of each group's longest response if known
+    notes      kind, time, text
     """
 
     spans: list[tuple[str, str, int, int, int, float, float, int]] = []
@@ -38,7 +38,7 @@ class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> Rows:
-    """The rows of events, each with its converter from monotonic to run time. Without `spans`, all other rows."""
+    """Return the rows of events, each given with its converter from monotonic to run time; `spans` includes spans."""
     made = Rows()
     for event, seconds in events:
         match event:
@@ -67,18 +67,18 @@ def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = Tr
 
 
 def _note(event: trace.TraceEvent) -> tuple[str, float, str] | None:
-    """Events worth a line in the run's log."""
+    """Return (kind, monotonic time, text) of an event that the run's log shows, else None."""
     match event:
         case trace.Started():
             text = f"resumed after step {event.start}" if event.start else "started"
             return "started", event.monotonic_s, text
         case trace.Retried():
-            text = f"{event.stage} of step {event.step + 1} is done again: {event.reason}"
+            text = f"{event.stage} of step {event.step + 1} is retried: {event.reason}"
             return "retried", event.at_s, text
         case trace.Checkpointed():
             return "checkpointed", event.end_s, f"checkpoint of step {event.step + 1}"
         case trace.Stopping():
-            return "stopping", event.at_s, "asked to stop: what is being trained is finished and saved"
+            return "stopping", event.at_s, "asked to stop: the step in training is finished and saved"
         case trace.Failed():
             return "failed", event.at_s, event.error
         case trace.Ended():

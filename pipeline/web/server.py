@@ -21,10 +21,10 @@ from pipeline.web.exports import EXPORTS
 from pipeline.web.tail import Block, Record
 
 POLL_S = 0.25
-BEAT_S = 15.0  # a comment on an idle stream, to detect dead connections
+BEAT_S = 15.0  # time between comments on an idle stream, to detect dead connections
 STREAMS = 128
 QUEUE = 64  # blocks a page may lag before its stream is closed; it reconnects by itself
-_Piece = tuple[int | None, bytes]  # end offset (if it has rows) and payload; empty: the end
+_Piece = tuple[int | None, bytes]  # end offset if it has rows, and payload; an empty payload ends the stream
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -38,7 +38,7 @@ class Server:
         self._records: dict[str, _Followed] = {}
 
     def app(self) -> web.Application:
-        """The application; `pages.py` produces its responses."""
+        """Return the application; `pages.py` produces its responses."""
         app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{path:[a-z0-9./-]{1,64}}", self._static)
@@ -124,12 +124,12 @@ class Server:
         return answer
 
     def _path(self, name: str) -> Path:
-        """The directory of a run. Raises HTTPNotFound if there is no run of that name."""
+        """Return the directory of a run. Raises HTTPNotFound if no run has that name, or it has no record yet."""
         path = self._folder / name
         if not guard.is_run_name(name) or path.is_symlink() or not RunDir(path).plan.is_file():
             raise web.HTTPNotFound(reason="there is no such run")
         if not RunDir(path).events.is_file():
-            raise web.HTTPNotFound(reason="the run has not begun yet")
+            raise web.HTTPNotFound(reason="the run has not started yet")
         return path
 
     def _followed(self, path: Path) -> _Followed:
@@ -143,7 +143,7 @@ class Server:
 
 
 class _Followed:
-    """A record and the pages that follow it; one task reads it while there are any."""
+    """A record and the pages that follow it. While any page is connected, one task reads the record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,16 +153,16 @@ class _Followed:
         self.queues: set[asyncio.Queue[_Piece]] = set()
 
     async def stream(self, offset: int) -> AsyncIterator[bytes]:
-        """Rows from a byte offset, then everything new."""
+        """Yield the rows from a byte offset, then everything new."""
         queue: asyncio.Queue[_Piece] = asyncio.Queue(QUEUE)
         record = await self._opened()
         if offset > record.offset:
-            offset = 0  # the record was truncated or replaced; the page starts over
+            offset = 0  # the record was truncated or replaced: the page starts from the beginning
             yield _event("again", {}, None)
         while block := await asyncio.to_thread(record.block, offset):
             offset = block.offset
             yield _rows(block)
-        self.queues.add(queue)  # everything new arrives in it; the rest is read once more
+        self.queues.add(queue)  # new rows arrive here; rows written meanwhile are read below
         if self._reader is None or self._reader.done():
             self._reader = asyncio.create_task(self._read(record))
         try:
@@ -184,7 +184,7 @@ class _Followed:
             self.queues.discard(queue)
 
     async def _opened(self) -> Record:
-        """The record, read to its end; the first caller reads it for all."""
+        """Return the record, read to its end. The first caller reads it for all."""
         async with self._opening:
             if self._record is None:
                 self._record = await asyncio.to_thread(Record.read, self._path)
@@ -214,7 +214,7 @@ class _Followed:
             self._give(queue, piece)
 
     def _give(self, queue: asyncio.Queue[_Piece], piece: _Piece) -> None:
-        if queue.full():  # lagging too far: it resumes where it was
+        if queue.full():  # the page lags too far: close its stream; it reconnects where it was
             while not queue.empty():
                 queue.get_nowait()
             piece = (None, b"")
@@ -240,7 +240,7 @@ def _headed(answer: Any) -> Any:
 
 
 async def serve(folder: Path, token: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serve on the loopback address until canceled; calls `ready` with the port.
+    """Serve on the loopback address until canceled; call `ready` with the port once it listens.
 
     Raises OSError if the port is taken.
     """

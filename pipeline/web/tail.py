@@ -1,10 +1,10 @@
-"""Follows a record: read once for all pages, and again from any byte for late ones.
+"""Follows a record: reads it once for all pages, and again from any byte for pages that connect late.
 
     record = Record(Path("runs/quickstart-..."))
     record.advance()                       # new data as a Block; None if there is none
-    record.block(0)                        # the rows from byte 0, as seen then
+    record.block(0)                        # the rows from byte 0
 
-It keeps only what is in flight (`live.py`), when the run started, and where steps begin.
+It keeps only the state in flight (`live.py`), the times of the run's starts, and the span count at each block.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeline.rundir import RunDir
 from pipeline.web.live import Live, Picture
 from pipeline.web.rows import Rows, Seconds, rows
 
-EVENTS = 2000  # of a block
-SPANS = 100_000  # the last ones, that a page gets
+EVENTS = 2000  # per block
+SPANS = 100_000  # about as many of the last spans are sent to a page
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,29 +36,30 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record:
-    """The events of a run directory. They are known up to byte `offset`."""
+    """The events of a run directory, read up to byte `offset`."""
 
     def __init__(self, path: Path) -> None:
         self._run_dir = RunDir(path)
         self.plan = msgspec.json.decode(self._run_dir.plan.read_bytes(), type=Plan)
         self.offset = 0
         self._starts = Starts()
-        self._shifts: list[tuple[int, float]] = []  # from which byte on what is added to a monotonic time
-        self._marks: list[tuple[int, int]] = [(0, 0)]  # (byte, spans before it), one a block
+        self._shifts: list[tuple[int, float]] = []  # (byte, seconds to add to monotonic times from there on)
+        self._marks: list[tuple[int, int]] = [(0, 0)]  # (byte, spans before it), one per block
         self._live = Live(self.plan)
         self._pids: set[int] = set()
         self._remote = False
 
     @staticmethod
     def read(path: Path) -> Record:
-        """A record, read to its end."""
+        """Return a record that is read to its end."""
         record = Record(path)
         while record.advance():
             pass
         return record
 
     def advance(self) -> Block | None:
-        """The next block, if more was written. Raises msgspec.ValidationError for a line that is not an event."""
+        """Read the next block; None if nothing new was written. Raises msgspec.ValidationError for a line that is not
+        an event."""
         before = behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
         for offset, event in islice(trace.read(self._run_dir.events, self.offset), EVENTS):
@@ -77,7 +78,7 @@ class Record:
         return Block(offset=behind, rows=made)
 
     def block(self, offset: int) -> Block | None:
-        """The rows after a known byte, without spans that are too old; None at the end."""
+        """Return the rows after a known byte, without spans that are too old; None at the end."""
         last = self._marks[-1][1]
         events = []
         behind = offset
@@ -92,18 +93,19 @@ class Record:
         return Block(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
 
     def picture(self) -> Picture:
-        """The current state of the run."""
+        """Return the current state of the run."""
         return self._live.picture(self._starts.seconds)
 
     def now(self) -> dict[str, Any]:
-        """The same as plain values, and whether the run was killed: not ended, but its processes are gone."""
+        """Return the current state as plain values, and as `gone` whether the run was killed: it has not ended, but its
+        processes no longer exist."""
         picture = self.picture()
         gone = not picture.ended and not picture.failed and self.gone()
         return msgspec.structs.asdict(picture) | {"gone": gone}
 
     def gone(self) -> bool:
-        """Whether the processes of an unfinished run are gone from this machine. False if they run, or ran,
-        elsewhere."""
+        """Return whether the run's processes on this machine no longer exist. False if any worker was placed on another
+        machine."""
         return bool(self._pids) and not self._remote and not any(map(_is_alive, self._pids))
 
     def _begin(self, event: trace.Started, offset: int) -> None:

@@ -12,12 +12,12 @@ import msgspec
 
 from pipeline.rundir import RunDir
 
-FILE_BYTES = 8 << 20  # of a file of samples that are read
-TEXT = 20_000  # characters of a value that are shown
-TOKENS = 8_000  # of a response that are shown
+FILE_BYTES = 8 << 20  # maximum bytes read from a sample file
+TEXT = 20_000  # maximum characters shown of a value
+TOKENS = 8_000  # maximum tokens shown of a response
 VOCABULARY_BYTES = 32 << 20
 IDS, LOGPROBS = "response_ids", "rollout_logprobs"
-FILES = 400  # of a run, the last ones, that are read for its prompts
+FILES = 400  # number of sample files, the last ones, that are read for the list of prompts
 PROMPTS = 200
 
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Scored(msgspec.Struct):
-    """The part of a sample that a list of prompts needs; the rest of its line is not decoded."""
+    """The part of a sample that the list of prompts needs; the rest of its line is not decoded."""
 
     prompt: Any = None
     reward: Any = None
@@ -47,16 +47,16 @@ class Prompt(msgspec.Struct, kw_only=True):
 
 
 def steps(run: Path) -> list[int]:
-    """The steps with kept samples, counted from 0."""
+    """Return the steps with kept samples, counted from 0."""
     names = (path.stem.removeprefix("step_") for path in (run / "samples").glob("step_*.jsonl"))
     return sorted(int(name) - 1 for name in names if name.isdigit())
 
 
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
+    """Return the samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
 
-    `tokens` are the response's tokens with logprobs, if both were kept: [text, nats] each. A character that spans
-    several tokens belongs to the last one."""
+    `tokens` is a list of [text, nats] with the response's tokens and logprobs, if both were kept. A character that
+    spans several tokens belongs to the last one."""
     rows, vocabulary = [], _vocabulary(RunDir(run).vocabulary)
     for row in _lines(RunDir(run).samples(step), dict[str, Any]):
         group = str(row.get("key", "")).partition("_")[0]
@@ -66,7 +66,7 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def prompts(run: Path) -> list[dict[str, Any]]:
-    """The kept prompts, lowest best reward first."""
+    """Return the kept prompts, lowest best reward first."""
     found: dict[str, Prompt] = {}
     for step in steps(run)[-FILES:]:
         for row in _lines(RunDir(run).samples(step), Scored):
@@ -93,8 +93,7 @@ def prompts(run: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
-    """The complete lines of a sample file; lines that are not JSON objects are skipped, as is everything over the
-    limit."""
+    """Return the valid lines of a sample file. Skips lines that cannot be decoded and everything over the limit."""
     if not path.is_file() or path.is_symlink():
         return []
     with path.open("rb") as file:
@@ -117,7 +116,7 @@ def _tokens(ids: Any, logprobs: Any, vocabulary: list[bytes]) -> dict[str, Any]:
 
 
 def _vocabulary(path: Path) -> list[bytes]:
-    """The text of each token; empty if it was not kept."""
+    """Return the UTF-8 bytes of each token; empty if they were not kept."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size > VOCABULARY_BYTES:
         return []
     return _read_vocabulary(path, path.stat().st_mtime_ns)

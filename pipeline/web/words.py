@@ -9,7 +9,8 @@ import msgspec
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """`unit` is empty for a plain number, "%" for a share shown in percent, "s" or "bytes"."""
+    """Title, section and explanation (`read`) of a metric. `unit` is "" for a plain number, "%" for a share shown in
+    percent, "s" or "bytes"."""
 
     title: str
     section: str
@@ -25,18 +26,18 @@ LEARNING, TEXTS, UPDATE, APART, TIME, OTHER = "Learning", "Responses", "Update",
 SECTIONS = (LEARNING, TEXTS, UPDATE, APART, TIME, OTHER)
 KNOWN: tuple[tuple[str, Words], ...] = (
     ("reward/mean", _words("Reward", LEARNING, "Should rise. If flat from the start, the task is too hard or the reward is uninformative.")),
-    ("reward/std", _words("Reward, spread", LEARNING, "Within a batch. Near 0, samples no longer differ.")),
-    (r"reward/(?!mean|std)(.+)", _words("Reward: {}", LEARNING, "One part of the reward, before weights.")),
+    ("reward/std", _words("Reward, spread", LEARNING, "Within a batch. Near 0, the samples no longer differ.")),
+    (r"reward/(?!mean|std)(.+)", _words("Reward: {}", LEARNING, "One component of the reward, before weighting.")),
     ("advantage/zero_spread", _words("Groups without spread", LEARNING, "All samples of a group have the same reward, so they teach nothing. High early: too hard; high late: solved.", "%")),
-    ("advantage/abs_mean", _words("Advantage, size", LEARNING, "How much the samples of a group differ.")),
-    (r"eval/(?!count|length_mean|truncated)(.+)", _words("Held out: {}", LEARNING, "On prompts that are never trained. If it falls while reward rises: overfitting or reward hacking.")),
-    ("rollout/length_mean", _words("Response length", TEXTS, "Tokens. A slow climb is usual when reasoning pays; a jump is not.")),
+    ("advantage/abs_mean", _words("Advantage, size", LEARNING, "How much the rewards within a group differ.")),
+    (r"eval/(?!count|length_mean|truncated)(.+)", _words("Held out: {}", LEARNING, "On prompts that are never trained on. If it falls while reward rises: overfitting or reward hacking.")),
+    ("rollout/length_mean", _words("Response length", TEXTS, "Tokens. A slow rise is normal when longer reasoning pays off; a jump is not.")),
     ("rollout/truncated", _words("Truncated", TEXTS, "Responses that hit max_tokens. Above a few percent, the limit distorts learning.", "%")),
     ("eval/length_mean", _words("Held out: length", TEXTS, "Tokens.")),
     ("eval/truncated", _words("Held out: truncated", TEXTS, "Responses that hit the limit.", "%")),
     ("train/loss", _words("Loss", UPDATE, "Not a measure of learning here: its mean is near 0 by construction.")),
     ("train/grad_norm", _words("Gradient norm", UPDATE, "Before clipping. Lasting spikes suggest bad samples or a high learning rate.")),
-    ("train/entropy", _words("Entropy", UPDATE, "Exact, per token. A fast drop to 0 means that samples are all alike and exploration has ended.")),
+    ("train/entropy", _words("Entropy", UPDATE, "Exact, per token. A fast drop to 0 means that all samples are alike and exploration has ended.")),
     ("train/kl", _words("KL to the reference", UPDATE, "How far the policy has moved from its start.")),
     ("train/clip_fraction", _words("Clipped tokens", UPDATE, "Tokens whose gradient is clipped. 0 with one update per step; above 20 %, updates are too large.", "%")),
     ("train/clip_high", _words("Clipped above", UPDATE, "Clipped because the ratio was too high.", "%")),
@@ -58,13 +59,13 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     ("train/tflops_per_s", _words("Training speed", TIME, "TFLOP/s per rank.")),
     (r"refit/(.+)_ms", _words("Refit: {}", TIME, "Milliseconds.")),
     (r"refit/path_(.+)", _words("Refit by {}", TIME, "1 if the version arrived by this transport.")),
-    ("refit/lookups", _words("Refit: look-ups", TIME, "New plans, tables, buffers and connections. 0 after the first refit.")),
+    ("refit/lookups", _words("Refit: lookups", TIME, "New plans, tables, buffers and connections. 0 after the first refit.")),
     (r"refit/(.+)_bytes", _words("Refit: {}", TIME, "Moved in the step.", "bytes")),
 )  # fmt: skip
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names in the order listed above, unknown ones last in alphabetical order."""
+    """Sort names in the order listed above, unknown ones last in alphabetical order."""
     places = {
         name: next((n for n, (pattern, _) in enumerate(KNOWN) if re.fullmatch(pattern, name)), len(KNOWN))
         for name in names
@@ -73,7 +74,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def words(name: str) -> Words:
-    """The words for a metric. An unknown one keeps its name."""
+    """Return the words for a metric. An unknown metric keeps its name as title."""
     for pattern, known in KNOWN:
         found = re.fullmatch(pattern, name)
         if found:

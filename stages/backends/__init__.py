@@ -1,10 +1,10 @@
-"""Backends: who computes for the stages that need a model. A registry of names, and the checks that need no backend.
+"""Backends compute for stages that need a model. Holds the registry of names, and the checks that need no backend.
 
-A worker opens its engine once and all stages on it share it:
+A worker opens its engine once, and all its stages share it:
 
     engine(context).score(model, prompt_ids, response_ids, one_shard(prompt_ids, response_ids), temperature=1.0)
 
-This module knows names. It loads no backend: that happens when a worker calls `engine`.
+This module knows names only; a backend loads when a worker calls `engine`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 
 
 DOES = {"sample": "samples", "score": "computes logprobs", "train": "trains", "reward": "runs reward models"}
-CONTRACT = {"sample": Sampler, "score": Trainer, "train": Trainer, "reward": Judge}  # whose methods an engine then has
+CONTRACT = {"sample": Sampler, "score": Trainer, "train": Trainer, "reward": Judge}  # the methods that an engine needs
 
 for _backend in (
     Backend(
@@ -104,7 +104,7 @@ for _backend in (
 
 
 def engine(context: StageContext) -> Engine:
-    """The worker's engine, opened at the first call. Raises StageError where the backend has none."""
+    """The worker's engine, opened by the first call. Raises StageError if the group's backend has none."""
     if "engine" not in context.shared:
         backend = context.group.description
         if backend is None or backend.opener is None:
@@ -115,7 +115,7 @@ def engine(context: StageContext) -> Engine:
                 Problem(
                     where=str(context.group.location),
                     what=f"the engine of backend {backend.name!r} has no {', '.join(f'{name}()' for name in missing)}",
-                    why=f"the backend can={backend.can!r}, so stages call these methods",
+                    why=f"the backend has can={backend.can!r}, so stages call these methods",
                     fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
                 )
             )
@@ -124,7 +124,7 @@ def engine(context: StageContext) -> Engine:
 
 
 def _function(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A function, or what "module:function" names."""
+    """The function itself, imported if it is given as "module:function"."""
     if not isinstance(given, str):
         return given
     module, _, name = given.partition(":")
@@ -132,7 +132,7 @@ def _function(given: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _missing(opened: object, backend: Backend) -> list[str]:
-    """The methods that an engine lacks for what its backend can do."""
+    """The methods that an engine lacks for its backend's `can`."""
     wanted = dict.fromkeys(name for work in backend.can for name in dir(CONTRACT[work]) if not name.startswith("_"))
     return [name for name in wanted if not callable(getattr(opened, name, None))]
 
@@ -140,9 +140,9 @@ def _missing(opened: object, backend: Backend) -> list[str]:
 def backend_problems(
     group: WorkerGroup | None, stage: Stage | None = None, work: Work | None = None
 ) -> Iterator[Problem]:
-    """What keeps a worker group from running a model. Looks packages up without importing them.
+    """Reasons why a worker group cannot run a model. Finds packages without importing them.
 
-    `stage` is the one that does `work` there, which is wrong itself where it names no group.
+    `stage` does `work` on the group; if it names no group, the problem is reported for the stage.
     """
     models = [name for name, backend in BACKENDS.items() if backend.opener and (work is None or work in backend.can)]
     if group is None:
@@ -163,7 +163,8 @@ def backend_problems(
         return
     if BACKENDS.get(backend.name, backend) != backend:
         why = "messages and records could not tell the two apart"
-        yield Problem(where=where, what=f"{has} of its own", why=why, fix="Backend(name=...) with another name")
+        fix = "use Backend(name=...) with another name"
+        yield Problem(where=where, what=f"{has}, a name that is taken", why=why, fix=fix)
         return
     if backend.opener is None:
         yield Problem(
@@ -193,7 +194,7 @@ def backend_problems(
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the package around it is missing
@@ -201,12 +202,12 @@ def is_installed(package: str) -> bool:
 
 
 def model_problems(model: Model) -> Iterator[Problem]:
-    """What can be said about a model without loading it."""
+    """Check a model's description without loading the model."""
     where = str(model.location)
     for name, legal, why, fix in (
-        ("source", isinstance(model.source, str) and model.source, "a model has the name of a folder or of the hub",
+        ("source", isinstance(model.source, str) and model.source, "a model's source is a folder or a hub name",
          'Model("Qwen/Qwen3-0.6B")'),
-        ("config", isinstance(model.config, Mapping | None), "a config is a dict of Hugging Face",
+        ("config", isinstance(model.config, Mapping | None), "a config is the dict of a Hugging Face config",
          "config={'model_type': 'qwen3', ...}"),
         ("alphabet", isinstance(model.alphabet, str | None), "an alphabet is a text of characters, or 'bytes'",
          "alphabet='0123456789 ...'"),
@@ -226,26 +227,26 @@ def model_problems(model: Model) -> Iterator[Problem]:
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1
         if looks_local and not (path / "config.json").is_file():
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
-            yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="the right path")
+            yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
         return
     if "model_type" not in model.config:
         yield Problem(
             where=where,
             what=f"the config of model {model.source!r} has no 'model_type'",
-            why="it names the architecture that is built",
+            why="it names the architecture to build",
             fix="config={'model_type': 'qwen3', ...}",
         )
     if not model.alphabet:
         yield Problem(
             where=where,
             what=f"model {model.source!r} has a config and no alphabet",
-            why="a model that is built from a config has one token a character, and needs to know them",
+            why="a model built from a config has one token per character of its alphabet",
             fix="alphabet='0123456789 ...'",
         )
     elif len(set(model.alphabet)) != len(model.alphabet):
         yield Problem(
             where=where,
-            what=f"the alphabet of model {model.source!r} names a character twice",
+            what=f"the alphabet of model {model.source!r} has a character twice",
             why="each character is one token",
-            fix="each character once",
+            fix="list each character once",
         )

@@ -16,9 +16,10 @@ BLOCK = 512  # tokens
 def choose(
     logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row, and its logprob under softmax(logits / temperature) over the whole vocabulary.
+    """Choose one token per row. Also returns its logprob under softmax(logits / temperature) over the whole vocabulary.
 
-    The tail is cut by top_k, then top_p (Holtzman et al. 2020: the smallest set with total probability top_p).
+    Probabilities are truncated by min_p, then top_k, then top_p (Holtzman et al. 2020: the smallest set with total
+    probability top_p).
     """
     logits_BV = logits_BV.float()
     if sampling.greedy:
@@ -56,8 +57,7 @@ def _below(target_B1: torch.Tensor, total_B1: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero out probabilities outside the top_k and top_p sets and below min_p; ties at the edge keep the lower token
-    id."""
+    """Zero out probabilities below min_p or outside the top_k and top_p sets; ties at the edge keep the lower id."""
     width = probabilities_BV.shape[-1]
     if sampling.min_p > 0:
         floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)

@@ -19,9 +19,9 @@ _BLOCK_BYTES, _ALIGNMENT = 1 << 30, 512  # of pinned memory
 
 
 def claim(group: WorkerGroup) -> torch.device:
-    """Set up this worker's threads and memory, and return its device. Raises StageError if the group needs GPUs and
-    torch
-    sees none."""
+    """Set up this worker's threads and memory, and return its device.
+
+    Raises StageError if the group needs GPUs and torch sees none."""
     if group.gpus > 0 and not torch.cuda.is_available():
         raise StageError(
             Problem(
@@ -63,8 +63,7 @@ def bytes_free(device: torch.device) -> int:
 
 class Parking:
     """Keeps tensors on the host while another process uses their device. They stay the same objects, so their holders
-    can
-    read and write them meanwhile. Host memory is kept for the next time."""
+    can read and write them meanwhile. Host memory is kept for the next time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,8 +74,7 @@ class Parking:
 
     def park(self, tensors: Iterable[torch.Tensor], room: int | None = None) -> None:
         """Move contents to the host: on a GPU only as many as needed to free `room` bytes; all of them if `room` is
-        None
-        or on a CPU. No other tensor may share their memory."""
+        None or on a CPU. No other tensor may share their memory."""
         self.arrive()
         waiting = list(tensors)
         while waiting and (missing := self._missing(room)) > 0:

@@ -1,10 +1,10 @@
-"""The loss of one microbatch, from a description and what the policy says of the tokens. For every backend that trains.
+"""Computes the loss of one microbatch from a loss description and the policy's outputs. Shared by training backends.
 
     value, sums = objective(loss, Scored(...), tokens=tokens, samples=samples)
     value.backward()
 
-`tokens` and `samples` count the whole minibatch, all microbatches of all ranks: the sum of the values over all
-microbatches of all ranks is the loss, however it is cut. Knows no model, no optimizer and no communication.
+`tokens` and `samples` count the whole minibatch, over all microbatches of all ranks. The values of all these
+microbatches sum to the loss, however the minibatch is divided. Knows no model, no optimizer and no communication.
 
 Legend: N samples, T tokens of the longest response.
 """
@@ -23,21 +23,21 @@ from stages.losses import PolicyLoss, Scored
 if TYPE_CHECKING:
     from stages.losses import Formula
 
-MAXIMA = ("ratio_max",)  # what the caller combines by max; everything else adds up
+MAXIMA = ("ratio_max",)  # combined by maximum; all other metrics are summed
 
 
 def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) -> tuple[torch.Tensor, dict[str, float]]:
-    """This microbatch's share of the loss, to call backward on, and its share of the metrics.
+    """Return this microbatch's share of the loss, for the backward pass, and its share of the metrics.
 
     The loss is aggregate(weight x policy loss + kl x estimate - entropy x bonus), each part aggregated the same way;
-    the weight is that of the correction, which leaves the denominator as it is.
+    the weight is the correction's and does not change the denominator.
 
-    The metrics are sums over the tokens of this microbatch: `clip_fraction`, and of it `clip_high`, where the ratio is
-    above 1; `ratio_mean`; `entropy`, `kl` (by the loss's estimator) where their columns are given; with a correction
-    `is_weight` and `is_changed`, how many tokens were truncated or taken out. The caller adds them over microbatches
-    and ranks and divides by `tokens`. Two are combined otherwise:
-    `loss` adds up and is not divided, `ratio_max` is the largest ratio of a token (see MAXIMA). They are read from the
-    device at once. Raises ValueError where a column is missing that the loss needs.
+    Metrics are sums over the tokens of this microbatch: `clip_fraction`, and its part `clip_high` with a ratio above 1;
+    `ratio_mean`; `entropy` and `kl` (by the loss's estimator) if their columns are given; with a correction `is_weight`
+    and `is_changed`, the number of tokens truncated or rejected. The caller sums them over microbatches and ranks and
+    divides by `tokens`. Two exceptions: `loss` is summed but not divided, and `ratio_max` is the largest ratio of a
+    token (see MAXIMA). One transfer reads them from the device. Raises ValueError if a column that the loss needs
+    is missing.
     """
     _check(loss, scored)
     mask_NT = scored.mask_NT
@@ -71,7 +71,7 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
 
 
 def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The numbers on the host, by one transfer."""
+    """The numbers on the host, in one transfer."""
     numbers = list(sums.values())
     if numbers[0].device.type != "cpu":
         numbers = list(torch.stack([number.double() for number in numbers]).cpu())
@@ -79,7 +79,7 @@ def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _both(made: Formula, mask_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a formula returned of each token, and which tokens it changed: none where it does not say."""
+    """A formula's value per token, and which tokens it changed: none if it does not return them."""
     value_NT, changed_NT = made if isinstance(made, tuple) else (made, torch.zeros_like(mask_NT))
     return value_NT, changed_NT & mask_NT
 

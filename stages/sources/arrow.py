@@ -1,7 +1,7 @@
 """Rows of Arrow tables: Parquet files, and data sets of the Hugging Face package `datasets`.
 
-Knows the formats; which columns matter says a `Layout`, and no others are read. A Parquet file is held in memory as
-Arrow; what `datasets` saved or cached is mapped, so it may be larger than memory. Loads both packages when asked.
+Knows the formats; a `Layout` selects the columns, and no others are read. A Parquet file is held in memory as Arrow;
+what `datasets` saved or cached is memory-mapped, so it may be larger than memory. Loads both packages on demand.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-_AT_ONCE = 1000  # rows that are checked together
+_AT_ONCE = 1000  # rows checked at a time
 
 
 class ArrowTable:
-    """The rows of one table, by number. Raises StageError with the row's number where one is wrong.
+    """The rows of one table, by number. Raises StageError with the row's number if a row is invalid.
 
-    `cut(start, stop)` gives these rows as a table; `name` is that of messages.
+    `cut(start, stop)` returns these rows as a table; `name` is for messages.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class ArrowTable:
         return self._count
 
     def row(self, index: int, where: str) -> dict[str, Any]:
-        """Row `index` from 0 on."""
+        """Row `index`, counted from 0."""
         return _row(self._cut(index, index + 1), self._arrays)
 
     def where(self, index: int) -> str:
-        """Name and number of a row, from 0 on."""
+        """Name and number of a row, counted from 0."""
         return f"{self.name}[{index}]"
 
 
 def parquet(path: Path, layout: Layout) -> ArrowTable:
-    """The rows of a Parquet file. Raises StageError where it is none, lacks a column, or a row is wrong."""
+    """The rows of a Parquet file. Raises StageError if it is not one, lacks a column, or has an invalid row."""
     import pyarrow.parquet as pq
 
     names = _parquet_columns(path, layout)
@@ -63,7 +63,7 @@ def parquet(path: Path, layout: Layout) -> ArrowTable:
 
 
 def first_rows(path: Path, layout: Layout, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and row, the row) of the first `count` rows of a Parquet file."""
+    """Yield (file and row, the row) for the first `count` rows of a Parquet file."""
     import pyarrow.parquet as pq
 
     names = _parquet_columns(path, layout)
@@ -78,7 +78,7 @@ def first_rows(path: Path, layout: Layout, count: int) -> Iterator[tuple[str, di
 
 
 def saved(located: Saved, layout: Layout) -> ArrowTable:
-    """The rows of a folder that `save_to_disk` wrote."""
+    """The rows of a folder written by `save_to_disk`."""
     from datasets import load_from_disk
 
     loaded = _loaded(str(located.folder), lambda: load_from_disk(str(located.folder)))
@@ -86,13 +86,13 @@ def saved(located: Saved, layout: Layout) -> ArrowTable:
 
 
 def hub(located: Hub, dataset: Dataset, layout: Layout) -> ArrowTable:
-    """The rows of a data set of the hub, downloaded where its cache has it not yet."""
+    """The rows of a hub data set, downloaded if the cache does not have it."""
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     name = located.name
     loaded = _loaded(name, lambda: load_dataset(name, dataset.config, split=dataset.split, revision=dataset.revision))
-    if isinstance(loaded, dict):  # no split was asked for
+    if isinstance(loaded, dict):  # no split was given
         if len(loaded) > 1:
             what, why, fix = split_choice(name, None, list(loaded))
             raise StageError(Problem(where=name, what=what, why=why, fix=fix))
@@ -101,7 +101,7 @@ def hub(located: Hub, dataset: Dataset, layout: Layout) -> ArrowTable:
 
 
 def saved_problems(located: Saved, layout: Layout) -> Iterator[Problem]:
-    """Columns that the folder's description lacks; loads nothing."""
+    """Report columns that the folder's description lacks, without loading any data."""
     import json
 
     folder = located.folder / (located.split or "")
@@ -130,7 +130,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
 
 def _table(name: str, loaded: datasets.Dataset, layout: Layout) -> ArrowTable:
     roots = _roots(name, loaded.features.arrow_schema, layout)
-    cut = loaded.select_columns(roots).with_format("arrow")  # as it is stored: an image stays encoded
+    cut = loaded.select_columns(roots).with_format("arrow")  # as stored: images stay encoded
     return ArrowTable(name, len(loaded), lambda start, stop: cut[start:stop], layout)
 
 
@@ -144,9 +144,9 @@ def _parquet_columns(path: Path, layout: Layout) -> list[str]:
         raise StageError(
             Problem(
                 where=str(path),
-                what=f"this is no Parquet file ({' '.join(str(error).split())[:80]})",
+                what=f"this is not a Parquet file ({' '.join(str(error).split())[:80]})",
                 why="its name ends in .parquet",
-                fix="write it again, or rename it where it is a JSONL file",
+                fix="write it again, or rename it if it is a JSONL file",
             )
         ) from error
     _roots(str(path), schema, layout)
@@ -154,7 +154,7 @@ def _parquet_columns(path: Path, layout: Layout) -> list[str]:
 
 
 def _roots(name: str, schema: pa.Schema, layout: Layout) -> list[str]:
-    """The outermost columns that the layout reads. Raises StageError for a column that is not there."""
+    """The outermost columns that the layout reads. Raises StageError for a missing column."""
     roots: dict[str, None] = {}
     for column in layout.columns:
         root, *inner = [column] if column in schema.names else column.split(".")
@@ -173,7 +173,7 @@ def _reaches(kind: pa.DataType, path: Sequence[str]) -> bool:
 
 
 def _names(schema: pa.Schema, *, nested: bool) -> list[str]:
-    """The columns, or where `nested` the columns in them."""
+    """The column names; with `nested`, those of the columns inside them."""
     if not nested:
         return schema.names
     return [name for f in schema for name in ([f"{f.name}.{i}" for i in _inner_names(f.type)] or [f.name])]
@@ -186,13 +186,13 @@ def _inner_names(kind: pa.DataType) -> list[str]:
 
 
 def _texts(table: pa.Table, layout: Layout) -> list[dict[str, Any]]:
-    """The rows without the columns of arrays, which may be large."""
+    """The rows without array columns, which may be large."""
     kept = [name for name in table.column_names if name not in layout.arrays]
     return table.select(kept).to_pylist() if kept else [{}] * len(table)
 
 
 def _row(table: pa.Table, arrays: frozenset[str]) -> dict[str, Any]:
-    """The only row of a table: nested numbers of the columns `arrays` as numpy, the rest as Python."""
+    """The only row of a table: nested numbers in the columns `arrays` as numpy, the rest as Python."""
     return {
         name: _value(table.column(name)[0]) if name in arrays else table.column(name)[0].as_py()
         for name in table.column_names
@@ -205,7 +205,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _numbers(column: pa.Array) -> np.ndarray | None:
-    """A nested list whose parts have the same length, as an array; None where it is none."""
+    """A nested list with parts of equal length as an array; None for other columns."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,9 +1,9 @@
-"""How a user names columns: names, dotted paths, templates, typed extra columns; and what can be wrong with that.
+"""How users name columns: names, dotted paths, templates and typed extra columns; and checks of them.
 
     extra_column("extra_info.level")                               # ("extra_info.level", Field("level", dtype="str"))
     extra_column(("extra_info.level", Field("level", "int64")))    # the same column, typed
 
-Knows no row: what is wrong with the values of a column, `layout` says.
+Knows no rows: `schema` reports invalid values of a column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Extra: TypeAlias = "str | Field | tuple[str, str | Field]"
 
 
 def extra_column(entry: object) -> tuple[str, Field] | str:
-    """The column and the field of an entry of `extra`, or why it is none."""
+    """The column and the field of an entry of `extra`, or why the entry is invalid."""
     column, made = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, entry)
     if isinstance(made, Field) and column is made:
         column = made.name
@@ -36,13 +36,13 @@ def extra_column(entry: object) -> tuple[str, Field] | str:
 
 
 def extra_columns(extra: Sequence[object], taken: Sequence[str]) -> tuple[tuple[str, Field], ...]:
-    """The entries that are right, each field once, without the names that are `taken`."""
+    """The valid entries, each field once, without the names in `taken`."""
     found = [made for entry in extra if not isinstance(made := extra_column(entry), str)]
     return tuple({made.name: (column, made) for column, made in found if made.name not in taken}.values())
 
 
 def template_columns(template: str) -> tuple[str, ...]:
-    """The columns that a template names. Raises ValueError with a reason where it is not plain text and `{column}`."""
+    """The columns that a template names. Raises ValueError with the reason if it is not plain text and `{column}`."""
     columns = []
     for _, column, spec, conversion in Formatter().parse(template):
         if column is None:
@@ -50,7 +50,7 @@ def template_columns(template: str) -> tuple[str, ...]:
         if not column:
             raise ValueError("it has {}, which names no column")
         if spec or conversion:
-            raise ValueError(f"{{{column}}} has a format; a column is put in as it is")
+            raise ValueError(f"{{{column}}} has a format, but columns are inserted as they are")
         columns.append(column)
     if not columns:
         raise ValueError("it names no column, so every prompt would be the same")
@@ -58,7 +58,7 @@ def template_columns(template: str) -> tuple[str, ...]:
 
 
 def template_problems(template: object, prompt: str, where: str) -> Iterator[Problem]:
-    """A template is a text that names columns, and leaves no column for `prompt` to name."""
+    """Check that a template is a text that names columns, and that `prompt` is not set too."""
     try:
         template_columns(template)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
@@ -66,14 +66,14 @@ def template_problems(template: object, prompt: str, where: str) -> Iterator[Pro
             where=where,
             what=f"template={template!r:.60}",
             why=str(error),
-            fix='write template="Question: {question}\\nAnswer:", and a brace of the text itself twice, as {{ or }}',
+            fix='write template="Question: {question}\\nAnswer:", and double literal braces: {{ or }}',
         )
         return
     if prompt != "prompt":
         yield Problem(
             where=where,
             what=f"prompt={prompt!r} and a template",
-            why="a template makes the prompt from the columns that it names itself",
+            why="a template already names the columns of the prompt",
             fix="leave out prompt=, or template=",
         )
 
@@ -81,9 +81,9 @@ def template_problems(template: object, prompt: str, where: str) -> Iterator[Pro
 def column_problems(
     own: Mapping[str, str], extra: Sequence[object], taken: Sequence[str], where: str
 ) -> Iterator[Problem]:
-    """Every column makes one field, and every field comes from one column.
+    """Check that every column makes one field, and every field comes from one column.
 
-    `own` are the columns of prompt and answer by field; `taken` are the names of all fields that are there anyway.
+    `own` are the columns of prompt and answer by field; `taken` are the names of all fields that are written anyway.
     """
     entries = [(entry, extra_column(entry)) for entry in extra]
     names = [entry_name(entry) for entry in extra]
@@ -103,7 +103,7 @@ def column_problems(
             if made[1].name in fields and used[made[0]] == 1:
                 holds = own.get(made[1].name)
                 reason = f"the field {made[1].name!r} " + (
-                    f"holds the column {holds!r}" if holds else "is written already"
+                    f"holds the column {holds!r}" if holds else "is already written"
                 )
             fields.append(made[1].name)
         if reason is not None:
@@ -118,13 +118,13 @@ def column_problems(
 
 
 def own_columns(prompt: str, answer: str | None, template: str | None) -> dict[str, str]:
-    """The columns that make prompt and answer as they are, by field."""
+    """The columns that become prompt and answer unchanged, by field."""
     own = {} if template is not None else {PROMPT.name: prompt}
     return own if answer is None else own | {ANSWER.name: answer}
 
 
 def entry_name(entry: object) -> object:
-    """The column of an entry of `extra`; of a wrong one what comes nearest."""
+    """The column of an entry of `extra`; for an invalid entry, the best name for messages."""
     if isinstance(entry, tuple) and entry:
         return entry[0]
     return entry.name if isinstance(entry, Field) else entry

@@ -1,10 +1,10 @@
-"""`Dataset`: which rows, by the path or the hub name of a data set. Knows where rows lie; knows no file format.
+"""`Dataset`: names a data set by path or hub name. Knows where rows are stored, not file formats.
 
     Dataset("data/gsm8k", split="train")                         # a folder with train.jsonl and test.jsonl
     Dataset("data/*.parquet", prompt="problem", name="math")
     Dataset("openai/gsm8k", config="main", split="train")        # on the Hugging Face hub
 
-What exists on disk is never looked for on the hub.
+A path that exists on disk is never looked up on the hub.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SHOWN = 5  # names in a message
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows of JSONL files, of Parquet files, of a folder that `datasets` saved, or of a data set on the hub.
+    """Rows of JSONL or Parquet files, of a folder saved by `datasets`, or of a data set on the hub.
 
     path      a file, a folder, a pattern such as "data/*.parquet", several of these, or a hub name "owner/name"
-    config    of a hub data set, or of a folder that is laid out like one; its subset, such as "main"
-    split     of a hub data set or saved folder; of plain files, those with this word in their name
-    revision  of a hub data set: a commit or a tag
-    name      what the field `dataset` holds for its rows; the path unless given
-    prompt, answer, template   in the place of those of Prompts
+    config    subset of a hub data set, or of a folder laid out like one, such as "main"
+    split     split of a hub data set or saved folder; of plain files, those with this word in their name
+    revision  commit or tag of a hub data set
+    name      value of the field `dataset` for its rows; default: the path
+    prompt, answer, template   override those of Prompts
     """
 
     path: str | Path | Sequence[str | Path]
@@ -58,33 +58,33 @@ class Dataset:
 
     @property
     def label(self) -> str:
-        """The name, or the path as it was written."""
+        """The name, or the path as given."""
         if self.name is not None:
             return self.name
         return str(self.path) if isinstance(self.path, str | Path) else ", ".join(map(str, self.path))
 
 
 class Files(NamedTuple):
-    """Data files of one kind, in the order of their rows."""
+    """Data files of one kind, in row order."""
 
     paths: tuple[Path, ...]
 
 
 class Saved(NamedTuple):
-    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of the package `datasets` wrote."""
+    """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of the package `datasets`."""
 
     folder: Path
     split: str | None
 
 
 class Hub(NamedTuple):
-    """A hub name, or a folder that is laid out like a repository of the hub."""
+    """A hub name, or a folder laid out like a hub repository."""
 
     name: str
 
 
 def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
-    """Where the rows lie. Raises StageError with one problem at `where` if they are not there; asks no network."""
+    """Find the rows, without network access. Raises StageError with one problem at `where` if they do not exist."""
     parts = [dataset.path] if isinstance(dataset.path, str | Path) else list(dataset.path)
     if len(parts) == 1:
         path = Path(parts[0])
@@ -99,7 +99,7 @@ def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
             raise _error(
                 where,
                 f"{name}={getattr(dataset, name)!r} of {dataset.label!r}",
-                f"data files have no {name}; a data set on the hub has",
+                f"data files have no {name}, only data sets on the hub do",
                 f"leave out {name}=",
             )
     files = [file for part in parts for file in _files_of(part, dataset.split, where)]
@@ -110,7 +110,7 @@ def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
         raise _error(
             where,
             f"{dataset.label!r} has Parquet files and others: {_listed(files)}",
-            "the files of a data set are of one kind, and often the same rows lie there in both",
+            "all files of a data set are of one kind, and two kinds often hold the same rows",
             f"name those of one kind, such as {str(files[0].parent / '*.parquet')!r}",
         )
     return _needs("pyarrow", where, Files(tuple(files))) if True in kinds else Files(tuple(files))
@@ -126,7 +126,7 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _files_of(part: str | Path, split: str | None, where: str) -> list[Path]:
-    """The data files that a path, a pattern or a folder names, in order of their names."""
+    """The data files of a path, a pattern or a folder, sorted by name."""
     path = Path(part)
     if path.is_file():
         return [path]
@@ -139,8 +139,8 @@ def _files_of(part: str | Path, split: str | None, where: str) -> list[Path]:
         raise _error(
             where,
             f"no file matches {str(part)!r}",
-            "a pattern names the data files, from the working directory",
-            "name a file, or the folder that holds them",
+            "a pattern is relative to the working directory",
+            "name a file, or the folder with the files",
         )
     return found
 
@@ -152,8 +152,8 @@ def _files_in(folder: Path, split: str | None, where: str) -> list[Path]:
         raise _error(
             where,
             f"{str(folder)!r} is a folder without a data file",
-            f"a folder holds {' or '.join(SUFFIXES)} files, or what save_to_disk of `datasets` wrote",
-            f"did you mean {below[0]!r}?" if below else "give the path of a file with one JSON object a line",
+            f"a folder holds {' or '.join(SUFFIXES)} files, or the output of save_to_disk of `datasets`",
+            f"did you mean {below[0]!r}?" if below else "give the path of a file with one JSON object per line",
         )
     words = {word for file in found for word in _words(file) if word in _SPLITS}
     if split is None and len(words) > 1:
@@ -161,14 +161,14 @@ def _files_in(folder: Path, split: str | None, where: str) -> list[Path]:
         raise _error(
             where,
             f"{str(folder)!r} holds {_listed(named)}",
-            "rows to train on and rows held out would be drawn alike",
+            "training and held-out rows would be mixed",
             f"write Dataset({str(folder)!r}, split={'train' if 'train' in words else sorted(words)[0]!r})",
         )
     return found
 
 
 def _of_split(files: Sequence[Path], split: str, label: str, where: str) -> list[Path]:
-    """The files of a split: those named so, else those with the word in their name."""
+    """The files of a split: those with this name, or else those with the word in their name."""
     stems = {file: _SHARD.sub("", file.stem) for file in files}
     named = [file for file in files if stems[file] == split] or [file for file in files if split in _words(file)]
     if named:
@@ -194,7 +194,7 @@ def _saved_split(folder: Path, dataset: Dataset, where: str) -> str | None:
 
 
 def split_choice(name: str, split: str | None, splits: Sequence[str]) -> tuple[str, str, str]:
-    """What, why and fix of a split that must be chosen among others."""
+    """(what, why, fix) for a split that the user must choose."""
     close = get_close_matches(split or "train", splits, n=1) or list(splits[:1])
     return (
         f"{name!r} has no split {split!r}" if split is not None else f"no split of {name!r} is chosen",
@@ -204,14 +204,14 @@ def split_choice(name: str, split: str | None, splits: Sequence[str]) -> tuple[s
 
 
 def missing_file(path: Path, where: str) -> Problem:
-    """A path that names nothing."""
+    """The problem of a path that does not exist."""
     folder = path.parent
     beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     close = [str(folder / name) for name in get_close_matches(path.name, beside, n=1)]
     kind = "Parquet" if path.suffix == ".parquet" else "JSONL"
-    fix = f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object a line"
+    fix = f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object per line"
     if str(path).startswith("~"):
-        fix = "write the home folder out, such as Path('~/train.jsonl').expanduser()"
+        fix = "expand the home folder, such as Path('~/train.jsonl').expanduser()"
     return Problem(
         where=where,
         what=f"{str(path)!r} is not there",
@@ -221,7 +221,7 @@ def missing_file(path: Path, where: str) -> Problem:
 
 
 def dataset_problems(dataset: Dataset, where: str) -> Iterator[Problem]:
-    """Parameters of a wrong type."""
+    """Check the types of the parameters."""
     paths = [dataset.path] if isinstance(dataset.path, str | Path) else dataset.path
     if (
         not isinstance(paths, Sequence)
@@ -231,7 +231,7 @@ def dataset_problems(dataset: Dataset, where: str) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"Dataset({dataset.path!r:.60})",
-            why="a data set has the path of a file or a folder, a pattern, several of these, or a hub name",
+            why="a data set is the path of a file or a folder, a pattern, several of these, or a hub name",
             fix='write Dataset("train.jsonl")',
         )
     for name in ("config", "split", "revision", "name", "prompt", "answer", "template"):

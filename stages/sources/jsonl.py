@@ -1,6 +1,6 @@
-"""Rows of a JSONL file, one JSON object a line. Knows the format; which columns matter says a `Layout`.
+"""Rows of a JSONL file, one JSON object per line. Knows the format; a `Layout` selects the columns.
 
-Opening reads the file once, checks every line and keeps where each starts; a row is parsed again when it is drawn.
+Opening a file reads it once, checks every line and records where it starts; a row is parsed again when it is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
 
 
 class JsonlTable:
-    """The rows of one file, by number. Raises StageError with file and line where a line is wrong."""
+    """The rows of one file, by number. Raises StageError with file and line if a line is invalid."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path, self.folder = path, path.parent
@@ -40,14 +40,14 @@ class JsonlTable:
         return len(self._starts)
 
     def row(self, index: int, where: str) -> dict[str, Any]:
-        """Row `index` from 0 on, read from the file."""
+        """Row `index`, counted from 0, read from the file."""
         start = self._starts[index]
         stop = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
         line = os.pread(self._file.fileno(), stop - start, start)
         return parse(line, where)
 
     def where(self, index: int) -> str:
-        """File and line of a row: counts the lines before it."""
+        """File and line of a row; counts the lines before it."""
         with self.path.open("rb") as lines:
             before, left = 0, self._starts[index]
             while left and (part := lines.read(min(left, 2**20))):
@@ -56,7 +56,7 @@ class JsonlTable:
 
 
 def first_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(file and line, the line) of each line that is not blank."""
+    """Yield (file and line, the line) for each line that is not blank."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -64,7 +64,7 @@ def first_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The object of a line. Raises StageError with one problem at `where`."""
+    """Parse the object of a line. Raises StageError with one problem at `where`."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

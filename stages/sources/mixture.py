@@ -1,9 +1,9 @@
-"""`Mixture`: several sources with weights, and the arithmetic of whose turn it is. Knows no file and no row.
+"""`Mixture`: several sources with weights, and the arithmetic that picks the source of a draw. Knows no rows.
 
     Mixture((Dataset("gsm8k", split="train", name="gsm8k"), 2), (Dataset("math.parquet", name="math"), 1))
 
-Turns come in windows of fixed length, in each of which every source has its exact share, evenly spread. The source of
-an admission number, and how often that source was drawn before it, are therefore arithmetic: nothing is remembered.
+Draws come in windows of fixed length; in each window every source has its exact share, evenly spread. The source of an
+admission number, and the number of earlier draws from it, are therefore pure arithmetic, without state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Source: TypeAlias = "Generated | str | Path | Dataset"
 class Mixture:
     """Draws from several sources in proportion to their weights: `Mixture((source, weight), ...)`.
 
-    Weights are numbers above 0 and need no sum. Proportions are exact over a window: the shortest in which every share
-    is a whole number of draws, or 100,000 draws, in which shares are rounded. Each source is visited in its own order,
-    every row once before any row comes again; a small source with a large weight therefore has more epochs.
+    Weights are numbers above 0 with any sum. Proportions are exact over a window: the shortest one in which every share
+    is a whole number of draws, or 100,000 draws with rounded shares. Each source has its own order and draws every row
+    once before it repeats one, so a small source with a large weight has more epochs.
     """
 
     parts: tuple[tuple[Source, float], ...]
@@ -40,14 +40,14 @@ class Mixture:
         object.__setattr__(self, "parts", parts)
 
     def problems(self, where: str) -> Iterator[Problem]:
-        """What is wrong with the parts themselves."""
+        """Check the sources and their weights."""
         pairs = [part for part in self.parts if isinstance(part, tuple) and len(part) == 2]
         if not self.parts or len(pairs) < len(self.parts):
             wrong = next((part for part in self.parts if part not in pairs), None)
             yield _problem(
                 where,
                 f"Mixture has {wrong!r:.60}" if self.parts else "Mixture() has no source",
-                "a mixture is made of pairs of a source and its weight",
+                "a mixture consists of pairs of a source and its weight",
                 "write Mixture((first, 2), (second, 1))",
             )
             return
@@ -81,7 +81,7 @@ class Mixture:
             if count == 0:
                 yield _problem(
                     where,
-                    f"the weight of {name!r} is below 1 in {LONGEST_WINDOW:,} of the sum",
+                    f"the weight of {name!r} is below 1/{LONGEST_WINDOW:,} of the sum",
                     "it would never be drawn",
                     "raise it, or leave that source out",
                 )
@@ -89,24 +89,24 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Turns:
-    """A window of draws: `source[i]` draws at position i, for the `rank[i]`-th time; `counts` draws a source."""
+    """A window of draws. Draw i uses `source[i]`, which had `rank[i]` earlier draws; `counts` are draws per source."""
 
     source: tuple[int, ...]
     rank: tuple[int, ...]
     counts: tuple[int, ...]
 
     def at(self, draw: int) -> tuple[int, int]:
-        """Which source draw number `draw` >= 0 takes from, and how many earlier draws took from it."""
+        """The source of draw number `draw` >= 0, and the number of earlier draws from it."""
         window, position = divmod(draw, len(self.source))
         source = self.source[position]
         return source, window * self.counts[source] + self.rank[position]
 
 
 def turns(weights: Sequence[float]) -> Turns:
-    """The window of some weights above 0.
+    """The window for weights above 0.
 
-    A source of c draws a window of W has them at the positions (j + 1/2) W / c in order of size. Over any first n draws
-    its count is therefore less than (1 + sources) / 2 away from its share of n.
+    A source with c draws in a window of W has them at the positions (j + 1/2) W / c, in order of size. After any n
+    draws, its count is therefore less than (1 + sources) / 2 away from its share of n.
     """
     counts = window_counts(weights)
     # Equal fractions give equal floats, and others differ by far more than a rounding error.
@@ -121,7 +121,7 @@ def turns(weights: Sequence[float]) -> Turns:
 
 
 def window_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Draws of each source in a window: whole numbers nearest to the shares, the largest remainders rounded up."""
+    """Draws of each source in a window: its share rounded down, or up for the largest remainders."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     window = min(math.lcm(*(share.denominator for share in shares)), LONGEST_WINDOW)

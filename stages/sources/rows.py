@@ -1,7 +1,7 @@
-"""Draws: from an admission number to the values of its prompt. Knows the order of rows; knows no file format.
+"""Draws: map an admission number to the values of its prompt. Knows the order of rows, not file formats.
 
-Each epoch of a source has every row once. The row of a draw is a function of the seed and the draw's number, never of
-what was drawn before, so any order of admission, a resume and another process give the same rows.
+Each epoch of a source has every row once. The row of a draw depends only on the seed and the draw's number, so any
+order of admission, a resume and another process give the same rows.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from stages.sources.mixture import Mixture, Source, label, turns
 from stages.sources.schema import Layout
 from stages.tasks import Generated
 
-CHECKED_ROWS = 1000  # of a data set, before the run; the run itself reads them all
-CHECKED_ARRAYS = 8  # the same, where rows hold arrays
-_SHOWN = 3  # bad rows that are reported one by one
+CHECKED_ROWS = 1000  # per data set, before the run; the run itself checks all rows
+CHECKED_ARRAYS = 8  # the same, if rows hold arrays
+_SHOWN = 3  # invalid rows that are reported one by one
 _NEXT_SEED = 0x9E3779B97F4A7C15  # between the seeds of the sources of a mixture
 
 Draw = Callable[[int], tuple[str, tuple]]
 
 
 class Table(Protocol):
-    """Rows by number, checked when it was opened. `folder` is where relative paths in them start."""
+    """Rows by number, checked when opened. Relative paths in rows start at `folder`."""
 
     folder: Path
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Number of rows."""
 
     def row(self, index: int, where: str) -> dict[str, Any]:
-        """The columns of a row; `where` is what an error names."""
+        """The columns of a row; `where` is for errors."""
 
     def where(self, index: int) -> str:
         """File and row, for messages."""
 
 
 class Rows(Sequence[tuple]):
-    """The rows of tables one after the other, as the values of a layout's fields."""
+    """The rows of several tables in sequence, as the values of a layout's fields."""
 
     def __init__(self, tables: Sequence[Table], layout: Layout) -> None:
         self._tables, self._layout = tables, layout
@@ -63,7 +63,7 @@ class Rows(Sequence[tuple]):
         table, i = self._tables[k], index - (self._ends[k - 1] if k else 0)
         try:
             return self._read(table, i, "")
-        except StageError:  # again with its line, which takes time to find
+        except StageError:  # again with its line, which is slow to find
             return self._read(table, i, table.where(i))
 
     def _read(self, table: Table, index: int, where: str) -> tuple:
@@ -71,7 +71,7 @@ class Rows(Sequence[tuple]):
 
 
 def open_rows(source: str | Path | Dataset, layout: Layout) -> Rows:
-    """Every row of a data set, checked. Raises StageError with file and row for the first that is wrong."""
+    """Open a data set and check every row. Raises StageError with file and row for the first invalid one."""
     dataset = source if isinstance(source, Dataset) else Dataset(source)
     layout = layout.of(dataset)
     located = locate(dataset, dataset.label)
@@ -82,7 +82,7 @@ def open_rows(source: str | Path | Dataset, layout: Layout) -> Rows:
 
 
 def open_source(source: Source | Mixture, layout: Layout, seed: int, *, shuffle: bool = True) -> Draw:
-    """The function from an admission number to the name of its source and its values."""
+    """Return a function from an admission number to the name of its source and its values."""
     if isinstance(source, Mixture):
         whose = turns([weight for _, weight in source.parts])
         draws = [
@@ -104,7 +104,7 @@ def open_source(source: Source | Mixture, layout: Layout, seed: int, *, shuffle:
 
 
 def order(count: int, seed: int, *, shuffle: bool = True) -> Callable[[int], int]:
-    """The row of each draw: one permutation an epoch, each epoch another one; in file order without `shuffle`."""
+    """Return a function from a draw to its row: a new permutation per epoch, or file order without `shuffle`."""
     if not shuffle:
         return lambda draw: draw % count
     from ops.random import permutation
@@ -119,7 +119,7 @@ def order(count: int, seed: int, *, shuffle: bool = True) -> Callable[[int], int
 
 
 def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Iterator[Problem]:
-    """What is wrong with the first 1,000 rows; `where` is the place that names the source. Asks no network."""
+    """Check the first 1,000 rows, without network access; `where` is the line that names the source."""
     if isinstance(source, Mixture):
         for part, _ in source.parts:
             yield from source_problems(part, layout, where)
@@ -131,16 +131,16 @@ def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Ite
                     yield Problem(
                         where=where,
                         what=f"a Generated task has no column {column!r}",
-                        why="its columns are 'prompt' and 'answer', and each data set may name its own",
-                        fix='write Dataset("train.jsonl", prompt="question") where other names belong',
+                        why="its columns are 'prompt' and 'answer', and each data set can name its own",
+                        fix='write Dataset("train.jsonl", prompt="question") for data sets with other names',
                     )
             return
         dataset = source if isinstance(source, Dataset) else Dataset(source)
         if layout.answer is None and dataset.answer is not None:
             yield Problem(
                 where=where,
-                what=f"{dataset.label!r} has answer={dataset.answer!r}, and Prompts answer=None",
-                why="all rows make the same fields",
+                what=f"{dataset.label!r} has answer={dataset.answer!r}, and Prompts has answer=None",
+                why="all rows have the same fields",
                 fix="leave out answer= in both, or in neither",
             )
         layout = layout.of(dataset)
@@ -156,7 +156,7 @@ def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Ite
 
 
 def columns_read(source: Source | Mixture, layout: Layout) -> list[str]:
-    """Every column that is read, each once."""
+    """Every column that is read, once each."""
     if isinstance(source, Mixture):
         read = [column for part, _ in source.parts for column in columns_read(part, layout)]
     else:
@@ -184,7 +184,7 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
                 found = jsonl.parse(row, where) if isinstance(row, bytes) else row
             except StageError as error:
                 problems += error.problems
-                if number == 0:  # the file is of another kind, and no line of it is better
+                if number == 0:  # the file has another format, so no line of it is valid
                     break
                 continue
             try:
@@ -196,9 +196,9 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
     if len(problems) > _SHOWN:
         yield Problem(
             where=name,
-            what=f"{len(problems) - _SHOWN} more of the first {checked} lines are wrong",
+            what=f"{len(problems) - _SHOWN} more of the first {checked} lines are invalid",
             why=f"only the first {_SHOWN} are shown",
-            fix="correct those first, they are likely alike",
+            fix="correct those first, since the others are probably alike",
         )
     if not checked:
         yield _empty(paths[0])
@@ -206,14 +206,14 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
         yield Problem(
             where=name,
             what=f"{repeats} of the first {checked} rows repeat an earlier one",
-            why="a row that is there twice is drawn twice an epoch",
-            fix="remove the repeats, or leave them where that is meant",
+            why="a row that occurs twice is drawn twice per epoch",
+            fix="remove the repeats, unless you want them",
             warning=True,
         )
 
 
 def _first_rows(path: Path, layout: Layout, limit: int) -> Iterator[tuple[str, Any]]:
-    """(file and row, the row, or the line that holds it) from the first on."""
+    """Yield (file and row, the row or the line that holds it), starting with the first."""
     if path.suffix != ".parquet":
         return jsonl.first_lines(path)
     from stages.sources import arrow
@@ -228,7 +228,7 @@ def _pair(prompt: str, answer: str) -> dict[str, str]:
 def _empty(name: str | Path) -> Problem:
     return Problem(
         where=str(name),
-        what="the file has no row",
+        what="the file has no rows",
         why="there is no prompt to draw",
-        fix='write one JSON object a line, such as {"prompt": "1+1=", "answer": "2"}',
+        fix='write one JSON object per line, such as {"prompt": "1+1=", "answer": "2"}',
     )

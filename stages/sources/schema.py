@@ -1,10 +1,10 @@
-"""From a row of a data set to the values of a prompt's fields. Knows columns and fields; knows no file format.
+"""Maps a row of a data set to the values of a prompt's fields. Knows columns and fields, not file formats.
 
     layout = Layout(prompt="question", answer="reward_model.ground_truth", extra=(("level", LEVEL),))
     row = {"question": "1+1=", "reward_model": {"ground_truth": "2"}, "level": 4}
     layout.read(row, "train.jsonl:3")     # ("1+1=", "2", 4)
 
-A column is found by its name, or by a dotted path into nested objects; a name that has the dots itself goes first.
+A column is a name, or a dotted path into nested objects; a column whose own name has the dots takes precedence.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a row make which fields.
+    """Maps columns of a row to fields.
 
     prompt    column of the prompt: a text, or with `chat` also a list of messages
-    answer    column of the answer; None makes no such field
+    answer    column of the answer; None means no such field
     extra     (column, field) pairs
-    template  a text with `{column}` in it, which makes the prompt instead of the column `prompt`
+    template  a text with `{column}` in it, used as the prompt instead of the column `prompt`
     chat      also make `messages`, the conversation as JSON; `prompt` is then the text of its last message
-    system    with `chat`: the system message of a conversation that does not start with one
-    as_text   columns whose numbers, truth values, lists and objects become JSON text
+    system    with `chat`: the system message for conversations that do not start with one
+    as_text   columns whose numbers, booleans, lists and objects become JSON text
     """
 
     prompt: str = "prompt"
@@ -62,18 +62,18 @@ class Layout:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Every column that is read, each once."""
+        """Every column that is read, once each."""
         prompt = (self.prompt,) if self.template is None else template_columns(self.template)
         answer = () if self.answer is None else (self.answer,)
         return tuple(dict.fromkeys((*prompt, *answer, *(column for column, _ in self.extra))))
 
     @cached_property
     def arrays(self) -> frozenset[str]:
-        """The columns whose rows hold more than one value."""
+        """The columns with more than one value per row."""
         return frozenset(column for column, made in self.extra if array_wanted(made))
 
     def of(self, dataset: Dataset) -> Layout:
-        """The same with the columns that the data set names itself."""
+        """This layout with the columns that the data set names itself."""
         own_prompt = dataset.prompt is not None or dataset.template is not None
         return replace(
             self,
@@ -83,9 +83,9 @@ class Layout:
         )
 
     def read(self, row: Mapping[str, Any], where: str, *, folder: Path | None = None, arrays: bool = True) -> tuple:
-        """The values of `fields`: texts, numbers, and numpy arrays. Raises StageError with one problem at `where`.
+        """The values of `fields`: texts, numbers and numpy arrays. Raises StageError with one problem at `where`.
 
-        `folder` is where relative paths of images start. Without `arrays` those columns are left out unread.
+        Relative paths of images start at `folder`. Without `arrays`, array columns are skipped unread.
         """
         values: list[Any] = list(self._prompt(row, where))
         if self.answer is not None:
@@ -118,7 +118,7 @@ class Layout:
             raise _problem(
                 where,
                 f"column {self.prompt!r} {messages}",
-                "a conversation is a list of messages, the last of which a response follows",
+                "a conversation is a list of messages, and the response follows the last one",
                 'write it as [{"role": "user", "content": "1+1="}]',
             )
         if self.system is not None and messages[0]["role"] != "system":
@@ -139,7 +139,7 @@ class Layout:
                 where,
                 "the prompt is empty",
                 f"the template is {self.template!r:.60}, and its columns are empty here",
-                "write text into the template, or leave out the row",
+                "add text to the template, or remove the row",
             )
         return prompt
 
@@ -170,12 +170,12 @@ class Layout:
 
 
 def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:
-    """A column that is not among `names`; `has` says whose they are, such as "this line has"."""
+    """The problem of a column that is not in `names`; `has` introduces these, such as "this line has"."""
     close = get_close_matches(column, names, n=1)
     return Problem(
         where=where,
         what=f"column {column!r} is missing",
-        why=f"{has} {', '.join(map(repr, names)) or 'no column at all'}",
+        why=f"{has} {', '.join(map(repr, names)) or 'no columns'}",
         fix=f"did you mean {close[0]!r}?" if close else "name the columns with prompt=, answer= or extra=",
     )
 
@@ -193,7 +193,7 @@ def _found(row: Mapping[str, Any], column: str, where: str) -> Any:
 
 
 def _names(row: Mapping[str, Any], column: str) -> list[str]:
-    """The names of a row; with a dotted column also those inside of objects."""
+    """The names in a row; for a dotted column, also those inside objects."""
     if "." not in column:
         return list(row)
     return [
@@ -204,12 +204,12 @@ def _names(row: Mapping[str, Any], column: str) -> list[str]:
 
 
 def _messages(value: object) -> list[dict[str, Any]] | str:
-    """The messages without what is null in them, or why they are none."""
+    """The messages without null entries, or why they are invalid."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return f"is {_shown(value)}, which is not a list of messages"
     for i, message in enumerate(value):
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            return f"has a message {i} without a text as role or content"
+            return f"has a message {i} whose role or content is not a text"
         if _SURROGATE.search(message["content"]):
             return f"has half of a surrogate pair in message {i}"
     if value[-1]["role"] == "assistant":
@@ -223,12 +223,12 @@ def _mistyped(where: str, column: str, made: Field, reason: str) -> StageError:
     shape = "".join(f"[{symbol}]" for symbol in made.dims.split()[1:])
     wanted = f"numbers {shape}" if shape else "one value of that type"
     if takes_files(made):
-        wanted += ", or a file: its bytes, or its path from the folder of the data"
+        wanted += ", or a file: its bytes, or its path relative to the data's folder"
     return _problem(
         where,
         f"column {column!r} {reason}",
         f"the field {made.name!r} is {made.dtype}, dims {made.dims!r}",
-        f"give each row {wanted}; or fix the Field in extra=",
+        f"give each row {wanted}, or correct the Field in extra=",
     )
 
 

@@ -1,8 +1,8 @@
-"""Values of typed columns: numbers, nested lists of numbers, and encoded images. Knows fields; loads numpy when asked.
+"""Values of typed columns: numbers, nested lists of numbers, and encoded images. Knows fields; loads numpy on demand.
 
-A field of dims "N" takes one number or truth value a row; dims with more take a list, nested as deep as the dims. A
-uint8 field of dims "N B" (any letter) also takes the bytes of a file: as bytes, as its path, or as {"bytes", "path"},
-which an image is in Arrow data. The bytes stay encoded (PNG, JPEG): decoding is the work of the model's processor.
+A field of dims "N" takes one number or boolean per row; more dims take a list, nested as deep as the dims. A uint8
+field of dims "N B" (any letter) also takes the bytes of a file: as bytes, as its path, or as {"bytes", "path"}, the
+form of images in Arrow data. The bytes stay encoded (PNG, JPEG); the model's processor decodes them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def is_plain(value: object) -> bool:
 
 
 def scalar_reason(made: Field, value: object) -> str | None:
-    """Why the value is none of a field of dims "N", or None where it is one."""
+    """Why the value is invalid for a field of dims "N"; None if it is valid."""
     if isinstance(value, bool) != (made.dtype == "bool") or not isinstance(value, int | float):
         return f"is {_shown(value)}"
     if made.dtype in _FLOATS:
-        fits = abs(value) <= _FLOATS[made.dtype]  # never so for NaN
+        fits = abs(value) <= _FLOATS[made.dtype]  # False for NaN
     elif isinstance(value, float):
         return f"is {_shown(value)}, not a whole number"
     else:
@@ -57,7 +57,7 @@ def scalar_reason(made: Field, value: object) -> str | None:
 
 
 def array_value(made: Field, value: object, folder: Path) -> tuple[Any, str | None]:
-    """The row as a numpy array of the field's shape, and None; or None, and why it is none.
+    """Return the row as a numpy array of the field's shape, and None; or None, and why the row is invalid.
 
     bfloat16 is held as float32 until it becomes a tensor.
     """
@@ -69,7 +69,7 @@ def array_value(made: Field, value: object, folder: Path) -> tuple[Any, str | No
             return (None if encoded is None else np.frombuffer(encoded, dtype=np.uint8)), reason
     try:
         array = np.asarray(value)
-    except ValueError:  # numpy has no array of lists that differ in length
+    except ValueError:  # numpy rejects lists of different lengths
         return None, "is a nested list whose parts differ in length"
     if reason := _kind_reason(made, array, value) or _shape_reason(made, array) or _range_reason(made, array):
         return None, reason
@@ -78,7 +78,7 @@ def array_value(made: Field, value: object, folder: Path) -> tuple[Any, str | No
 
 
 def column_of(made: Field, values: Sequence[Any], repeat: int) -> Column:
-    """The column of a field: each value `repeat` times, one after the other."""
+    """The column of a field, with each value repeated `repeat` times."""
     if made.dtype == "str":
         return [value for value in values for _ in range(repeat)]
     import torch
@@ -93,7 +93,7 @@ def column_of(made: Field, values: Sequence[Any], repeat: int) -> Column:
 
 
 def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:
-    """The bytes of a file, where the value is such; why there are none, where it should be."""
+    """The bytes of a file, or why they cannot be read; (None, None) if the value is not a file."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping | str | bytes):
         value = value[0]
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
@@ -104,7 +104,7 @@ def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:
         return value, None
     if isinstance(value, str):
         path = folder / value
-        return (path.read_bytes(), None) if path.is_file() else (None, f"names the file {value!r}, which is not there")
+        return (path.read_bytes(), None) if path.is_file() else (None, f"names the missing file {value!r}")
     if isinstance(value, list) and value and isinstance(value[0], Mapping | str | bytes):
         return None, f"holds {len(value)} images, and a row has one"
     return None, None
@@ -116,7 +116,7 @@ def _kind_reason(made: Field, array: np.ndarray, value: object) -> str | None:
         return None if array.ndim else f"is {_shown(value)}"
     if not array.ndim:
         return f"is {_shown(value)}"
-    return f"holds {array.dtype if array.dtype.kind in 'iufb' else 'something else than numbers'}"
+    return f"holds {array.dtype if array.dtype.kind in 'iufb' else 'values that are not numbers'}"
 
 
 def _shape_reason(made: Field, array: np.ndarray) -> str | None:

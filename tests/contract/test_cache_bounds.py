@@ -39,7 +39,7 @@ def test_a_process_forgets_the_rows_that_it_used_longest_ago(transfer_queue: Tra
     for plane in (writer, reader):
         assert [score(plane, meta) for meta in metas[8:]] == [[8.0], [9.0], [10.0], [11.0]]
         for meta in metas[:8]:
-            with pytest.raises(DataPlaneError, match="is not there"):
+            with pytest.raises(DataPlaneError, match="is not present"):
                 score(plane, meta)
     for plane in planes:
         plane.close()

@@ -210,7 +210,7 @@ def test_a_row_that_is_cleared_meanwhile_is_missed_by_its_own_reader(store: Stor
     store.wire.vanishing = {0}
     reads = [Read("p", (row,), ("reward",), f"get {row}") for row in ("a", "b")]
     store.together(store.reads, reads, Read("p", ("b",), ("reward",), "get"))
-    assert "get a: field 'reward' of row a is not there" in str(reads[0].done.exception())
+    assert "get a: field 'reward' of row a is not present" in str(reads[0].done.exception())
     assert reads[1].done.result()["reward"][0].tolist() == [2, 2]
 
 

@@ -104,7 +104,7 @@ def test_other_bytes_are_told_to_the_one_who_put_them(store: Store):
         lambda g=g: plane.put(keys_of(1, 2, first=g), {"reward": wanted[g]}, partition=store.partition, stage=f"s{g}")
         for g in range(6)
     ])  # fmt: skip
-    assert "stage 's2'" in str(got[2]) and "row 00000002.0 is there already with other bytes" in str(got[2])
+    assert "stage 's2'" in str(got[2]) and "row 00000002.0 already has different bytes" in str(got[2])
     wanted[2] = TWO
     for group in (0, 1, 3, 4, 5):
         assert_same(store.other.get(got[group], ["reward"], reader="train")["reward"], wanted[group])
@@ -125,7 +125,7 @@ def test_the_same_rows_twice_in_one_burst(store: Store):
     calls = [lambda v=v: store.put(keys_of(1, 2, first=1), {"reward": v}) for v in values]
     got = at_once(store.plane, calls)
     refused = [outcome for outcome in got if isinstance(outcome, DataPlaneError)]
-    assert len(refused) == 4 and all("row 00000001.0 is there already" in str(error) for error in refused)
+    assert len(refused) == 4 and all("row 00000001.0 already has" in str(error) for error in refused)
     won = [i for i, outcome in enumerate(got) if isinstance(outcome, KVBatchMeta)]
     assert len({i % 2 for i in won}) == 1
     assert_same(store.other.get(got[won[0]], ["reward"], reader="train")["reward"], values[won[0]])
@@ -166,7 +166,7 @@ def test_a_get_that_fails_fails_alone_and_results_are_not_shared(store: Store):
     calls.append(lambda: store.other.get(meta, NAMES, reader="train"))
     got = at_once(store.other, calls)
     missing = got.pop(1)
-    assert "reader 'prev'" in str(missing) and "field 'reward' of row 00000008.0 is not there" in str(missing)
+    assert "reader 'prev'" in str(missing) and "field 'reward' of row 00000008.0 is not present" in str(missing)
     for name in NAMES:
         assert_same(got[-1][name], columns[name])
     for found, part in zip(got, parts):

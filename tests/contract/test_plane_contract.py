@@ -151,9 +151,9 @@ def test_repeated_put_is_a_no_op_and_other_bytes_raise(store: Store):
     assert store.put(keys[2:4], {n: take(c, [2, 3]) for n, c in columns.items()}).keys == tuple(keys[2:4])
     for name in NAMES:
         other = columns_of([1, 2, 3, 0, 2, 1], seed=1)[name] if name != "text" else ["other"] * 6
-        with pytest.raises(DataPlaneError, match=f"field '{name}' of row .* is there already with other bytes"):
+        with pytest.raises(DataPlaneError, match=f"field '{name}' of row .* already has different bytes"):
             store.put(keys, {name: other})
-    with pytest.raises(DataPlaneError, match=r"row 00000001\.0 is there already"):  # only a part of the rows is there
+    with pytest.raises(DataPlaneError, match=r"row 00000001\.0 already has"):  # only a part of the rows is there
         store.put(keys_of(2, 2, first=1)[:4] + keys_of(1, 2, first=9), {"reward": torch.full((6,), 7.0)})
     assert_same(store.other.get(meta, ["reward"], reader="train")["reward"], columns["reward"])
     assert store.plane.row_count(store.partition) in (3, 4)  # TransferQueue names a row before it has a field
@@ -162,7 +162,7 @@ def test_repeated_put_is_a_no_op_and_other_bytes_raise(store: Store):
 def test_other_bytes_raise_beside_a_field_that_is_new_to_the_partition(store: Store):
     keys = keys_of(2, 2)
     store.put(keys, {"reward": torch.zeros(4)})
-    with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is there already with other bytes"):
+    with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 already has different bytes"):
         store.put(keys, {"truncated": torch.zeros(4, dtype=torch.bool), "reward": torch.ones(4)})
     meta = store.put(keys, {"truncated": torch.ones(4, dtype=torch.bool), "reward": torch.zeros(4)})
     assert store.other.get(meta, ["truncated"], reader="train")["truncated"].all()
@@ -171,7 +171,7 @@ def test_other_bytes_raise_beside_a_field_that_is_new_to_the_partition(store: St
 def test_negative_zero_is_not_zero(store: Store):
     keys = keys_of(1, 1)
     store.put(keys, {"reward": torch.tensor([0.0])})
-    with pytest.raises(DataPlaneError, match="other bytes"):
+    with pytest.raises(DataPlaneError, match="different bytes"):
         store.put(keys, {"reward": torch.tensor([-0.0])})
 
 
@@ -192,11 +192,11 @@ def test_reading_what_is_not_there_raises(store: Store):
     meta = store.put(keys, {"reward": torch.zeros(4)})
     ghost = KVBatchMeta.join([meta, store.plane.adopt(store.partition, keys, ["count"], {})])
     for plane in (store.plane, store.other):
-        with pytest.raises(DataPlaneError, match=r"field 'count' of row 00000000\.0 is not there"):
+        with pytest.raises(DataPlaneError, match=r"field 'count' of row 00000000\.0 is not present"):
             plane.get(ghost, ["reward", "count"], reader="train")
     store.plane.clear(meta)
     for plane in (store.plane, store.other):
-        with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is not there"):
+        with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is not present"):
             plane.get(meta, ["reward"], reader="train")
 
 
@@ -208,7 +208,7 @@ def test_clear_is_idempotent_and_takes_what_the_handle_names(store: Store):
     assert store.plane.row_count(store.partition) == 2
     rest = store.other.get(meta.slice(4, 8), ["reward"], reader="train")["reward"]
     assert rest.tolist() == [4, 5, 6, 7]
-    with pytest.raises(DataPlaneError, match="not there"):
+    with pytest.raises(DataPlaneError, match="not present"):
         store.other.get(meta.slice(3, 5), ["reward"], reader="train")
     again = store.put(keys[:4], {"reward": torch.full((4,), 9.0)})
     assert store.other.get(again, ["reward"], reader="train")["reward"].tolist() == [9] * 4
@@ -294,5 +294,5 @@ def test_same_registration_is_a_no_op(store: Store):
     store.plane.register(store.partition, list(reversed(FIELDS)), ["prev", "train"])
     both, tighter = ["train", "prev"], [*FIELDS[1:], REWARD.bounded(low=0)]
     for fields, readers in (([REWARD], both), (FIELDS, ["train"]), (tighter, both)):
-        with pytest.raises(DataPlaneError, match="registered already with another"):
+        with pytest.raises(DataPlaneError, match="already registered with a different"):
             store.plane.register(store.partition, fields, readers)

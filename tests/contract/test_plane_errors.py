@@ -32,17 +32,17 @@ def ragged(values: list, lengths: tuple[int, ...], dtype: torch.dtype = torch.in
 
 PUTS = {
     "no key": ([], {"reward": torch.zeros(0)},
-        "no key; an empty batch has no row. Fix: skip the put where there is nothing to write"),
+        "no key; an empty batch has no row. Fix: skip the put if there is nothing to write"),
     "malformed key": (["a"], {"reward": torch.zeros(1)},
         "key 'a'; a key is `{admission:08d}_g{index:03d}`. Fix: use pipeline.declare.handle.sample_key"),
     "key twice": ([K[0], K[0]], {"reward": torch.zeros(2)},
         "key 00000000_g000 is given twice; keys are distinct and in canonical (ascending) order. "
         "Fix: put in the order of the task's keys"),
     "keys out of order": (K[::-1], {"reward": torch.zeros(2)},
-        "key 00000000_g000 stands after 00000000_g001; keys are distinct and in canonical (ascending) order. "
+        "key 00000000_g000 comes after 00000000_g001; keys are distinct and in canonical (ascending) order. "
         "Fix: put in the order of the task's keys"),
     "no column": (K, {},
-        "no column; a put makes at least one field present. Fix: give the columns that the stage writes"),
+        "no column; a put writes at least one field. Fix: give the columns that the stage writes"),
     "undeclared field": (K, {"revard": torch.zeros(2)},
         "field 'revard' is not declared; the partition declares count, halves, logprobs, pixels, response_ids, reward, "
         "text, truncated, weights_of. Fix: write a declared field, or add it to the stage's `writes`"),
@@ -63,11 +63,11 @@ PUTS = {
     "scalar": (K, {"reward": torch.tensor(1.0)},
         "field 'reward' has shape []; its dims are 'N'. Fix: give [samples]"),
     "row count": (K, {"reward": torch.zeros(3)},
-        "field 'reward' has 3 rows for 2 keys (00000000_g000 to 00000000_g001); a column has one row a key. "
+        "field 'reward' has 3 rows for 2 keys (00000000_g000 to 00000000_g001); a column has one row per key. "
         "Fix: return one row for every sample of the task"),
     "lengths do not add up": (K, {"response_ids": ragged([1, 2, 3], (1, 1))},
-        "field 'response_ids' has 3 entries and lengths that add up to 2; the rows of a ragged column lie one after "
-        "the other. Fix: build the column with Ragged.of(rows)"),
+        "field 'response_ids' has 3 entries and lengths that sum to 2; a ragged column concatenates its rows. "
+        "Fix: build the column with Ragged.of(rows)"),
     "lengths differ": (K, {"response_ids": ragged([1, 2, 3], (1, 2)), "logprobs": ragged([-1, -1, -1], (2, 1), F)},
         "field 'logprobs' has 2 entries for key 00000000_g000, field 'response_ids' has 1; fields that share the "
         "dimension T share its lengths. Fix: return both from the same responses"),
@@ -109,14 +109,14 @@ def test_text_of_other_refused_puts(plane: MemoryPlane):
         "stage 'rollout', put into 'other': partition 'other' is not registered in this process; fields and readers "
         "are declared before use. Fix: call register(partition, fields, readers) first"
     )
-    with pytest.raises(DataPlaneError, match=r"1 tags for 2 keys; tags go one to one with keys"):
+    with pytest.raises(DataPlaneError, match=r"1 tags for 2 keys; every key has one tag"):
         plane.put(K, {"reward": torch.zeros(2)}, partition="batch", stage="rollout", tags=[{}])
     plane.put(K, {"reward": torch.zeros(2)}, partition="batch", stage="rollout")
     with pytest.raises(DataPlaneError) as caught:
         plane.put(K, {"reward": torch.ones(2)}, partition="batch", stage="rollout")
     assert str(caught.value) == (
-        "stage 'rollout', put into 'batch': field 'reward' of row 00000000.0 is there already with other bytes; one "
-        "attempt writes a field once. Fix: put the repeat as the next attempt"
+        "stage 'rollout', put into 'batch': field 'reward' of row 00000000.0 already has different bytes; one "
+        "attempt writes a field once. Fix: put them as the next attempt"
     )
 
 
@@ -130,7 +130,7 @@ def test_text_of_a_refused_get(plane: MemoryPlane):
         "field 'gone' is not declared; the partition declares count, halves, logprobs, pixels, response_ids, reward, "
         "text, truncated, weights_of. Fix: read a declared field": lambda: plane.get(meta, ["gone"], reader="train"),
         f"the handle was made for schema 0, this process declares {meta.schema_hash}; writer and reader declare a "
-        "partition alike. Fix: register the same fields in both processes":
+        "partition identically. Fix: register the same fields in both processes":
             lambda: plane.get(msgspec.structs.replace(meta, schema_hash="0"), ["reward"], reader="train"),
     }  # fmt: skip
     for text, call in refused.items():
@@ -142,7 +142,7 @@ def test_text_of_a_refused_get(plane: MemoryPlane):
     with pytest.raises(DataPlaneError) as caught:
         plane.get(meta, ["reward"], reader="train")
     assert str(caught.value) == (
-        "reader 'train', get from 'batch': field 'reward' of row 00000000.0 is not there; it was not produced yet, or "
+        "reader 'train', get from 'batch': field 'reward' of row 00000000.0 is not present; it was not written yet, or "
         "it was cleared. Fix: read after the stage that writes it, and before its last reader has acknowledged"
     )
 

@@ -79,7 +79,7 @@ def test_what_another_process_wrote_wrongly_is_named(store: Store, ray: Any):
     })  # fmt: skip
     refused = {
         "reward": r"the store holds float64 \[\]; it is declared float32", "count": r"the store holds int32 \[3, 2\]",
-        "logprobs": r"row 00000000.0 has 2 entries; the key's lie at 2 to 5", "text": "the store holds float32",
+        "logprobs": r"row 00000000.0 has 2 entries; the key needs entries 2 to 5", "text": "the store holds float32",
     }  # fmt: skip
     meta = store.plane.adopt(store.partition, keys, list(refused), {"T": (2, 3)})
     for field, text in refused.items():
@@ -109,7 +109,7 @@ def test_rows_whose_types_do_not_go_together_are_refused(store: Store, first: An
     write_past_checks(store, "00000000.0", {name: first})
     write_past_checks(store, "00000001.0", {name: second})
     meta = store.plane.adopt(store.partition, keys_of(2, 2), [name], {})
-    with pytest.raises(DataPlaneError, match=r"row 00000000\.0 and those after it: their types do not go together"):
+    with pytest.raises(DataPlaneError, match=r"values of different types in row 00000000\.0"):
         store.other.get(meta, [name], reader="train")
 
 
@@ -117,14 +117,14 @@ def test_what_the_controller_does_not_take_is_an_error(store: Store):
     if store.kind == "memory":
         return  # holds every row to its own type
     write_past_checks(store, "00000009.0", {"reward": torch.zeros(2, dtype=torch.float64)})
-    with pytest.raises(DataPlaneError, match="TransferQueue refused: the controller does not take reward"):
+    with pytest.raises(DataPlaneError, match="TransferQueue refused: the controller rejects reward"):
         store.put(keys_of(1, 2), {"reward": torch.zeros(2)})
 
 
 def test_adopt_wants_whole_groups_and_lengths(store: Store):
-    with pytest.raises(DataPlaneError, match="no lengths of T; a ragged column is cut by them"):
+    with pytest.raises(DataPlaneError, match="no lengths of T; they split a ragged column"):
         store.plane.adopt(store.partition, keys_of(1, 2), ["logprobs"], {})
-    with pytest.raises(DataPlaneError, match="a row is read from its first sample on"):
+    with pytest.raises(DataPlaneError, match="a row is read from its first sample"):
         store.plane.adopt(store.partition, keys_of(2, 2)[1:], ["reward"], {})
     with pytest.raises(DataPlaneError, match="field 'gone' is not declared"):
         store.plane.adopt(store.partition, keys_of(2, 2), ["gone"], {})
@@ -148,7 +148,7 @@ def test_cache_serves_what_was_written_and_fetched_until_evicted(transfer_queue:
             columns["text"][0],
         ]
         plane.evict([meta.placements[0].rows[0]])
-        with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is not there"):
+        with pytest.raises(DataPlaneError, match=r"field 'reward' of row 00000000\.0 is not present"):
             plane.get(meta, ["reward"], reader="train")
         assert len(plane.get(meta.slice(2, 4), ["reward"], reader="train")["reward"]) == 2
     assert set(got) == set(NAMES)
@@ -160,7 +160,7 @@ def test_a_second_creator_is_refused_and_harms_nobody(transfer_queue: TransferQu
     with pytest.raises(DataPlaneError) as caught:
         TransferQueuePlane.create()
     assert str(caught.value) == (
-        "data plane: this Ray cluster runs a TransferQueue already; one cluster serves one run. "
+        "data plane: this Ray cluster already runs a TransferQueue; one cluster serves one run. "
         "Fix: end the other run, or start this one without joining its cluster"
     )
 
@@ -266,7 +266,7 @@ def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path)
         )  # fmt: skip
     said = told.read_text()
     lines = [line for line in said.splitlines() if "LOST" in line or "SLOW" in line or "closed" in line]
-    why = "is gone; its process, or the machine that it ran on, has ended. Fix: resume the run from its last checkpoint"
+    why = "is lost; its process, or the machine that it ran on, has ended. Fix: resume the run from its last checkpoint"
     get = "reader 'train', get from 'p': get reward of 1 rows from 00000000.0 on: TransferQueue's"
     put = "stage 'work', put into 'p': put 1 rows from 00000003.0 on: TransferQueue's"
     assert [re.sub(r"unit TQ_\S+", "unit NAME", line) for line in lines] == [

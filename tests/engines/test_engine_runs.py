@@ -121,7 +121,7 @@ def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_p
     command = [sys.executable, "-c", MAIN, str(file), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "restart from step 3; 1 restarts are left" in done.stderr
+    assert "restart from step 3; restarts left: 1" in done.stderr
     run_dir = RunDir(tmp_path / "run")
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     published = [(event.version, event.sha256) for event in events(run_dir, trace.Published)]

@@ -106,7 +106,7 @@ def test_a_field_from_outside_that_nobody_reads_is_neither_adopted_nor_waited_fo
         schedule=Schedule(steps=1),
     )
     planned, warnings = plan(graph)
-    assert [warning.what for warning in warnings] == ["field 'score' of 'external' is read by nobody"]
+    assert [warning.what for warning in warnings] == ["field 'score' of 'external' is not read by any stage"]
     plane, scheduler = MemoryPlane(), Scheduler(planned)
     register(plane, planned.partition, graph.all_stages())
     plane.write_outside("small", "00000000.0", {"score": torch.ones(2)})

@@ -167,7 +167,7 @@ def test_the_command_goes_on_from_the_last_checkpoint_and_ends_with_the_same_wei
 
     assert in_command(tmp_path / "small.py", folder, monkeypatch, kill_once) == 0
     said = capsys.readouterr().err
-    assert "a worker died and did not finish" in said and "restart from step 3; 1 restarts are left" in said
+    assert "a worker died and did not finish" in said and "restart from step 3; restarts left: 1" in said
     run_dir = RunDir(folder)
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     assert [line["step"] for line in lines(run_dir)] == list(range(1, 9))

@@ -83,9 +83,9 @@ def test_unequal_counts_are_an_error_before_any_exchange(tmp_path: Path) -> None
         texts[0]
         == texts[1]
         == (
-            "stage 'train', step 1: the data-parallel ranks were given different work (rank 0: 4 microbatches, rank 1: "
-            "1 microbatches); they meet once a microbatch, and a rank with fewer would leave the others waiting. "
-            "Fix: shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)"
+            "stage 'train', step 1: the data-parallel ranks have different work (rank 0: 4 microbatches, rank 1: "
+            "1 microbatches); they communicate once per microbatch, and a rank with fewer would leave the others "
+            "waiting. Fix: shard the batch with pipeline.declare.sharding.shard_batch(..., equal=True)"
         )
     )
 
@@ -94,5 +94,5 @@ def test_one_sibling_fetches_for_all_and_tells_them_where_it_fails(tmp_path: Pat
     assert spawned(rank_worker.share_columns, tmp_path) == [
         "2 KeyError: 'no such row'",
         "0 StageError: rank 1: rank 0, which fetches for it, failed: KeyError: 'no such row'; one rank of a replica "
-        "fetches for all. Fix: correct what the error of that rank says",
+        "fetches for all. Fix: resolve the error of that rank",
     ]

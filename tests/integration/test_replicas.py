@@ -63,7 +63,7 @@ def test_a_sampler_that_dies_when_it_has_a_version_is_sent_it_again(tmp_path, ra
         over.set()
         killer.join()
     reasons = [event.reason for event in events(run_dir, trace.Retried)]
-    assert reasons == ["worker sampler.0 died", "worker sampler.0 was replaced when it had been served"]
+    assert reasons == ["worker sampler.0 died", "worker sampler.0 was replaced after it had received the weights"]
     puts = [event for event in events(run_dir, trace.Put) if event.stage == "sample"]
     assert {event.step for event in puts} == {0, 1, 2}
     assert all(low == high == event.step for event in puts for low, high in event.versions), "of its own version"

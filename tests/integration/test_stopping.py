@@ -1,4 +1,4 @@
-"""SIGTERM: what is being trained is finished and saved, the exit code is 143, and a resumed run has lost nothing."""
+"""SIGTERM: the step in training is finished and saved, the exit code is 143, and a resumed run has lost nothing."""
 
 from __future__ import annotations
 

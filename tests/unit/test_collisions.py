@@ -75,7 +75,7 @@ def test_what_a_graph_imports_from_a_hidden_folder_is_refused(tmp_path, line, na
     assert code == 2
     assert stderr.replace(f"{tmp_path}/", "") == (
         f"graph.py:1: {name!r} is imported, and the folder stages would be hidden; 'stages' is a module of Sluice, "
-        "which comes before one of the user's. Fix: rename stages, and import it by its new name\n"
+        "which takes precedence over the user's. Fix: rename stages, and import it by its new name\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_a_file_beside_the_graph_is_hidden_and_refused_where_it_is_meant(tmp_pat
     assert code == 2
     assert stderr.startswith(f"graph.py:1: '{name}")
     assert (
-        f"'{name}' is a module of {owner}, which comes before one of the user's. Fix: rename {name}.py, and" in stderr
+        f"'{name}' is a module of {owner}, which takes precedence over the user's. Fix: rename {name}.py, and" in stderr
     )
 
 

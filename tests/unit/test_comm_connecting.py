@@ -66,7 +66,7 @@ def over(store: Any, rank: int, **flags: Any) -> StatelessGroup:
 
 
 def test_a_rank_that_never_comes_is_told_before_anything_begins(store: Any) -> None:
-    with pytest.raises(GroupError, match=r"rank 0 did not meet the other 1 at their store: .*rank 1 did not come in"):
+    with pytest.raises(GroupError, match=r"rank 0 did not meet the other 1 at their store: .*rank 1 did not arrive in"):
         over(Asking(store, 0.5), 0, deadline_s=60.0)
     assert not Communicator.begun
 

@@ -43,10 +43,10 @@ logprobs         logprobs  8 x 4 B x T     train
 trained_weights  train     -               refit
 served_weights   refit     -               rollout evaluate
 
-logprobs waits for train of the step before: sees the weights of the step before
-train waits for logprobs of the same step: the weights must not change under it
-train waits for refit of the step before: the weights must not change while sent
-refit waits for evaluate of the step before: uses the weights served so far
+logprobs waits for train of the previous step: uses the weights of the step before
+train waits for logprobs of the same step: the weights must not change while it runs
+train waits for refit of the previous step: the weights must not change while sent
+refit waits for evaluate of the previous step: uses the weights served so far
 """
 
 

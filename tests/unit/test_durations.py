@@ -51,16 +51,16 @@ def test_sigma_is_that_of_the_logarithm():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "is not a number of seconds"),
-        ("-1", "is not a number of seconds"),
-        ("nan", "is not a number of seconds"),
+        ("", "is neither a number of seconds"),
+        ("-1", "is neither a number of seconds"),
+        ("nan", "is neither a number of seconds"),
         ("1e999", "too large"),
         ("normal(1, 2)", "is not one of"),
         ("lognormal(1)", "takes 2 numbers"),
         ("uniform(2, 1)", "low above its high"),
         ("1 @ 0", "not a number of cores"),
-        ("__import__('os')", "is not a number of seconds"),
-        ("1/token", "is not a number of seconds"),
+        ("__import__('os')", "is neither a number of seconds"),
+        ("1/token", "is neither a number of seconds"),
     ],
 )
 def test_what_is_no_distribution_is_refused(text, told):

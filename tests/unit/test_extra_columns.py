@@ -129,7 +129,7 @@ def test_a_field_may_have_another_name_than_its_column(tmp_path):
         (BOX, [[1, 2]], "has the shape [1, 2]"),
         (BOX, [[1, 2], [3]], "is a nested list whose parts differ in length"),
         (BOX, [[1, 2], [3, 4.5]], "holds float64"),
-        (BOX, [[1, 2], [3, None]], "holds something else than numbers"),
+        (BOX, [[1, 2], [3, None]], "holds values that are not numbers"),
         (BOX, [[1, 2], [3, 2**15]], "is 32768, which is out of range"),
         (BOX, 7, "is 7"),
         (BOX, "x", 'is "x"'),
@@ -137,7 +137,7 @@ def test_a_field_may_have_another_name_than_its_column(tmp_path):
         (PIXELS, [[1.0, 2.0]], "has the shape [1, 2]"),
         (PIXELS, [[1.0, 2.0, float("inf")]], "is Infinity, which is out of range"),
         (PIXELS, None, "is null"),
-        (IMAGE, "no.png", "names the file 'no.png', which is not there"),
+        (IMAGE, "no.png", "names the missing file 'no.png'"),
         (IMAGE, {"bytes": None, "path": None}, "is an image without bytes and without a path"),
         (IMAGE, ["a.png", "b.png"], "holds 2 images, and a row has one"),
         (IMAGE, [1, 300], "is 300, which is out of range"),
@@ -163,7 +163,7 @@ def test_a_list_of_parquet_with_a_hole_in_it(tmp_path):
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
     whats = [problem(Prompts(tmp_path / f"{name}.parquet", extra=PIXELS)).what for name in ("hole", "short")]
     assert whats == [
-        "column 'pixel_values' holds something else than numbers",
+        "column 'pixel_values' holds values that are not numbers",
         "column 'pixel_values' is a nested list whose parts differ in length",
     ]
 

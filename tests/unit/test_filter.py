@@ -129,7 +129,7 @@ def test_bad_descriptions_are_refused():
     assert whats(Filter(learnable), group_size=1) == []
     for field in ("response", "response_ids", "trained_weights", "No Field", 3):
         assert whats(Filter(of=field)) == [f"Filter has of={field!r}"]
-    assert whats(Filter(learnable, of="truncated")) == ["Filter has of='truncated' and a rule of its own"]
+    assert whats(Filter(learnable, of="truncated")) == ["Filter has of='truncated' and a function as its rule"]
 
     async def later(reward): ...
     def nothing(least=0.1): ...
@@ -301,4 +301,4 @@ def test_only_a_gate_drops_and_only_groups_that_it_has(positions, gate, tmp_path
 def test_a_gate_with_nothing_behind_it_is_refused():
     with pytest.raises(GraphError) as error:
         plan(graph(Score(), Filter()))
-    assert [problem.what for problem in error.value.problems] == ["no stage is behind 'filter'"]
+    assert [problem.what for problem in error.value.problems] == ["no stage follows 'filter'"]

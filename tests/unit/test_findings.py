@@ -164,7 +164,7 @@ def test_a_stage_that_has_not_run_is_said_to_take_no_time(tmp_path):
     run = open_run(write(tmp_path / "run", seconds=SLOW_TRAIN))
     events = [event for event in run.events if getattr(event, "stage", "") != "evaluate"]
     found = hints(recording_of(msgspec.structs.replace(run, events=events)), run.path)
-    assert "evaluate has not run yet: taken to need no time" in found.notes
+    assert "evaluate has not run yet: assumed to take no time" in found.notes
     assert "--stage evaluate=0" in found.base and found.hints
 
 
@@ -241,7 +241,7 @@ def test_the_command_compares(sync, tmp_path, capsys):
         (["nowhere"], "plan.json is not there"),
         (["RUN", "--step", "9"], "--step 9: that step is not in the record"),
         (["RUN", "--step", "0"], "--step 0: that step is not in the record"),
-        (["RUN", "--step", "2", "--compare", "RUN"], "one step and two runs are asked for"),
+        (["RUN", "--step", "2", "--compare", "RUN"], "both flags are given"),
         (["RUN", "--jsn"], "did you mean --json?"),
         (["BROKEN"], "it cannot be read"),
     ],

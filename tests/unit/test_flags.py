@@ -165,4 +165,4 @@ def test_a_graph_file_may_come_after_flags(tmp_path, monkeypatch):
 def test_all_commands_answer_alike(tmp_path, capsys, command, argv, where, fix):
     (tmp_path / "g.py").write_text(GRAPH)
     assert command.main([word.format(graph=tmp_path / "g.py") for word in argv]) == 2
-    assert capsys.readouterr().err == f"{where}: there is no such flag; the flags are those of --help. Fix: {fix}\n"
+    assert capsys.readouterr().err == f"{where}: there is no such flag; --help lists the flags. Fix: {fix}\n"

@@ -25,7 +25,7 @@ def test_where_none_is_the_default_is_used_and_said_once(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         assert [choose(["no such", "nor this"]) for _ in range(3)] == [""] * 3
     (said,) = caplog.messages
-    assert said.startswith("none of the network interfaces ['no such', 'nor this'] is there and up, so the default is")
+    assert said.startswith("none of the network interfaces ['no such', 'nor this'] exists and is up, so the default is")
     assert "'lo'" in said
 
 

@@ -82,7 +82,7 @@ def test_warnings_are_printed_and_do_not_stop(tmp_path):
     (tmp_path / "graph.py").write_text(graph_text(TOP, DEF, LINES | {"extra": loud}))
     code, _, err = command(tmp_path, "graph.py", "--check")
     assert code == 0
-    assert re.fullmatch(r"graph\.py:\d+: warning: field 'noise' of 'loud' is read by nobody; .*\n", err)
+    assert re.fullmatch(r"graph\.py:\d+: warning: field 'noise' of 'loud' is not read by any stage; .*\n", err)
 
 
 def test_a_run_records_what_it_was_and_ends_with_the_next_commands(live):

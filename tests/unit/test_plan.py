@@ -185,7 +185,7 @@ def test_a_stage_is_named_by_itself_its_class_or_its_base():
 
 def test_warnings_do_not_stop_a_plan():
     made, warnings = plan(toy.graph(reward={"writes": (REWARD, Field("spread", "float32", "N T"))}))
-    assert [warning.what for warning in warnings] == ["field 'spread' of 'reward' is read by nobody"]
+    assert [warning.what for warning in warnings] == ["field 'spread' of 'reward' is not read by any stage"]
     assert made.name == "toy"
     assert plan(toy.graph())[1] == []
     said = Problem(where="here", what="odd", why="it is", fix="even", warning=True)
@@ -306,10 +306,8 @@ CHECKS = {
         train={"trains": POLICY.frozen()}, logprobs={"models": ()}
     ),
     "'train' and 'again' both update 'policy'": lambda: grown(Toy("again", trains=POLICY, on=LEARNER)),
-    "stage 'evaluate' uses 'policy' on 'other', where nothing brings it up to date": lambda: toy.graph(
-        evaluate={"on": OTHER}
-    ),
-    "stage 'evaluate' uses 'policy' on the host group, where nothing brings it up to date": lambda: toy.graph(
+    "stage 'evaluate' uses 'policy' on 'other', where nothing updates it": lambda: toy.graph(evaluate={"on": OTHER}),
+    "stage 'evaluate' uses 'policy' on the host group, where nothing updates it": lambda: toy.graph(
         evaluate={"on": None}
     ),
     "the stages form a cycle: reward -[reward]-> train -[extra]-> reward": lambda: toy.graph(

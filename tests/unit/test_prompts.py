@@ -103,7 +103,7 @@ def test_a_missing_file_names_the_near_one(tmp_path):
         f"{stage.location}: '{tmp_path}/trian.jsonl' is not there; rows are read from a JSONL file, by its path from "
         f"the working directory. Fix: did you mean '{tmp_path}/train.jsonl'?"
     )
-    assert "one JSON object a line" in problem(Prompts(tmp_path / "no" / "such.jsonl")).fix
+    assert "one JSON object per line" in problem(Prompts(tmp_path / "no" / "such.jsonl")).fix
 
 
 GOOD = '{"prompt": "a", "answer": "b"}'
@@ -146,14 +146,14 @@ def test_many_bad_lines_are_counted(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"question": "a", "answer": "b"}] * 50)
     *shown, rest = problems(Prompts(path))
     assert [found.where for found in shown] == [f"{path}:{i}" for i in (1, 2, 3)]
-    assert rest.what == "47 more of the first 50 lines are wrong"
+    assert rest.what == "47 more of the first 50 lines are invalid"
 
 
 def test_an_empty_file(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("\n")
-    assert problem(Prompts(path)).what == "the file has no row"
-    with pytest.raises(StageError, match="the file has no row"):
+    assert problem(Prompts(path)).what == "the file has no rows"
+    with pytest.raises(StageError, match="the file has no rows"):
         draw(Prompts(path), [0])
 
 
@@ -200,7 +200,7 @@ def test_the_check_reads_the_first_thousand_lines_and_the_run_all(tmp_path):
         ({"chat": 1}, "chat=1"),
         ({"shuffle": None}, "shuffle=None"),
         ({"system": "Be brief"}, "system='Be brief' without chat=True"),
-        ({"source": SMALL, "shuffle": False}, "shuffle=False of a Generated task"),
+        ({"source": SMALL, "shuffle": False}, "shuffle=False for a Generated task"),
         ({"source": Dataset(())}, "Dataset(())"),
         ({"source": Dataset("x.jsonl", split=1)}, "Dataset(..., split=1)"),
         ({"source": Mixture()}, "Mixture() has no source"),
@@ -208,7 +208,7 @@ def test_the_check_reads_the_first_thousand_lines_and_the_run_all(tmp_path):
         ({"source": Mixture((3, 1))}, "Mixture has a source that is int"),
         ({"source": Mixture((SMALL, 0))}, "the weight of 'reverse' is 0"),
         ({"source": Mixture((SMALL, 1), (SMALL, 1))}, "2 sources are named 'reverse'"),
-        ({"source": Mixture((SMALL, 1), (Dataset("x"), 1e-9))}, "the weight of 'x' is below 1 in 100,000 of the sum"),
+        ({"source": Mixture((SMALL, 1), (Dataset("x"), 1e-9))}, "the weight of 'x' is below 1/100,000 of the sum"),
     ],
 )
 def test_bad_parameters(tmp_path, arguments, what):

@@ -84,7 +84,9 @@ def test_a_group_that_does_not_carry_what_it_is_given_is_refused(rank: int) -> N
     store = Store({CHECKED: "12345"})
     store.get = store.__getitem__  # type: ignore[method-assign]
     group = StatelessGroup(Wire(), store, rank, 2, torch.device("cpu"))  # type: ignore[arg-type]
-    with pytest.raises(GroupError, match=rf"rank {rank} of 2: the first broadcast brought \[7, 7\].*'first broadcast'"):
+    with pytest.raises(
+        GroupError, match=rf"rank {rank} of 2: the first broadcast delivered \[7, 7\].*'first broadcast'"
+    ):
         group.check()
 
 

@@ -119,7 +119,7 @@ def test_a_function_that_raises_names_itself_the_sample_and_its_inputs():
     assert str(error.value) == (
         f"{line_of(divides)}: reward divides raised ZeroDivisionError: division by zero for sample 2 of step 1 "
         "(group 9, member 0), called with response='', answer='12'; every sample needs a finite number, and an error "
-        "is not taken for a reward of 0. Fix: handle this input in the function and return a float"
+        "does not count as a reward of 0. Fix: handle this input in the function and return a float"
     )
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

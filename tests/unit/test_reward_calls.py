@@ -231,7 +231,7 @@ def test_the_last_failure_is_an_error_that_names_the_sample(service):
 @pytest.mark.timeout(20)
 def test_a_service_that_hangs_is_late(service):
     scored = set_up(Reward(judge_of(service), timeout_s=0.3, concurrency=1))
-    with pytest.raises(StageError, match=r"reward judge gave no answer in 0.3 s for sample 1 of step 1"):
+    with pytest.raises(StageError, match=r"reward judge did not return within 0.3 s for sample 1 of step 1"):
         scored(texts("a", "hang", "b"))
     assert "b" not in service.asked  # what waited is not asked any more
     assert scored(texts("a", "b")).columns["reward"].tolist() == [1, 1]
@@ -247,7 +247,7 @@ def test_a_function_that_does_not_listen_to_its_cancellation_is_late_too():
                 if response == "stop":
                     raise
 
-    with pytest.raises(StageError, match=r"reward deaf gave no answer in 0.05 s"):
+    with pytest.raises(StageError, match=r"reward deaf did not return within 0.05 s"):
         run(Reward(deaf, timeout_s=0.05), texts("go on", "stop"))
 
 

@@ -224,7 +224,7 @@ def ids_of_byte(tokenizer, byte):
         ),
         (
             RewardModel(JUDGE, on=WorkerGroup("judge", backend="another")),
-            "worker group 'judge' has the backend 'another' and a RewardModel; reward models are computed by torch. "
+            "worker group 'judge' has the backend 'another' and a RewardModel; reward models run on torch. "
             "Fix: backend='torch'",
         ),
         (
@@ -237,7 +237,7 @@ def ids_of_byte(tokenizer, byte):
         ),
         (
             RewardModel(JUDGE, on=GROUP, microbatch=-1),
-            "stage 'reward_model' has microbatch=-1; microbatch is samples in one pass, or 0 for all. Fix: microbatch=",
+            "stage 'reward_model' has microbatch=-1; microbatch is the number of samples per pass, or 0 for all.",
         ),
         (RewardModel(JUDGE, on=GROUP, chat="yes"), "stage 'reward_model' has chat='yes'"),
         (RewardModel(Model("./nowhere"), on=GROUP), "the folder './nowhere' does not exist"),

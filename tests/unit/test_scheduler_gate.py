@@ -154,7 +154,7 @@ def test_a_gate_that_drops_everything_ends_the_run_and_says_so():
     assert world.gave_up is not None
     told = r"stage 'gate' dropped (5|6) of 6 groups at step 1 and the batch of 2 is not full: \1 \(equal\)"
     assert re.fullmatch(told, world.gave_up.problem.what)
-    assert world.gave_up.problem.why.startswith("max_rounds=3 allows 6 groups a step")
+    assert world.gave_up.problem.why.startswith("max_rounds=3 allows 6 groups per step")
     assert len([group for group, step in world.admitted.items() if step == 0]) == 6
 
 
@@ -346,11 +346,11 @@ def test_gates_that_cannot_work_are_refused():
     other = Toy("other", reads=(REWARD,), writes=(OUTSIDE,), gate=OUTSIDE, per="group")
     assert problems(gate(), other) == ["2 stages drop groups ('gate', 'other')"]
     assert problems(gate(), reward={"per": "batch"}) == [
-        "stage 'reward' starts on whole batches and is before 'gate', which reads what it leads to"
+        "stage 'reward' starts on whole batches and runs before 'gate', which depends on it"
     ]
     nothing = {"rollout": {"reads_back": (), "models": ()}}
     nothing |= dict.fromkeys(("logprobs", "train", "refit", "evaluate"))
-    assert problems(gate(), **nothing) == ["no stage is behind 'gate'"]
+    assert problems(gate(), **nothing) == ["no stage follows 'gate'"]
     for rounds in (1, 2.5, True, None):
         assert problems(gate(max_rounds=rounds)) == [f"stage 'gate' has max_rounds={rounds!r}"]
     assert problems(gate(per="batch")) == ["stage 'gate' has a gate; it is a map stage per batch and writes 'kept'"]

@@ -362,7 +362,7 @@ def two_shards(**of_second):
     [
         ({"updates": 2}, "ranks 0 and 1 have 1 and 2 updates"),
         ({"microbatches": 3}, "ranks 0 and 1 have 1 and 3 microbatches in update 0"),
-        ({"tokens": 11}, "ranks 0 and 1 normalise update 0 by 12 and 11 tokens, 2 and 2 samples"),
+        ({"tokens": 11}, "ranks 0 and 1 normalize update 0 by 12 and 11 tokens, 2 and 2 samples"),
         ({"count": 3}, "2 and 3 samples"),
         ({"prompt": 5}, "ranks 0 and 1 pad microbatch 0 of update 0 to 4 + 8 and 5 + 8 tokens"),
         ({"response": 7}, "4 + 8 and 4 + 7 tokens"),

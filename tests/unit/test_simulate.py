@@ -272,9 +272,9 @@ def test_changes_of_seconds():
         (Changes(workers={"sampleer": 2}), "did you mean sampler"),
         (Changes(workers={"sampler": 0}), "cannot have 0 workers"),
         (Changes(speed={"trian": 2.0}), "did you mean train"),
-        (Changes(speed={"train": 0.0}), "no factor"),
-        (Changes(stages={"train": "soon"}), "is not a number of seconds"),
-        (Changes(refit_s=-1.0), "no time"),
+        (Changes(speed={"train": 0.0}), "not a factor"),
+        (Changes(stages={"train": "soon"}), "neither a number of seconds"),
+        (Changes(refit_s=-1.0), "not a time"),
     ],
 )
 def test_what_cannot_be_changed_is_told(change, told):
@@ -336,10 +336,10 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
         (["{folder}"], "plan.json is not there"),
         (["{record}", "--max-stalenes", "1"], "did you mean --max-staleness?"),
         (["{record}", "--on-stale", "keep"], "expected one of wait, drop, got 'keep'"),
-        (["{record}", "--workers", "sampler"], "it is NAME=VALUE"),
+        (["{record}", "--workers", "sampler"], "the flag takes NAME=VALUE"),
         (["{record}", "--stage", "rollout=lognormal(1)"], "lognormal takes 2 numbers"),
         (["{record}", "--cores", "0"], "cores"),
-        (["{graph}"], "how long prompts, rollout"),
+        (["{graph}"], "the durations of prompts, rollout"),
     ],
 )
 def test_mistakes_on_the_command_line_are_told(arguments, told, record, tmp_path, capsys):

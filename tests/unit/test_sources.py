@@ -60,7 +60,7 @@ def test_the_split_of_a_folder_must_be_chosen(tmp_path):
     found = problem(Prompts(tmp_path))
     assert found.what == f"'{tmp_path}' holds test.jsonl, train.jsonl"
     assert found.fix == f"write Dataset('{tmp_path}', split='train')"
-    with pytest.raises(StageError, match="held out"):
+    with pytest.raises(StageError, match="held-out"):
         draw(Prompts(tmp_path), [0])
     assert prompts(Dataset(tmp_path, split="test")) == ["test0", "test1"]
     assert "did you mean" not in problem(Prompts(Dataset(tmp_path, split="validation"))).fix
@@ -208,7 +208,7 @@ def test_no_answer(tmp_path):
     assert problems(stage) == []
     assert draw(stage, [0]) == {"prompt": ["a"]}
     found = problem(Prompts(Dataset(tmp_path / "d.jsonl", answer="b"), answer=None))
-    assert "all rows make the same fields" in found.why
+    assert "all rows have the same fields" in found.why
 
 
 TALK = [{"role": "system", "content": "Be brief.", "name": None}, {"role": "user", "content": "1+1="}]
@@ -234,8 +234,8 @@ def test_a_conversation_is_written_beside_the_text_of_its_last_message(tmp_path)
     ("value", "what"),
     [
         ([], "column 'prompt' is [], which is not a list of messages"),
-        (["hello"], "column 'prompt' has a message 0 without a text as role or content"),
-        ([*TALK, {"role": "user"}], "column 'prompt' has a message 2 without a text as role or content"),
+        (["hello"], "column 'prompt' has a message 0 whose role or content is not a text"),
+        ([*TALK, {"role": "user"}], "column 'prompt' has a message 2 whose role or content is not a text"),
         ([{"role": "assistant", "content": "2"}], "column 'prompt' ends with a message of the assistant"),
         ([{"role": "user", "content": ""}], "column 'prompt' ends with an empty message"),
         ([{"role": "user", "content": "\ud800"}], "column 'prompt' has half of a surrogate pair in message 0"),
@@ -312,9 +312,9 @@ def test_every_row_of_parquet_is_read_before_the_first_step(parquet):
 def test_a_file_that_is_no_parquet_and_one_without_rows(tmp_path, parquet):
     pa, pq = need("data", "pyarrow"), need("data", "pyarrow.parquet")
     path = write(tmp_path / "d.parquet", rows(1))
-    assert problem(Prompts(path)).what.startswith("this is no Parquet file")
+    assert problem(Prompts(path)).what.startswith("this is not a Parquet file")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), path)
-    assert problem(Prompts(path)).what == "the file has no row"
+    assert problem(Prompts(path)).what == "the file has no rows"
     write(tmp_path / "d.jsonl", rows(1))
     assert "Parquet files and others: d.jsonl, d.parquet" in problem(Prompts(tmp_path)).what
 

@@ -107,7 +107,7 @@ def test_a_stop_text_ends_a_response_and_is_part_of_it(backend: TorchEngine) -> 
 
 
 def test_a_stop_text_of_several_tokens_is_refused(backend: TorchEngine) -> None:
-    with pytest.raises(StageError, match=r"stop 'ab': it is 2 tokens of this tokenizer; .* Fix: a text that is one"):
+    with pytest.raises(StageError, match=r"stop 'ab': this tokenizer splits it into 2 tokens; .* Fix: use a text"):
         backend.generate(POLICY, backend.encode(POLICY, ["1"]), Sampling(2, stop=("ab",)), draws(1))
 
 

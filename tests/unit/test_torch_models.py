@@ -291,15 +291,15 @@ def test_problems_of_a_model(tmp_path: Path) -> None:
 
     assert texts(POLICY) == texts(Model("Qwen/Qwen3-0.6B")) == []
     assert texts(Model("./nowhere")) == [
-        "the folder './nowhere' does not exist; a model is a folder or a hub name. Fix: the right path"
+        "the folder './nowhere' does not exist; a model is a folder or a hub name. Fix: correct the path"
     ]
     assert texts(Model(str(tmp_path)))[0].startswith(f"the folder {str(tmp_path)!r} has no config.json;")
     assert texts(Model("t", config={"hidden_size": 4})) == [
-        "the config of model 't' has no 'model_type'; it names the architecture that is built. "
+        "the config of model 't' has no 'model_type'; it names the architecture to build. "
         "Fix: config={'model_type': 'qwen3', ...}",
-        "model 't' has a config and no alphabet; a model that is built from a config has one token a character, and "
-        "needs to know them. Fix: alphabet='0123456789 ...'",
+        "model 't' has a config and no alphabet; a model built from a config has one token per character of "
+        "its alphabet. Fix: alphabet='0123456789 ...'",
     ]
     assert texts(Model("t", config=CONFIG, alphabet="010")) == [
-        "the alphabet of model 't' names a character twice; each character is one token. Fix: each character once"
+        "the alphabet of model 't' has a character twice; each character is one token. Fix: list each character once"
     ]

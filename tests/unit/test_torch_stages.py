@@ -386,7 +386,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             PrevLogprobs(POLICY, on=LEARNER, microbatch=-1),
-            "stage 'prev_logprobs' has microbatch=-1; microbatch is samples in one pass, 0 for all, or Dynamic or "
+            "stage 'prev_logprobs' has microbatch=-1; microbatch is samples per pass (0 for all), or Dynamic or "
             "Packed with a number of tokens. Fix: microbatch=0, or microbatch=Packed(tokens=8192)",
         ),
         (
@@ -395,7 +395,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER),
-            "the task 'sort' holds no prompt out; evaluation on prompts that were trained on shows memory, not skill. "
+            "the task 'sort' has no held-out prompts; evaluation on training prompts measures memory, not skill. "
             "Fix: Generated(..., held_out=1000)",
         ),
         (
@@ -415,8 +415,8 @@ def test_problems(stage: Stage, text: str) -> None:
 )
 def test_another_temperature_than_the_rollouts_is_a_problem(stage: Stage) -> None:
     assert texts(stage, replace(ROLLOUT, temperature=0.7)) == [
-        f"{stage.name!r} has temperature=1.0 and 'rollout' has 0.7; logprobs at another temperature are those of "
-        "another policy, and every ratio would be wrong. Fix: temperature=0.7"
+        f"{stage.name!r} has temperature=1.0 and 'rollout' has 0.7; logprobs at another temperature belong to "
+        "another policy, so every ratio would be wrong. Fix: temperature=0.7"
     ]
     assert texts(replace(stage, temperature=0.7), replace(ROLLOUT, temperature=0.7)) == []
 

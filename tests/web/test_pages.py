@@ -105,10 +105,10 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
         (
             "staleness",
             "How stale were the samples?",
-            r"versions old in the mean and \d at most, none above the bound of 2",
+            r"versions old on average and \d at most, none above the bound of 2",
         ),
-        ("staleness", "What was lost?", r"\d+ groups were sampled and never trained"),
-        ("staleness", "Lost step by step", r"Steps 1 to 12"),
+        ("staleness", "What was dropped?", r"\d+ groups were sampled and never trained"),
+        ("staleness", "Dropped, step by step", r"Steps 1 to 12"),
         ("metrics", "Is it learning?", r"It learns: mean reward 0\.\d+ at first"),
     ],
 )

@@ -129,7 +129,7 @@ def test_the_list_has_the_run_and_no_link(served):
     ("argv", "says"),
     [
         (["no-such-folder"], "there is no such folder"),
-        (["--port", "70000"], "that is no port"),
+        (["--port", "70000"], "it is not a port"),
         (["--port", "x"], "expected a whole number"),
         (["--prot", "1"], "did you mean --port?"),
     ],
@@ -144,4 +144,4 @@ def test_a_wrong_command_says_so(tmp_path, argv, says):
 def test_a_port_that_is_taken_is_told(served, tmp_path):
     command = [sys.executable, "-m", "pipeline.view", str(tmp_path), "--port", str(served.port), "--no-open"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2 and "cannot be listened on" in done.stderr
+    assert done.returncode == 2 and "cannot listen on it" in done.stderr

@@ -1,4 +1,4 @@
-"""How weights travel: the transport interface (base.py), Sluice's transports (listed.py), and their implementations."""
+"""Transports of weights: the interface (base.py), Sluice's transports (listed.py), and their implementations."""
 
 from ops.refit.transports.base import Receiver, Record, Sender, Transport
 from ops.refit.transports.listed import TRANSPORTS, missing, register

@@ -32,11 +32,10 @@ class Transport(ABC):
 
     name         the transport's name; the metric is `refit/path_NAME`
     devices      "cpu" if it works when both sides hold the model on CPUs, "cuda" if on GPUs
-    both_carry   whether sender and receiver run at the same time. If not, the sender's offer is all that the receiver
-                 needs, and both sides may share GPUs, which NCCL groups do not allow
+    both_carry   whether sender and receiver run at the same time. If not, the receiver needs only the sender's offer,
+                 and both sides may share GPUs, which NCCL groups do not allow
     one_machine  whether all workers of both sides must be on one machine
     by_loader    whether the sampler's own loader writes the tensors, instead of a direct write into its storage
-
     """
 
     name: ClassVar[str]
@@ -47,19 +46,19 @@ class Transport(ABC):
 
     @abstractmethod
     def sender(self) -> Sender:
-        """The sending end, for one trainer rank. Called once per model in a worker; the result is kept."""
+        """Return the sending end, for one trainer rank. Called once per model in a worker; the result is kept."""
 
     @abstractmethod
     def receiver(self) -> Receiver:
-        """The receiving end, for one sampler rank. Called once per model in a worker; the result is kept."""
+        """Return the receiving end, for one sampler rank. Called once per model in a worker; the result is kept."""
 
 
 class Sender:
     """The sending end, for one trainer rank."""
 
     def offer(self, memory: SharedMemory) -> Any:
-        """What all receivers get for a version, as `share.memory`. `memory.bytes` is this rank's part of it, flat bytes
-        on the rank's device. May return anything that can be pickled.
+        """Return what all receivers get for a version, as `share.memory`: anything that can be pickled. `memory.bytes`
+        is this rank's part of the version, flat bytes on the rank's device.
 
         The default returns the memory itself, which processes on the same machine open. Not called if `both_carry`.
         """
@@ -78,8 +77,8 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Write this rank's part of a version into `meeting.buffers`; `shares` are those of all trainer ranks. Returns
-        when the bytes are there, with `received_bytes` and any other metrics."""
+        """Write this rank's part of a version into `meeting.buffers`; `shares` are the shares of all trainer ranks.
+        Returns `received_bytes` and any other metrics once the bytes are written."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
         """Release open resources."""

@@ -1,8 +1,8 @@
-"""The common method, as a baseline: whole tensors are gathered on one rank and broadcast in buckets to all receivers.
+"""The common method, as a baseline: gathers whole tensors on one rank and broadcasts them in buckets to all receivers.
 
 Several buckets are in flight, each on its own stream, so that gather, send and unpack overlap (NVIDIA-NeMo/RL, pull
 request 1379). A pipeline stage keeps to its streams and stages take turns, so one stage's tensors are gathered while
-another's are sent. A receiver gets the whole model, whatever part it needs.
+another's are sent. Every receiver gets the whole model, even if it needs only a part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BroadcastSender(Sender):
     """The sending end, for one trainer rank."""
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Gather on the root, and broadcast from there."""
+        """Gather on the root, and broadcast from it."""
         meeting.finish(_carried(meeting))
         return {"received_bytes": 0.0}
 
@@ -93,7 +93,7 @@ class _Turn:
 
 @dataclass
 class _Bucket:
-    """One bucket on one rank: what the rank does before and after the broadcast."""
+    """One bucket on one rank: its memory, and the moves before and after the broadcast."""
 
     memory: torch.Tensor
     sent: torch.Tensor | None = None  # to the root
@@ -139,7 +139,7 @@ class Buckets:
         return group
 
     def run(self) -> None:
-        """Move this rank's part of a version. Done on return; on a GPU, in order on the current stream."""
+        """Move this rank's part of a version. Complete on return; on a GPU, in order on the current stream."""
         with in_order(list(self._slots.values())):
             for slot, bucket in self._buckets:
                 self._carry(self._slots[slot], bucket)
@@ -189,15 +189,15 @@ class Buckets:
         return self._buffers[copy.source_buffer]
 
     def _message(self, slot: int, peer: int, size: int) -> torch.Tensor:
-        """Memory for a message, shared by the messages of one slot."""
+        """Return memory for a message, shared by the messages of one slot."""
         if len(self._messages.get((slot, peer), ())) < size:
             self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._messages[slot, peer][:size]
 
 
 def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams: int) -> Iterable[_Turn]:
-    """Buckets of all tensors, each with its stream. A pipeline stage (all tensors held by the same senders) keeps to
-    its streams, and shares none with another stage if there are as many streams as stages."""
+    """Yield buckets of all tensors, each with its stream. A pipeline stage (all tensors held by the same senders) uses
+    its own streams, shared with no other stage if there are at least as many streams as stages."""
     holders: dict[str, tuple[int, ...]] = {}
     for rank, places in enumerate(source.ranks):
         for name in dict.fromkeys(place.tensor for place in places):
@@ -214,7 +214,7 @@ def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams
 
 
 def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[_Placed]]:
-    """Tensors and their places in buckets of at most `limit` bytes; a larger tensor gets a bucket of its own."""
+    """Yield tensors with their places in buckets of at most `limit` bytes; a larger tensor gets its own bucket."""
     sizes = {name: tensor.item_bytes * size(whole(tensor.shape)) for name, tensor in tensors.items()}
     for names in lots(sizes, sizes.__getitem__, limit, ALIGNED):
         placed: list[_Placed] = []
@@ -230,5 +230,5 @@ def _place(tensors: Mapping[str, Tensor], placed: _Placed) -> Place:
 
 
 def _of(layout: Layout, tensors: Mapping[str, Tensor]) -> Layout:
-    """The layout restricted to some of its tensors."""
+    """Return the layout restricted to some of its tensors."""
     return Layout(tensors, [[place for place in places if place.tensor in tensors] for places in layout.ranks])

@@ -1,4 +1,4 @@
-"""The reference that all other transports are compared with: assembles whole tensors and slices them, one by one.
+"""The reference for all other transports: assembles whole tensors and slices them, one at a time.
 
 No plan, no table, no kernel; every byte goes through the CPU. Slow, and meant to be obviously correct.
 """
@@ -21,7 +21,7 @@ class GoldenReceiver(Receiver):
     """Receives shares that are bytes, or memory readable on the CPU."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Write this receiver's bytes. Done on return."""
+        """Write this receiver's bytes; complete on return."""
         moved_bytes, own = 0, _by_tensor(meeting.destination.ranks[meeting.number])
         given = [(bytes_of(share, CPU), _by_tensor(places)) for share, places in zip(shares, meeting.source.ranks)]
         for name, tensor in meeting.source.tensors.items():
@@ -48,7 +48,7 @@ def _index(place: Place) -> tuple[slice, ...]:
 
 
 def _view(memory: torch.Tensor, place: Place, tensor: Tensor) -> torch.Tensor:
-    """The tensor in a place, in its shape."""
+    """Return a view of a place's memory in the shape of its box."""
     typed = memory.view(getattr(torch, tensor.dtype))
     sizes = [stop - start for start, stop in place.box]
     strides = [stride // tensor.item_bytes for stride in place.strides]

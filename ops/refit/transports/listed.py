@@ -6,7 +6,7 @@ from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
 
 
 class Golden(Transport):
-    """Whole tensors, assembled one by one on the CPU: the oracle."""
+    """Whole tensors, assembled one at a time on the CPU: the reference."""
 
     name = "golden"
     by_loader = True
@@ -54,7 +54,7 @@ class Pull(Transport):
 
 
 class Gloo(Transport):
-    """Each sender sends each receiver what it needs, over gloo."""
+    """Each sender sends each receiver the bytes that it needs, over gloo."""
 
     name = "gloo"
     devices = ("cpu",)
@@ -96,7 +96,7 @@ class Broadcast(Transport):
 
 
 class Tree(Transport):
-    """Waves: a receiver that has all of a version forwards it."""
+    """Fan-out in waves: a receiver that has a complete version forwards it."""
 
     name = "tree"
     devices = ("cpu",)
@@ -119,16 +119,15 @@ TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in O
 
 def register(transport: Transport) -> None:
     """Register a transport under its name for `Refit(..., transport=NAME)`. Raises ValueError if it is incomplete or
-    the
-    name is taken."""
+    the name is taken."""
     if what := missing(transport):
         raise ValueError(f"{transport!r} cannot be registered: {what}")
     TRANSPORTS[transport.name] = transport
 
 
 def missing(transport: object) -> str:
-    """What an object lacks to be a transport, as a sentence; "" if nothing. Creates sender and receiver of a user's
-    transport once."""
+    """Return what an object lacks to be a transport, as a sentence; "" if nothing. Creates the sender and receiver of a
+    user's transport once."""
     if transport in OURS:
         return ""
     if isinstance(transport, type):

@@ -5,7 +5,7 @@
     record = meeting.carry(version, source, destination, buffers, lambda: receiver.receive(meeting, shares, version))
 
 A transport plans, connects and allocates in `once`; the result is kept as long as the same processes meet with the same
-layouts and memory. Knows ranks and memory, not who serves the store, nor what happens to a rank that fails.
+layouts and memory. Knows ranks and memory, but not which process serves the store or how failed ranks are handled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALONE = "this transport does not set both_carry, so no other rank takes part in 
 
 class Where(Protocol):
     """Where processes meet: a store, served by a process that outlives them, and a name that is unique to this set of
-    processes. Once the store has an entry under that name, no rank here waits for others any more. No wait exceeds
+    processes. Once the store has an entry under that name, ranks stop waiting for others. No wait exceeds
     `deadline_s`."""
 
     @property
@@ -52,8 +52,8 @@ class Meeting:
     """One rank: the `number`-th of the senders or of the receivers of two layouts.
 
     `source` and `destination` are the layouts of all senders and of all receivers. `buffers` are this rank's own memory
-    by name, flat bytes on `device`: a sender reads them, a receiver writes them. `lookups` counts what was not reused
-    from the previous version; add to it what is opened or connected outside `once`.
+    by name, flat bytes on `device`: a sender reads them, a receiver writes them. `lookups` counts the plans,
+    connections and buffers that were not reused from the previous version; add those made outside `once`.
     """
 
     source: Layout
@@ -71,11 +71,11 @@ class Meeting:
         self._groups: dict[tuple[int, ...], StatelessGroup] = {}
         self._leaving: list[Callable[[], None]] = []
         self._planned_s = 0.0
-        self._known = False  # both layouts
+        self._known = False  # whether both layouts are known
         self._turn = 0
 
     def at(self, where: Where | None, number: int) -> Meeting:
-        """This meeting or, for a new place, its successor in the same process, which takes over the connection."""
+        """Return this meeting or, for a new place, its successor in this process, which takes over the connection."""
         if where == self.where and number == self.number and not self.is_over:
             return self
         self.leave()
@@ -96,7 +96,7 @@ class Meeting:
 
     @property
     def rank(self) -> int:
-        """This rank among all: senders come first."""
+        """This rank's number among all ranks: senders come first."""
         return self.senders + self.number if self.receives else self.number
 
     @property
@@ -108,7 +108,7 @@ class Meeting:
 
     @property
     def deadline_s(self) -> float:
-        """The longest that any wait may take."""
+        """Time limit of any wait, in seconds."""
         return self._joined.deadline_s
 
     @property
@@ -157,7 +157,7 @@ class Meeting:
         return record | {name: 1e3 * part_s for name, part_s in times.items()}
 
     def once(self, make: Callable[[], T], key: object = None) -> T:
-        """The first result of `make` for these layouts and this memory."""
+        """Return the result of `make`, which is called once for these layouts and this memory."""
         known = (key, *self._marks)
         if known not in self._kept:
             begun_s = time.perf_counter()
@@ -167,15 +167,15 @@ class Meeting:
         return self._kept[known]
 
     def copies(self) -> list[Copy]:
-        """What this receiver needs from each sender. Raises ValueError, naming the tensor, if the senders lack part of
-        it."""
+        """Return the copies that this receiver needs from each sender. Raises ValueError, naming the tensor, if the
+        senders lack part of it."""
         return self.once(lambda: build(self.source, self.destination).copies(self.number), "copies")
 
     def write(self, memories: Mapping[int, torch.Tensor]) -> float:
-        """Write what this receiver needs from some senders' memory: the bytes that each offered, flat, on any device.
-        Returns the number of bytes written."""
+        """Write the bytes that this receiver needs from some senders' memory: the flat bytes that each sender offered,
+        on any device. Returns the number of bytes written."""
         written_bytes = 0
-        for rank, memory in memories.items():  # sequential, so only one is on the device besides the model
+        for rank, memory in memories.items():  # one at a time, so that only one is on the device next to the model
             moves = self.moves({rank: memory.to(self.device)})
             moves.run()
             written_bytes += moves.size
@@ -183,7 +183,7 @@ class Meeting:
         return float(written_bytes)
 
     def moves(self, memories: Mapping[int, torch.Tensor]) -> Moves:
-        """Moves from senders' memory on this device into the buffers."""
+        """Return the moves from senders' memory on this device into the buffers."""
         return Moves(
             [copy for copy in self.copies() if copy.source in memories],
             lambda copy: memories[copy.source],
@@ -197,8 +197,8 @@ class Meeting:
             torch.cuda.synchronize(self.device)
 
     def group(self, ranks: tuple[int, ...] = ()) -> StatelessGroup:
-        """The group of these ranks (default: all), this rank included: NCCL between GPUs, gloo between CPUs. The first
-        call connects them."""
+        """Return the group of these ranks (default: all), which include this rank: NCCL between GPUs, gloo between
+        CPUs. The first call connects them."""
         ranks = ranks or tuple(range(self.senders + self.receivers))
         if ranks not in self._groups:
             where = self._joined
@@ -214,7 +214,7 @@ class Meeting:
         group.finish(self._joined.deadline_s, over=lambda: bool(self.store.check([self._joined.name])))
 
     def on_leaving(self, call: Callable[[], None]) -> None:
-        """Register a call for when this rank leaves without the others."""
+        """Register a function to call when this rank leaves without the others."""
         self._leaving.append(call)
 
     def leave(self) -> None:
@@ -230,13 +230,13 @@ class Meeting:
         return self.where
 
     def _note(self, source: Layout, destination: Layout | None) -> None:
-        """Note the layouts of a rank that is alone; new objects discard what was made for the old ones."""
+        """Set the layouts of a rank that is alone; new layout objects discard everything kept for the old ones."""
         assert destination is not None
         if not self._known or self.source is not source or self.destination is not destination:
             self.source, self.destination, self._kept, self._known = source, destination, {}, True
 
     def _reach(self, where: Where) -> None:
-        """Connect to the store, at the first version."""
+        """Connect to the store, on the first version."""
         if self._reached:
             return
         self._client = self._client or dist.TCPStore(
@@ -271,7 +271,7 @@ class Meeting:
             )
 
     def _agreed(self, destination: Layout | None) -> Layout:
-        """The destination layout, provided by the first receiver."""
+        """Return the destination layout, which the first receiver provides."""
         if destination is None:
             self._asking.wait([f"meeting {self._joined.name}/destination"])
             return msgspec.json.decode(self._own.get("destination"), type=Layout)

@@ -1,4 +1,4 @@
-"""Sends each rank's part as one message; the receiver takes what it needs from it (pull.py)."""
+"""Sends each rank's part as one message; the receiver copies the bytes that it needs out of it (pull.py)."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class MessageSender(Sender):
     """The sending end, for one trainer rank."""
 
     def offer(self, memory: SharedMemory) -> np.ndarray:
-        """The bytes, as an array."""
+        """Return the bytes as an array."""
         return memory.bytes.to("cpu", copy=True).numpy()

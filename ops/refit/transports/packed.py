@@ -1,7 +1,8 @@
-"""Each pair exchanges a few long messages: the sender packs what a receiver needs, and the receiver unpacks it.
+"""Each pair exchanges a few long messages: the sender packs the bytes that a receiver needs, and the receiver unpacks
+them.
 
-Between machines over NCCL ("p2p"), on the CPU over gloo ("gloo"). Both sides run at the same time. Several slots are in
-use, so that packing, sending and unpacking overlap; all memory is allocated before the first version travels.
+Uses NCCL between GPUs ("p2p") and gloo on the CPU ("gloo"). Both sides run at the same time. Several slots are in use,
+so that packing, sending and unpacking overlap; all memory is allocated before the first transfer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PackedSender(Sender):
     """The sending end, for one trainer rank."""
 
     def send(self, meeting: Meeting, version: int) -> Record:
-        """Send each receiver what it needs from this rank's memory."""
+        """Send each receiver the bytes that it needs from this rank's memory."""
         return _carried(meeting)
 
 
@@ -36,7 +37,7 @@ class PackedReceiver(Receiver):
     """The receiving end, for one sampler rank."""
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
-        """Receive what this rank needs from each sender."""
+        """Receive the bytes that this rank needs from each sender."""
         return _carried(meeting)
 
 
@@ -102,7 +103,7 @@ class Exchange:
                     self._rounds[-1].append(_Part(peer, memory[peer][: message.size], moves))
 
     def run(self) -> None:
-        """Move this rank's part of a version. Done on return; on a GPU, in order on the current stream."""
+        """Move this rank's part of a version. Complete on return; on a GPU, in order on the current stream."""
         with in_order(self._slots):
             for index, parts in enumerate(self._rounds):
                 slot, copies = self._slots[index % len(self._slots)], [part.moves for part in parts]
@@ -119,8 +120,8 @@ class Exchange:
         cls, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
         buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
     ) -> Exchange:  # fmt: skip
-        """The exchange of a plan's `number`-th sender or receiver. In the group, senders come first. The messages of a
-        round total at most `slot_bytes`, or are one copy each."""
+        """Build the exchange of a plan's `number`-th sender or receiver. In the group, senders come first. The messages
+        of a round total at most `slot_bytes`, or are one copy each."""
         pairs = _pairs(plan, number, receives, receivers)
         in_group = {peer if receives else senders + peer: copies for peer, copies in pairs.items()}
         share = slot_bytes // max(senders, receivers)
@@ -128,7 +129,7 @@ class Exchange:
 
 
 def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
-    """What this rank sends or receives, by peer; in the same order on both sides."""
+    """Return the copies that this rank sends or receives, by peer; in the same order on both sides."""
     found: dict[int, list[Copy]] = {}
     for receiver in [number] if receives else range(receivers):
         for copy in plan.copies(receiver):

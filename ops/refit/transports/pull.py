@@ -1,6 +1,6 @@
-"""Each receiver reads what it needs in place, from memory that senders on the same machine share with it.
+"""Each receiver reads the bytes that it needs in place, from memory that senders on the same machine share with it.
 
-Straight into the receiver's own storage, by one kernel on a GPU. The sender does nothing.
+They are written straight into the receiver's own storage, by one kernel on a GPU. The sender does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PullReceiver(Receiver):
         self._moves = {}
 
     def _near(self, meeting: Meeting, shares: Sequence[Share], ranks: Sequence[int]) -> Moves:
-        """Moves from memory that can be read in place."""
+        """Return the moves from memory that can be read in place."""
         memories = tuple(shares[rank].memory for rank in ranks)
         if memories not in self._moves:
             if len(self._moves) == OPEN:
@@ -54,7 +54,7 @@ class PullReceiver(Receiver):
 
 
 def _is_far(share: Share, meeting: Meeting) -> bool:
-    """Whether this device's kernel cannot read the share."""
+    """Return whether this device's kernel cannot read the share."""
     if isinstance(share.memory, np.ndarray):
         return True
     kind = share.memory.device if isinstance(share.memory, Handle) else share.memory.bytes.device.type

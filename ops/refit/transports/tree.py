@@ -103,7 +103,7 @@ class Carried:
 
 @dataclass(eq=False)
 class _Edge:
-    """What this rank sends to or receives from a peer in a wave."""
+    """A transfer from a peer or to a peer in a wave."""
 
     sender: int
     receiver: int
@@ -284,7 +284,7 @@ class Fanout:
         self._groups, self._plans = {}, {}
 
     def _planned(self, state: State) -> list[tuple[Wave, list[_Edge]]]:
-        """The remaining waves, with this rank's part in each."""
+        """Return the remaining waves, with this rank's part in each."""
         places = [[] if rank in state.gone else own for rank, own in enumerate(self._source.ranks)]
         source, to, of_kinds = Layout(self._source.tensors, places), self._destination, set(self._kind.values())
         made = waves(self._kind, state, of_kinds if source == self._source else gives(source, to, self._kind))

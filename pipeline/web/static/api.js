@@ -1,4 +1,4 @@
-// Where the data of a page comes from: the server, or, in a file that was exported, the file itself.
+// Fetches the data of a page: from the server, or, in an exported file, from the file itself.
 
 const EMBEDDED = JSON.parse(document.getElementById("embedded")?.textContent || "null");
 export const offline = EMBEDDED !== null;
@@ -7,15 +7,15 @@ export const only = offline ? EMBEDDED.run : "";
 export async function get(path) {
   if (offline) {
     if (path in EMBEDDED.answers) return EMBEDDED.answers[path];
-    throw new Error("this is not in the file; look at the run with python -m pipeline.view");
+    throw new Error("this is not in the exported file; open the run with python -m pipeline.view");
   }
   const answer = await fetch(`api/${path}`);
   if (!answer.ok) throw new Error((await answer.text()) || `${answer.status}`);
   return answer.json();
 }
 
-// Calls take(name, data) for every event of a run from its first byte on, and lost(true or false) as the stream breaks
-// and comes back. Returns what ends it.
+// Calls take(name, data) for every event of a run from its first byte, and lost(true or false) when the stream breaks
+// or recovers. Returns a function that ends it.
 export function follow(run, take, lost) {
   if (offline) {
     for (const [name, data] of EMBEDDED.events) take(name, data);

@@ -1,4 +1,4 @@
-// Which page is shown, and what all pages have above them.
+// Routing, and the header and status of all pages.
 
 import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
 import { offline, only } from "./api.js";
@@ -25,13 +25,13 @@ function address() {
   return { run: decodeURIComponent(run || only), page: page in PAGES ? page : "graph" };
 }
 
-// A browser may refuse to remember anything.
+// A browser may block local storage.
 function remembered(name) {
   try { return localStorage.getItem(name); } catch { return null; }
 }
 
 function remember(name, value) {
-  try { localStorage.setItem(name, value); } catch { /* then it is asked again */ }
+  try { localStorage.setItem(name, value); } catch { /* the choice is not kept */ }
 }
 
 function useTheme() {
@@ -72,15 +72,15 @@ function Status({ run }) {
     ${now && html`
       <span class="stat"><progress value=${now.step + 1} max=${now.steps} aria-label="Steps done"></progress>
         <b>${number(now.step + 1)}</b><span class="dim">of ${plural(now.steps, "step")}</span></span>
-      ${report && report.step_s > 0 && html`<span class="stat"><b>${seconds(report.step_s)}</b><span class="dim">a step</span></span>`}
+      ${report && report.step_s > 0 && html`<span class="stat"><b>${seconds(report.step_s)}</b><span class="dim">per step</span></span>`}
       <span class="stat"><b>${now.version < 0 ? "–" : now.version}</b><span class="dim">policy version served</span></span>
       ${"reward/mean" in last && html`<span class="stat"><b>${number(last["reward/mean"])}</b><span class="dim">reward</span></span>`}
       <span class="stat"><b>${seconds(run.clock)}</b><span class="dim">since the start</span></span>`}
-    ${run.lost && html`<span class="pill silent"><i></i>No connection; trying again</span>`}
+    ${run.lost && html`<span class="pill silent"><i></i>No connection; retrying</span>`}
   </div>`;
 }
 
-const SILENT_S = 60; // without an event, in which a live run is said to be silent
+const SILENT_S = 60; // seconds without an event after which a live run counts as silent
 
 function resume(run) {
   const { file = "GRAPH", executor = "ray" } = run.about.described;
@@ -91,16 +91,16 @@ function Trouble({ run }) {
   if (run.state === "failed" || run.state === "interrupted") {
     return html`<div class="alert" role="alert"><h2>${run.state === "failed" ? "The run failed" : "The run was interrupted"}</h2>
       <p>${run.now.failed}</p>${run.now.problems.map((problem) => html`<p class="mono small" key=${problem}>${problem}</p>`)}
-      <p class="small dim">Go on from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
   }
   if (run.state === "killed") {
     return html`<div class="alert" role="alert"><h2>The processes of this run are gone</h2>
-      <p>The record ends without a last word, after ${seconds(run.now.last)}. What lies before it is whole.</p>
-      <p class="small dim">Go on from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <p>The record stops after ${seconds(run.now.last)} without an end event. It is complete up to there.</p>
+      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
   }
   const silent = run.clock - run.now.last;
   if (run.live && silent > SILENT_S) {
-    return html`<div class="alert soft" role="status">No event for ${seconds(silent)}. A long task says nothing before its end; one that hangs ends the run at its deadline.</div>`;
+    return html`<div class="alert soft" role="status">No event for ${seconds(silent)}. A long task reports only at its end; a task that hangs ends the run at its deadline.</div>`;
   }
   return null;
 }
@@ -119,7 +119,7 @@ function App() {
   useEffect(() => {
     const go = () => setAt(address());
     addEventListener("hashchange", go);
-    go(); // what changed before anybody listened
+    go(); // the hash may have changed before the listener was added
     return () => removeEventListener("hashchange", go);
   }, []);
   useEffect(() => {
@@ -131,7 +131,7 @@ function App() {
     let again = 0;
     const open = () => opened.open().then(() => setError(""), (problem) => {
       setError(String(problem.message || problem));
-      again = setTimeout(open, 2000); // a run that is started just now has no record yet
+      again = setTimeout(open, 2000); // a run that has just started has no record yet
     });
     open();
     setRun(opened);
@@ -142,7 +142,7 @@ function App() {
   const Page = PAGES[at.page];
   const ready = run && run.name === at.run && run.about && run.now;
   return html`
-    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>To the page</a>
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header class="top">
       <div class="bar">
         <a class="brand" href="#/"><img src=${document.querySelector("link[rel=icon]").href} alt="" />Sluice</a>

@@ -1,10 +1,10 @@
-// A line over steps, by uPlot. Colours are those of the theme.
+// A line chart over steps, drawn by uPlot in the colors of the theme.
 
 import { html, number, useEffect, useRef } from "./ui.js";
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// `series` are [name, colour variable, values]; all over the same steps.
+// `series` holds [name, color variable, values] per line, all over the same steps.
 export function Chart({ steps, series, label, height = 160, sync = "steps" }) {
   const place = useRef(null);
   const plot = useRef(null);

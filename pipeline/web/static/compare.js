@@ -1,4 +1,4 @@
-// This run beside another one.
+// Compares this run with another one.
 
 import { Card, Empty, html, number, seconds, Swatch, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
@@ -13,7 +13,7 @@ export function Compare({ run }) {
   const { value, error } = useLoaded(async () => (other ? get(`runs/${run.name}/comparison?other=${encodeURIComponent(other)}`) : null), [run.name, other]);
   return html`<div class="toolbar"><label for="other">Compare with</label>
       <select id="other" class="button" value=${other} onChange=${(event) => setOther(event.target.value)}><option value="">choose a run</option>${others.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}</option>`)}</select></div>
-    ${error ? html`<div class="alert" role="alert">${error}</div>` : !others.length ? html`<${Empty}>There is no other run in this folder.<//>` : !value ? html`<${Empty}>${other ? "Reading both records …" : "Choose a run to put beside this one."}<//>` : html`<${Both} value=${value} words=${run.about.words} />`}`;
+    ${error ? html`<div class="alert" role="alert">${error}</div>` : !others.length ? html`<${Empty}>There is no other run in this folder.<//>` : !value ? html`<${Empty}>${other ? "Reading both records …" : "Choose a run to compare with this one."}<//>` : html`<${Both} value=${value} words=${run.about.words} />`}`;
 }
 
 const change = (pair) => (pair.first && pair.second !== null ? `${pair.second >= pair.first ? "+" : "−"}${Math.abs((100 * (pair.second - pair.first)) / pair.first).toFixed(0)} %` : "–");

@@ -1,4 +1,4 @@
-// The graph, with what every stage does now, and beside it what bounds a step and what would help.
+// The graph with the current state of every stage, and next to it what bounds a step and what would help.
 
 import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
@@ -18,7 +18,7 @@ export function Graph({ run }) {
   </div>`;
 }
 
-// From box to box in curves that leave and arrive upright.
+// A path from box to box in curves that leave and arrive vertically.
 function curve(points, back) {
   if (back) {
     const [a, b, c, d] = points;
@@ -38,7 +38,7 @@ const fit = (text, letters) => (text.length > letters ? `${text.slice(0, letters
 function Drawing({ run, selected, select }) {
   const { layout, plan } = run.about;
   const touches = (line) => selected && (line.writer === selected || line.reader === selected);
-  return html`<svg viewBox=${`0 0 ${layout.width} ${layout.height}`} width=${layout.width} height=${layout.height} role="group" aria-label="Stages and what travels between them">
+  return html`<svg viewBox=${`0 0 ${layout.width} ${layout.height}`} width=${layout.width} height=${layout.height} role="group" aria-label="Stages and the fields between them">
     <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse"><path class="arrow" d="M0 0 8 4 0 8z" /></marker></defs>
     ${layout.lines.map((line) => html`<g key=${`${line.writer}>${line.reader}`} class=${`edge ${line.back ? "back" : ""} ${touches(line) ? "lit" : ""}`}>
       <path d=${curve(line.points, line.back)} marker-end="url(#arrow)" /></g>`)}
@@ -72,7 +72,7 @@ function Label({ line, lit, depth }) {
 export function Verdict({ run }) {
   const found = run.findings;
   const path = found && found.report && found.report.critical_path;
-  if (!path || !found.window[2]) return html`<${Card} title="Why is a step as slow as it is?"><p class="dim">This is known once a few steps have ended.</p><//>`;
+  if (!path || !found.window[2]) return html`<${Card} title="Why is a step as slow as it is?"><p class="dim">This appears once a few steps have ended.</p><//>`;
   const stages = Object.entries(path.by_stage);
   const total = stages.reduce((sum, [, value]) => sum + value, 0);
   return html`<${Card} title="Why is a step as slow as it is?">
@@ -90,15 +90,15 @@ function Hints({ run }) {
     ${error ? html`<p class="dim">${error}</p>` : !value ? html`<p class="dim">Simulating …</p>`
       : !value.hints.length ? html`<p class="dim">${value.notes[0] || "No single change helps by 1 % or more."}</p>`
         : html`<ul class="hints">${value.hints.map((hint) => html`<li key=${hint.text}><details><summary><b>${hint.times.toFixed(2)} ×</b><span>${hint.text}</span></summary><${Copy} text=${hint.command} /></details></li>`)}</ul>
-          <p class="small dim">Each is this run's own scheduler in virtual time; open one for its command. As it was, the run is simulated at ${seconds(value.simulated_s)} a step; measured ${seconds(value.measured_s)}.</p>`}<//>`;
+          <p class="small dim">Each simulates this run with one change; open one for its command. A step of the unchanged run takes ${seconds(value.simulated_s)} in the simulation; measured: ${seconds(value.measured_s)}.</p>`}<//>`;
 }
 
 function waits(part) {
   if (part.cause === "field" || part.cause === "weights") return `${part.field || "weights"}${part.stage ? `, from ${part.stage}` : ""}`;
-  if (part.cause === "fence") return `${part.stage} must not run beside it`;
-  if (part.cause === "worker") return `the worker does ${part.stage || "something else"} first`;
-  if (part.cause === "driver") return "the driver: reports and tasks on their way";
-  if (part.cause === "room") return "groups are not admitted yet";
+  if (part.cause === "fence") return `${part.stage}, which must not run at the same time`;
+  if (part.cause === "worker") return `the worker, busy with ${part.stage || "something else"}`;
+  if (part.cause === "driver") return "the driver: reports and tasks in transit";
+  if (part.cause === "room") return "groups that are not admitted yet";
   return part.stage ? `${part.cause}: ${part.stage}` : part.cause;
 }
 
@@ -110,13 +110,13 @@ export function Idle({ run }) {
       <ul class="legend">${group.parts.filter((part) => part.seconds / group.wall_s >= 0.005).slice(0, 5).map((part) => html`<li key=${waits(part)}><${Swatch} colour=${colourOf(run.about.plan, part.stage)} /><span class="grow">${waits(part)}</span><span class="num dim">${percent(part.seconds / group.wall_s)}</span></li>`)}</ul></div>`)}<//>`;
 }
 
-// Bytes that a step carries to this reader; of columns with an entry a token as many as responses were long.
+// Bytes per step that an edge carries; columns with one entry per token are estimated from the mean response length.
 function volume(run, edge) {
   const { batch, group_size } = run.about.plan;
   const last = run.steps.length ? run.steps[run.steps.length - 1][2] : {};
   const length = edge.ragged ? last["rollout/length_mean"] : 1;
   if (!edge.bytes_per_sample || !length) return "";
-  return `, ${edge.ragged ? "about " : ""}${bytes(Math.round(batch * group_size * edge.bytes_per_sample * length))} a step`;
+  return `, ${edge.ragged ? "about " : ""}${bytes(Math.round(batch * group_size * edge.bytes_per_sample * length))} per step`;
 }
 
 function Stage({ run, name, close }) {
@@ -130,8 +130,8 @@ function Stage({ run, name, close }) {
     <dl class="facts">
       <dt>Now</dt><dd>${now.why}</dd>
       <dt>Last step</dt><dd>${now.step < -1 ? "none yet" : now.step < 0 ? "before the first" : now.step + 1}${now.seconds ? `, ${seconds(now.seconds)}` : ""}</dd>
-      ${path !== undefined && html`<dt>On the critical path</dt><dd>${seconds(path)} a step</dd>`}
-      ${spare !== undefined && spare !== null && html`<dt>To spare</dt><dd>${seconds(spare)} at least, in any step</dd>`}
+      ${path !== undefined && html`<dt>On the critical path</dt><dd>${seconds(path)} per step</dd>`}
+      ${spare !== undefined && spare !== null && html`<dt>Slack</dt><dd>at least ${seconds(spare)} in every step</dd>`}
       ${served && html`<dt>Served</dt><dd>version ${served[1]}, ${seconds(Math.max(0, run.clock - served[3]))} ago <br /><code>${served[2].slice(0, 16)}</code></dd>`}
       <dt>Stage</dt><dd>${stage.kind}, ${stage.shape}, per ${stage.per}</dd>
       <dt>Runs on</dt><dd>${stage.groups.join(" → ") || "outside"}</dd>

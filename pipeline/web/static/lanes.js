@@ -1,8 +1,8 @@
-// Spans laid into rows, and drawn: a lane a worker, more rows where its tasks overlap. No state of the page in here.
+// Arranges spans in rows and draws them: one lane per worker, with more rows if its tasks overlap. Keeps no page state.
 
 const HEAD = 26, ROWS = 8;
 const LARGE = { bar: 18, gap: 2, space: 10, label: true };
-const TALL = 2400; // pixels; lanes of more workers than fit are drawn as lines, each group under one name
+const TALL = 2400; // pixels; if the lanes do not fit, they are drawn as thin lines with one name per group
 export const GUTTER = 128;
 
 // Lanes in the order of the plan, each with rows of spans sorted by start.
@@ -47,7 +47,7 @@ function sized(lanes) {
   return { bar, gap: 1, space: 1, label: bar > 11 };
 }
 
-// The first span of a row that ends behind a time.
+// The index of the first span of a row that ends at or after a time.
 function first(spans, at) {
   let [low, high] = [0, spans.length];
   while (low < high) {
@@ -79,7 +79,7 @@ export function ticks(view, width) {
   return found;
 }
 
-const measured = new Map(); // name -> pixels; bars are many, names few
+const measured = new Map(); // name -> pixels; there are many bars but few names
 
 function fitted(context, name, room) {
   if (!measured.has(name)) measured.set(name, context.measureText(name).width);
@@ -90,7 +90,7 @@ function fitted(context, name, room) {
 const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
 const clock = (at, step) => (step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(Math.min(6, Math.ceil(-Math.log10(step))))} s`);
 
-// Draws everything; `look` has the colours of the theme.
+// Draws everything; `look` has the colors of the theme.
 export function draw(canvas, made, scene, look) {
   const { view, steps, tasks, clock: now, paths, chosen } = scene;
   const ratio = window.devicePixelRatio || 1;
@@ -153,7 +153,7 @@ function bars(context, spans, y, { view, x, look, chosen, bar }) {
     const left = x(span[5]);
     const wide = Math.max(1, x(span[6]) - left);
     const colour = look.stage(span[0]);
-    if (wide <= 1.5 && Math.floor(left) === last && colour === lastColour) continue; // on the same pixel
+    if (wide <= 1.5 && Math.floor(left) === last && colour === lastColour) continue; // the same pixel
     last = Math.floor(left);
     lastColour = colour;
     context.fillStyle = colour;
@@ -172,7 +172,7 @@ function bars(context, spans, y, { view, x, look, chosen, bar }) {
   }
 }
 
-// A task that is not done: its bar grows to the right edge of what is known.
+// An unfinished task: its bar extends to the current time.
 function running(context, made, task, now, { x, look }) {
   for (const lane of made.lanes) {
     if (lane.group !== task.group || (task.replica !== null && lane.worker !== task.replica)) continue;
@@ -184,7 +184,7 @@ function running(context, made, task, now, { x, look }) {
   }
 }
 
-// The critical path: a line through the bars that it leads through.
+// The critical path: a line along the bars that it passes through.
 function route(context, made, paths, { view, x, look }) {
   context.strokeStyle = look.path;
   context.lineWidth = 2;

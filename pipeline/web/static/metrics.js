@@ -1,9 +1,9 @@
-// Every number of every step, each with how to read it.
+// Every metric of every step, each with an explanation.
 
 import { Empty, html, inUnit, useMemo, useState } from "./ui.js";
 import { Chart } from "./chart.js";
 
-// [names, steps, values by name] of all rows of steps.
+// Returns [names, steps, values by name] of all step rows.
 export function table(rows) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row[2])))].sort();
   const last = new Map(rows.map((row) => [row[0], row]));
@@ -14,7 +14,7 @@ export function table(rows) {
 
 function sentence(steps, values) {
   const reward = (values["reward/mean"] || []).filter((value) => value !== null);
-  if (reward.length < 4) return "Whether it learns shows after a few steps.";
+  if (reward.length < 4) return "It takes a few steps to tell.";
   const span = Math.max(1, Math.floor(reward.length / 10));
   const mean = (part) => part.reduce((sum, value) => sum + value, 0) / part.length;
   const [first, last] = [mean(reward.slice(0, span)), mean(reward.slice(-span))];
@@ -22,8 +22,8 @@ function sentence(steps, values) {
   const held = Object.keys(values).find((name) => name.startsWith("eval/") && !["eval/count", "eval/length_mean", "eval/truncated"].includes(name));
   const known = held ? values[held].filter((value) => value !== null) : [];
   const lost = known.length > 1 && known.at(-1) < known[0];
-  const rises = lost ? "Reward rises, and what is held out does not" : "It learns";
-  const word = last - first > 2 * noise ? rises : first - last > 2 * noise ? "Reward falls" : "Reward does not move";
+  const rises = lost ? "Reward rises, but not on held-out prompts" : "It learns";
+  const word = last - first > 2 * noise ? rises : first - last > 2 * noise ? "Reward falls" : "Reward does not change";
   const learned = known.length > 1 ? ` Held out, ${held.slice(5).replaceAll("_", " ")} went from ${known[0].toFixed(3)} to ${known[known.length - 1].toFixed(3)}.` : "";
   return `${word}: mean reward ${first.toFixed(3)} at first, ${last.toFixed(3)} now, over ${reward.length} steps.${learned}`;
 }

@@ -1,4 +1,4 @@
-// What was asked and what was answered: the groups of a step side by side, and the prompts that never get reward.
+// Prompts and responses: the groups of a step, and the prompts that never get a reward.
 
 import { Card, Empty, html, number, percent, plural, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
@@ -34,7 +34,7 @@ export function Samples({ run }) {
   const ordered = wanted.sort(ORDERS[order][1]);
   const at = value.steps.indexOf(value.step);
   return html`<div class="toolbar">
-      <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Step before">‹</button>
+      <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Previous step">‹</button>
       <label class="sr" for="step">Step</label>
       <select id="step" class="button" value=${value.step} onChange=${(event) => setStep(+event.target.value)}>${value.steps.map((one) => html`<option key=${one} value=${one}>step ${one + 1}</option>`)}</select>
       <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
@@ -43,14 +43,14 @@ export function Samples({ run }) {
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
       ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
-    ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully from <span class="token" style=${{ "--shade": "100%" }}>1 %</span> down.</p>`}
+    ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully at <span class="token" style=${{ "--shade": "100%" }}>1 %</span> or less.</p>`}
     ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} shaded=${shaded} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
     <${Prompts} run=${run} />`;
 }
 
 const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated", "tokens"]);
 
-// How strongly a token is marked: not at all where it was certain, fully from one in a hundred on.
+// How strongly a token is marked, in percent: 0 if it was certain, 100 at a probability of 1 % or less.
 const shade = (nats) => Math.round(100 * Math.min(1, -nats / Math.log(100)));
 
 function Response({ row, shaded }) {
@@ -80,7 +80,7 @@ function Prompts({ run }) {
   return html`<${Card} title="Which prompts never get reward?">
     <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Hide" : "Look through all kept samples"}</button>
     ${open && error && html`<p class="dim">${error}</p>`}
-    ${open && value && html`<p class="lead" style=${{ margin: "12px 0" }}>${never.length ? `${plural(never.length, "prompt")} of ${number(value.length)} listed never got any.` : `None: each of the ${plural(value.length, "prompt")} that were kept got some.`}</p>
+    ${open && value && html`<p class="lead" style=${{ margin: "12px 0" }}>${never.length ? `${plural(never.length, "prompt")} of ${number(value.length)} listed never got any.` : `None: each of the ${plural(value.length, "kept prompt")} got some.`}</p>
       <div class="scroll"><table><thead><tr><th>Prompt</th><th class="num">Best</th><th class="num">Mean</th><th class="num">Samples</th><th class="num">Steps</th></tr></thead>
       <tbody>${value.slice(0, 50).map((one) => html`<tr key=${one.prompt}><td class="wrap mono">${one.prompt}</td><td class="num">${number(one.best)}</td><td class="num">${number(one.mean)}</td><td class="num">${one.samples}</td><td class="num">${one.first + 1}–${one.last + 1}</td></tr>`)}</tbody></table></div>`}<//>`;
 }

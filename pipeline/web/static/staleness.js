@@ -1,4 +1,4 @@
-// How old what was trained was, and what was lost on the way.
+// The age of trained samples, and the groups that were dropped.
 
 import { Card, html, number, percent, plural } from "./ui.js";
 
@@ -14,8 +14,8 @@ function sentence(found, bound) {
   const mean = found.reduce((sum, [age, count]) => sum + age * count, 0) / total;
   const oldest = found[found.length - 1][0];
   if (!bound && !oldest) return `Every one of ${plural(total, "sample")} was trained by the version that sampled it: the run is synchronous.`;
-  const kept = oldest <= bound ? `none above the bound of ${bound}` : `above the bound of ${bound}: this must not be`;
-  return `Samples were ${mean.toFixed(2)} versions old in the mean and ${oldest} at most, ${kept}.`;
+  const kept = oldest <= bound ? `none above the bound of ${bound}` : `above the bound of ${bound}: this is a bug`;
+  return `Samples were ${mean.toFixed(2)} versions old on average and ${oldest} at most, ${kept}.`;
 }
 
 export function Staleness({ run }) {
@@ -29,14 +29,15 @@ export function Staleness({ run }) {
         <${Card} title="Samples by age, whole run"><ul class="bars">${rows.map(([age, count]) => html`<li key=${age} class=${age > bound ? "over" : ""}>
           <span>${plural(age, "version")} old</span><span class="track"><span class="fill" style=${{ display: "block", width: `${total ? (100 * count) / total : 0}%` }}></span></span>
           <span class="num">${number(count)} <span class="dim">${percent(total ? count / total : 0)}</span></span></li>`)}
-          <li class="bound small" style=${{ display: "block" }}>max_staleness ${bound}: nothing may lie below this line</li></ul><//>
+          <li class="bound small" style=${{ display: "block" }}>max_staleness ${bound}: no sample may be below this line</li></ul><//>
         <${Card} title="Step by step"><${Steps} run=${run} rows=${rows} /><//>
       </div>
       <${Drops} run=${run} />
     </div>`;
 }
 
-// A column a step, of the last ones, and in it a part for each kind; all of one height, or as high as there is in them.
+// One column per step, for the last steps, with one part per kind. With `whole`, all columns have the same height;
+// otherwise the height shows the total.
 function Columns({ steps, kinds, named, colour, whole, label }) {
   const width = Math.max(4, Math.min(24, 960 / steps.length));
   const totals = steps.map(([, counts]) => kinds.reduce((sum, kind) => sum + (counts[kind] || 0), 0));
@@ -54,9 +55,9 @@ function Columns({ steps, kinds, named, colour, whole, label }) {
     <p class="small dim">Steps ${steps[0][0] + 1} to ${steps[steps.length - 1][0] + 1}.</p>`;
 }
 
-const LAST = 120; // steps that are drawn
+const LAST = 120; // number of steps that are drawn
 const kindColour = (at) => `var(--c${at % 10})`;
-const ageColour = (count) => (at) => `color-mix(in srgb, var(--c0) ${Math.round(100 * (at + 1) / count)}%, var(--sunk))`; // the older, the stronger
+const ageColour = (count) => (at) => `color-mix(in srgb, var(--c0) ${Math.round(100 * (at + 1) / count)}%, var(--sunk))`; // older is stronger
 
 function Steps({ run, rows }) {
   const steps = run.trained.slice(-LAST).map(([step, , counts]) => [step, counts]);
@@ -79,12 +80,12 @@ function Drops({ run }) {
   const unknown = report ? report.dropped.groups - lengths.reduce((sum, one) => sum + one.dropped, 0) : 0;
   const last = Math.max(run.now.step, ...lost.keys());
   const steps = Array.from({ length: Math.min(LAST, last + 1) }, (_, n, step = Math.max(0, last + 1 - LAST) + n) => [step, lost.get(step) || {}]);
-  return html`<aside><${Card} title="What was lost?">
-    <p class="lead">${total ? `${plural(total, "group")} were sampled and never trained.` : "Nothing: every group that was admitted was trained, or still will be."}</p>
+  return html`<aside><${Card} title="What was dropped?">
+    <p class="lead">${total ? `${plural(total, "group")} were sampled and never trained.` : "Nothing: every admitted group was trained or is still in flight."}</p>
     ${total > 0 && html`<table><thead><tr><th>Reason</th><th class="num">Groups</th></tr></thead><tbody>${[...reasons].map(([name, count]) => html`<tr key=${name}><td>${name}</td><td class="num">${number(count)}</td></tr>`)}</tbody></table>`}<//>
-    ${total > 0 && html`<${Card} title="Lost step by step"><${Columns} steps=${steps} kinds=${[...reasons.keys()]} named=${(name) => name} colour=${kindColour} label=${`Groups lost for each reason in the last ${steps.length} steps`} /><//>`}
+    ${total > 0 && html`<${Card} title="Dropped, step by step"><${Columns} steps=${steps} kinds=${[...reasons.keys()]} named=${(name) => name} colour=${kindColour} label=${`Groups dropped for each reason in the last ${steps.length} steps`} /><//>`}
     ${lengths.length > 0 && html`<${Card} title="By length of the longest response"><table><thead><tr><th>Tokens</th><th class="num">Admitted</th><th class="num">Dropped</th></tr></thead>
       <tbody>${lengths.map((one) => html`<tr key=${one.low}><td>${one.low} to ${one.high}</td><td class="num">${number(one.admitted)}</td><td class="num">${number(one.dropped)} <span class="dim">${percent(one.dropped / one.admitted)}</span></td></tr>`)}</tbody></table>
-      ${unknown > 0 && html`<p class="small dim">The length of ${plural(unknown, "lost group")} was not recorded.</p>`}<//>`}
+      ${unknown > 0 && html`<p class="small dim">The length of ${plural(unknown, "dropped group")} was not recorded.</p>`}<//>`}
   </aside>`;
 }

@@ -1,8 +1,8 @@
-// A run as this page knows it: rows are appended as they come, listeners are told at most once a frame.
+// The run as this page knows it: rows are appended as they arrive, and listeners are called at most once per frame.
 
 import { follow, get } from "./api.js";
 
-const SPANS = 200000; // that a page keeps; older ones are let go
+const SPANS = 200000; // maximum number of spans that a page keeps; older ones are dropped
 
 export class Run {
   constructor(name) {
@@ -57,7 +57,7 @@ export class Run {
     this.told();
   }
 
-  // Findings take the server a while: at most every ten seconds, and once more at the end.
+  // Findings are slow to compute: requests them at most every ten seconds, and once more at the end.
   async find() {
     clearTimeout(this.later);
     const due = (this.found || -Infinity) + 10000 - performance.now();
@@ -89,7 +89,7 @@ export class Run {
 
   get live() { return this.state === "running"; }
 
-  // Seconds of the run, now: the end of the record, or where a live run is by this machine's clock.
+  // Current time in seconds of the run: the end of the record, or for a live run this machine's clock.
   get clock() {
     if (!this.now) return 0;
     if (!this.live || !this.about.wall) return this.now.last;

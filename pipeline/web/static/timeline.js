@@ -1,10 +1,10 @@
-// When every worker did what, with the critical path through it. Drag or arrows to move, wheel or + and - to zoom.
+// The tasks of every worker over time, and the critical path. Drag or arrow keys move; Ctrl and wheel, + and - zoom.
 
 import { Card, colourOf, html, number, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 import { arrange, draw, GUTTER, spanAt } from "./lanes.js";
 import { Idle, Verdict } from "./graph.js";
 
-const LATEST = 5; // steps that are shown at first
+const LATEST = 5; // number of steps shown initially
 
 function looks(plan) {
   const style = getComputedStyle(document.documentElement);
@@ -133,14 +133,14 @@ export function Timeline({ run }) {
 
 const told = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s`;
 
-// What happened beside tasks: starts, attempts that were lost, checkpoints, the end.
+// Events other than tasks: starts, retried attempts, checkpoints, the end.
 function Story({ run }) {
   const last = run.notes.slice(-50).reverse();
   return html`<${Card} title="What happened?"><div class="scroll"><table><thead><tr><th>When</th><th>What</th></tr></thead>
     <tbody>${last.map(([kind, at, text], n) => html`<tr key=${`${at} ${n}`}><td class="dim">${at.toFixed(1)} s</td><td class=${`wrap ${kind === "failed" || kind === "retried" ? "down" : ""}`}>${kind === "failed" || kind === "retried" ? html`<b>${kind}</b> ` : ""}${text}</td></tr>`)}</tbody></table></div><//>`;
 }
 
-// The same in words, for the last step that ended.
+// The tasks of the last finished step as a table.
 function Tasks({ run, made }) {
   const [open, setOpen] = useState(false);
   const last = run.steps.length ? run.steps[run.steps.length - 1][0] : -1;

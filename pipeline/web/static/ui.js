@@ -1,4 +1,4 @@
-// What every page shares: words for numbers, colours of stages, small parts.
+// Shared by all pages: number formats, stage colors, small components.
 
 import { html, useState, useEffect } from "./vendor/preact-htm.js";
 
@@ -66,7 +66,7 @@ export function Copy({ text }) {
     <button class="button quiet icon small" onClick=${copy} aria-label=${`Copy: ${text}`}>${done ? "Copied" : "Copy"}</button></div>`;
 }
 
-// What `load` gives, made again whenever `when` changes; {value, error}.
+// The result of `load` as {value, error}, loaded again whenever `when` changes.
 export function useLoaded(load, when) {
   const [state, setState] = useState({});
   useEffect(() => {

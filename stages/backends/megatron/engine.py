@@ -1,7 +1,7 @@
-"""The megatron engine of one rank: its part of each model, and what stages ask of it. Does not know the stages.
+"""The megatron engine of one rank: its part of each model, and the methods that stages call. Knows no stages.
 
-float32 on the CPU; bfloat16 on the GPU, with float32 master copies of what is trained. A model and its frozen copy
-share one network: the frozen weights wait on the host, and change places with the trained ones while they score.
+float32 on the CPU; bfloat16 on the GPU, with float32 master copies of trained weights. A model and its frozen copy
+share one network: the frozen weights stay on the host, and swap places with the trained ones for scoring.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stages.backends.refit.source import Source
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
-    """The engine of this rank; all ranks of the group call it together. Raises StageError where its group asks for GPUs
+    """Open the engine of this rank; all ranks of the group call it together. Raises StageError if the group needs GPUs
     and torch sees none."""
     group, device = context.group, claim(context.group)
     return MegatronEngine(join(context.ranks, group.expert_parallel, device, context.seed), context.run_dir)
@@ -48,7 +48,7 @@ def open_engine(context: StageContext) -> MegatronEngine:
 
 @dataclass(eq=False)
 class _Held:
-    """A model of this rank: where it came from, its network, and what waits on the host until it is needed."""
+    """A model on this rank: its folder and config, its network, and the frozen weights on the host."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -57,8 +57,8 @@ class _Held:
 
 
 class MegatronEngine:
-    """`stages.backends.interface.Trainer` on one device a rank. All ranks of a replica call `score` together; all ranks
-    of the group call everything that concerns the trained copy together."""
+    """`stages.backends.interface.Trainer` on one device per rank. All ranks of a replica call `score` together; all
+    ranks of the group call everything that concerns the trained copy together."""
 
     def __init__(self, groups: Groups, run_dir: Path | None = None) -> None:
         self.groups, self.run_dir = groups, run_dir
@@ -69,7 +69,7 @@ class MegatronEngine:
         self._sources: dict[Model, Source] = {}
 
     def network(self, model: Model) -> Network:
-        """This rank's part of the trained copy; the same object at every call."""
+        """This rank's part of the trained copy; every call returns the same object."""
         return self._of(model).network
 
     def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
@@ -83,16 +83,16 @@ class MegatronEngine:
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
     ) -> Ragged:
-        """Logprobs of the response tokens, under the trained copy or that of a frozen model; on all ranks."""
+        """Logprobs of the response tokens under the trained or the frozen copy; on all ranks."""
         held = self._of(model)
         with self.groups.computing():
-            if model.trainable or identity(model) not in self._learners:  # without a learner, they are equal
+            if model.trainable or identity(model) not in self._learners:  # without a learner, both are equal
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
             with self._frozen(held):
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
 
     def learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
-        """The trained copy with an optimizer. Raises StageError where the model has one already."""
+        """The trained copy with an optimizer. Raises StageError if the model already has one."""
         key = identity(model)
         if key in self._learners:
             raise StageError(
@@ -100,18 +100,18 @@ class MegatronEngine:
                     where=str(model.location),
                     what=f"two stages train the model {model.source!r}",
                     why="its optimizer has one state",
-                    fix="one Train stage a model",
+                    fix="use one Train stage per model",
                 )
             )
         self._learners[key] = MegatronLearner(self.network(model), optimization)
         return self._learners[key]
 
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
-        """A snapshot of the trained copy by Hugging Face's names, on rank 0; nothing on the others."""
+        """A snapshot of the trained copy by Hugging Face name, on rank 0; an empty dict on the others."""
         return dict(self._gathered(model))
 
     def share(self, model: Model, transport: Transport) -> Share:
-        """This rank's part of the trained copy, where the other side finds it."""
+        """This rank's part of the trained copy, as this transport offers it."""
         key, network = identity(model), self.network(model)
         held = dict(network.named_parameters())
         if key not in self._sources:
@@ -123,24 +123,24 @@ class MegatronEngine:
         return self._sources[key].share(held, transport)
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
-        """Send what `share` gave to those who serve."""
+        """Send what `share` returned to the ranks that serve."""
         self._sources[identity(model)].carry(shares, version, route)
 
     def export(self, model: Model, folder: Path) -> None:
-        """The trained copy as a Hugging Face folder, which rank 0 writes a few GiB at a time."""
+        """Save the trained copy as a Hugging Face folder; rank 0 writes a few GiB at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
 
     def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Give the memory of optimizers and gradients away until `wake`, no more than it takes for `room` bytes of the
-        GPU to be free; weights stay, for a refit. Returns the bytes in use before and after."""
+        """Free the memory of optimizers and gradients until `wake`; on a GPU only as much as needed to free `room`
+        bytes. Weights stay, for a refit. Returns the bytes in use before and after."""
         before_bytes = bytes_in_use(self.groups.device)
         for learner in self._learners.values():
             learner.park(room)
         return before_bytes, bytes_in_use(self.groups.device)
 
     def wake(self) -> tuple[int, int]:
-        """Take it again. Returns what `sleep` does."""
+        """Reclaim the memory. Returns what `sleep` returns."""
         before_bytes = bytes_in_use(self.groups.device)
         for learner in self._learners.values():
             learner.leave()
@@ -152,19 +152,19 @@ class MegatronEngine:
             shape = Transformer.of(self._of(model).config)
         except ValueError:
             return None
-        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is no input
+        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
         return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
 
     def peak_tflops(self) -> float | None:
-        """Of the GPU, by its name."""
+        """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
         on_gpu = self.groups.device.type == "cuda"
         return peak_tflops(torch.cuda.get_device_name(self.groups.device)) if on_gpu else None
 
     def _of(self, model: Model) -> _Held:
-        """What is held of a model, loaded at the first call, which all ranks make together."""
+        """The model on this rank, loaded by the first call, which all ranks make together."""
         key = identity(model)
         if key not in self._held:
-            if self.groups.ranks.rank == 0:  # transformers writes a model that has to be made on this rank only
+            if self.groups.ranks.rank == 0:  # transformers saves a newly built model on rank 0 only
                 model_folder(key, self.run_dir)
             dist.barrier()
             folder = model_folder(key, self.run_dir)
@@ -184,7 +184,7 @@ class MegatronEngine:
 
     @contextmanager
     def _frozen(self, held: _Held) -> Iterator[None]:
-        """While it is entered, the network has the weights that it started with."""
+        """Inside this context, the network has the weights that it started with."""
         live = dict(held.network.named_parameters())
         if not held.frozen:
             pinned = self.groups.device.type == "cuda"
@@ -199,7 +199,7 @@ class MegatronEngine:
 
 @torch.no_grad()
 def _exchange(live: Mapping[str, torch.Tensor], waiting: Mapping[str, torch.Tensor]) -> None:
-    """Swap the bytes of two sets of tensors; done twice, everything is as before."""
+    """Swap the contents of two sets of tensors; doing it twice restores both."""
     for name, tensor in live.items():
         before = tensor.detach().clone()
         tensor.copy_(waiting[name])

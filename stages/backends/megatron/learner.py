@@ -153,8 +153,7 @@ class MegatronLearner:
 
     def park(self, room: int | None = None) -> None:
         """Move moments and master weights to the host, where they can be saved; gradients are dropped. On a GPU, moves
-        only
-        enough to free `room` bytes."""
+        only enough to free `room` bytes."""
         self.buffered.offload_grad_buffers(synchronize=self.groups.device.type == "cuda", empty_cache=False)
         shares = checkpoint.shares(self.network, self.optimizer)
         self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)

@@ -28,8 +28,7 @@ DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "s
 @dataclass(frozen=True)
 class Rule:
     """A Megatron-core parameter and the Hugging Face tensors that it consists of. On the left, {layer} and {expert}
-    count
-    within the rank; on the right, within the model."""
+    count within the rank; on the right, within the model."""
 
     parameter: str
     kind: Kind

@@ -1,7 +1,7 @@
-"""The torch engine of one worker: its models, by role, and what stages ask of them. Does not know the stages.
+"""The torch engine of one worker: its models by role, and the methods that stages call. Knows no stages.
 
-float32 on the CPU; bfloat16 on the GPU, with float32 master copies of what is trained. The copies of a model (trained,
-served, frozen) come from one build, so they start equal, warm start included.
+float32 on the CPU; bfloat16 on the GPU, with float32 master copies of trained weights. The copies of a model (trained,
+served, frozen) come from one build, warm start included, so they start equal.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_
 from stages.backends.torch.score import score
 
 Role = Literal["trained", "served", "frozen"]
-LOOK_S = 0.02  # of a stream whose weights are of no version
+LOOK_S = 0.02  # between two looks of a stream whose weights have no version
 
 
 def open_engine(context: StageContext) -> TorchEngine:
-    """The engine of this worker. Raises StageError where its group asks for a GPU and torch sees none."""
+    """Open the engine of this worker. Raises StageError if its group needs a GPU and torch sees none."""
     group, device = context.group, claim(context.group)
     dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
     divided = group.fully_sharded and context.ranks.connected
@@ -51,8 +51,8 @@ def open_engine(context: StageContext) -> TorchEngine:
 
 
 class TorchEngine(Texts):
-    """`stages.backends.Engine` on one device a rank. `divided` spreads trained and frozen copies over the ranks;
-    `worker` is which of how many workers of its group it is."""
+    """`stages.backends.Engine` on one device per rank. `divided` shards trained and frozen copies over the ranks;
+    `worker` is this worker's index in its group, and the number of workers."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False,
@@ -66,12 +66,12 @@ class TorchEngine(Texts):
         self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
         self._sources: dict[Model, Source] = {}
-        self._between: set[Model] = set()  # those whose served copy is of no version
+        self._between: set[Model] = set()  # models whose served copy has no version
         self._targets: dict[Model, Target] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
 
     def network(self, model: Model, role: Role) -> PreTrainedModel:
-        """The copy of the model that has this role; the same object at every call."""
+        """The copy of the model in this role; every call returns the same object."""
         key = identity(model)
         if (key, role) not in self._networks:
             network = self._fresh(key)
@@ -83,7 +83,7 @@ class TorchEngine(Texts):
         return self._networks[key, role]
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
-        """Responses of the served copy."""
+        """Sample responses from the served copy."""
         network, pad, version = (
             self.network(model, _served(model)),
             _pad(self.tokenizer(model)),
@@ -104,7 +104,7 @@ class TorchEngine(Texts):
         version: int = 0,
         unwanted: Callable[[int], bool] = lambda group: False,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
-        """Responses of the served copy, group by group."""
+        """Sample responses from the served copy, group by group."""
         network = self.network(model, _served(model))
         events = decode(
             network,
@@ -131,7 +131,7 @@ class TorchEngine(Texts):
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
     ) -> Ragged:
-        """Logprobs of the response tokens, under the trained copy or that of a frozen model."""
+        """Logprobs of the response tokens under the trained copy, or under the frozen copy if the model is frozen."""
         network = self.network(model, "trained" if model.trainable else "frozen")
         pad = _pad(self.tokenizer(model))
         return score(network, prompt_ids, response_ids, shard, temperature=temperature, pad=pad)
@@ -139,27 +139,27 @@ class TorchEngine(Texts):
     def reward(
         self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
     ) -> torch.Tensor:
-        """The scores of a reward model, which the first call for it loads."""
+        """Scores of a reward model, which its first call loads."""
         key = identity(model)
         if key not in self._reward_models:
             self._reward_models[key] = open_reward_model(key, dtype=self.dtype, device=self.device)
         return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
-        """Operations of a forward and a backward pass; None for what is no dense transformer of the Llama kind."""
+        """Operations of a forward and a backward pass; None unless it is a dense, Llama-style transformer."""
         try:
             shape = Transformer.of(self.network(model, "trained").config.to_dict())
         except ValueError:
             return None
-        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is no input
+        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
         return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
 
     def peak_tflops(self) -> float | None:
-        """Of the GPU, by its name."""
+        """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
         return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def learner(self, model: Model, optimization: Optimization) -> TorchLearner:
-        """The trained copy with an optimizer. Raises StageError where the model has one already."""
+        """The trained copy with an optimizer. Raises StageError if the model already has one."""
         key = identity(model)
         if key in self._learners:
             raise StageError(
@@ -167,7 +167,7 @@ class TorchEngine(Texts):
                     where=str(model.location),
                     what=f"two stages train the model {model.source!r}",
                     why="its optimizer has one state",
-                    fix="one Train stage a model",
+                    fix="use one Train stage per model",
                 )
             )
         pad = _pad(self.tokenizer(model))
@@ -182,7 +182,7 @@ class TorchEngine(Texts):
         return made if self.ranks.rank == 0 else {}
 
     def share(self, model: Model, transport: Transport) -> Share:
-        """This rank's part of the trained copy, where the other side finds it."""
+        """This rank's part of the trained copy, as this transport offers it."""
         tensors, places, held = placed(self.network(model, "trained"), self.dtype)
         key = identity(model)
         if key not in self._sources:
@@ -190,7 +190,7 @@ class TorchEngine(Texts):
         return self._sources[key].share(held, transport)
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
-        """Send what `share` gave to those who serve."""
+        """Send what `share` returned to the ranks that serve."""
         self._sources[identity(model)].carry(shares, version, route)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ class TorchEngine(Texts):
         return weight_tools.weights(self.network(model, _served(model)))
 
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
-        """Bring weights of a version into the served copy, in place; the hash of what is there then."""
+        """Load a version into the served copy, in place. Returns the hash of the weights that it then holds."""
         key = identity(model)
         if key not in self._targets:
             tensors, places, held = placed(self.network(model, "served"))
@@ -216,31 +216,31 @@ class TorchEngine(Texts):
         return Served(sha256, received.record)
 
     def served_version(self, model: Model, default: int = 0) -> int:
-        """The version of the last `serve`; a frozen model is never a key."""
+        """The version of the last `serve`; `default` for a frozen model."""
         return self._versions.get(model, default)
 
     def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Give the memory of optimizers away until `wake`, no more than it takes for `room` bytes of the GPU to be
-        free; weights stay, for a refit. Returns the bytes in use before and after."""
+        """Free the memory of optimizers until `wake`; on a GPU only as much as needed to free `room` bytes. Weights
+        stay, for a refit. Returns the bytes in use before and after."""
         before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.park(room)
         return before_bytes, bytes_in_use(self.device)
 
     def wake(self) -> tuple[int, int]:
-        """Take it again. Returns what `sleep` does."""
+        """Reclaim the memory. Returns what `sleep` returns."""
         before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.leave()
         return before_bytes, bytes_in_use(self.device)
 
     def _closing(self, model: Model, network: PreTrainedModel, sampling: Sampling) -> list[int]:
-        """The tokens that end a response."""
+        """Ids that end a response."""
         tokenizer = self.tokenizer(model)
         return sorted({*closing_tokens(network, tokenizer), *(_stop_token(tokenizer, text) for text in sampling.stop)})
 
     def _fresh(self, key: Model) -> PreTrainedModel:
-        """The model as it is before training. What is costly to make again is kept, on the CPU."""
+        """The model before training. A build that is costly to repeat is kept on the CPU."""
         network: Any
         if key in self._builds:
             network = copy.deepcopy(self._builds[key])
@@ -266,9 +266,9 @@ def _stop_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
         raise StageError(
             Problem(
                 where=f"stop {text!r}",
-                what=f"it is {len(ids)} tokens of this tokenizer",
+                what=f"this tokenizer splits it into {len(ids)} tokens",
                 why="generation stops at single tokens",
-                fix="a text that is one token",
+                fix="use a text that is one token",
             )
         )
     return ids[0]

@@ -163,8 +163,7 @@ class TorchLearner:
 
     def save(self, folder: Path) -> None:
         """Save as safetensors and JSON; reading them executes no code. All ranks gather and rank 0 writes, so the files
-        do
-        not depend on the number of ranks."""
+        do not depend on the number of ranks."""
         self.parking.arrive()
         state = {}
         for name, master in self.masters.items():

@@ -1,4 +1,4 @@
-"""A stream of requests that vLLM is running, and what it tells its reader."""
+"""A stream of requests that vLLM runs, and the results for its reader."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Running:
         return found
 
     def give_up(self, positions: Sequence[int]) -> None:
-        """End these requests where they are; they come out as they are then."""
+        """Abort these requests; they are returned with the tokens sampled so far."""
         self._client.start(self._client.end([self._requests[position] for position in positions]))
 
     def close(self) -> None:
-        """End all that run still."""
+        """Stop; requests still running are aborted."""
         self._future.cancel()
 
     def _keep(self, found: list[Lot], item: Lot | BaseException) -> None:
@@ -56,7 +56,7 @@ class Running:
     async def _one(self, lot: Lot) -> None:
         try:
             await self._client.sample(lot)
-        except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits
+        except Exception as error:  # noqa: BLE001  # raised in the waiting thread
             self._ended.put(error)
         else:
             self._ended.put(lot)

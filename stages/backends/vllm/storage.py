@@ -23,8 +23,7 @@ from stages.backends.vllm import places as table
 
 class Storage:
     """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong.
-    Without
-    a decoder there is no table, and everything `offered` goes through the loader."""
+    Without a decoder there is no table, and everything `offered` goes through the loader."""
 
     def __init__(
         self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
@@ -95,8 +94,7 @@ def differing(
     folder: Path,
 ) -> list[str]:  # fmt: skip
     """Parameters, by vLLM's names, for which the table is wrong: they are missing, have another shape, or differ from
-    the
-    folder in the first, middle or last row of a place.
+    the folder in the first, middle or last row of a place.
 
     Call it before the first refit, while the parameters are what vLLM's own loader read from the folder. For packed
     parameters, on the CPU, only names can be compared.

@@ -37,8 +37,7 @@ class Joined(WeightTransferInitInfo):
 @dataclass
 class Offered(WeightTransferUpdateInfo):
     """`Weights.plain`: the shares of all trainer ranks, each a layout and a reference to memory; the transport, by name
-    or
-    pickled; and, if both sides carry, the meeting."""
+    or pickled; and, if both sides carry, the meeting."""
 
     shares: list[Any]
     version: int
