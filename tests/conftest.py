@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.forked import forked_workers
+
 REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
     sys.path.insert(0, REPOSITORY)
@@ -77,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[Any]:
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The `ray` module, connected to a cluster of this session: 8 logical CPUs for tests, loopback, token required.
 
     It has one TransferQueue, which every run in this process uses; each run removes its rows at its end.
@@ -90,20 +92,23 @@ def ray_session() -> Iterator[Any]:
     from pipeline.executors.placement import worker_environment
     from pipeline.executors.ray import RayExecutor
 
-    ray.init(
-        address="local",
-        num_cpus=8 + 1 + STORAGE_UNITS,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=256 * 2**20,
-        _node_ip_address="127.0.0.2",
-        runtime_env={"env_vars": {**worker_environment(), "PYTHONPATH": REPOSITORY}},
-    )
-    plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
-    RayExecutor.store = plane.settings
-    yield ray
-    RayExecutor.store = None
-    plane.close()
-    ray.shutdown()
+    variables = {**worker_environment(), "PYTHONPATH": REPOSITORY}
+    with forked_workers(tmp_path_factory.mktemp("workers") / "socket", variables) as executable:
+        ray.init(
+            address="local",
+            num_cpus=8 + 1 + STORAGE_UNITS,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=256 * 2**20,
+            _node_ip_address="127.0.0.2",
+            runtime_env={"env_vars": variables, "py_executable": executable},
+            _system_config={"kill_worker_timeout_milliseconds": 500},  # a stopped process does not end by itself
+        )
+        plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
+        RayExecutor.store = plane.settings
+        yield ray
+        RayExecutor.store = None
+        plane.close()
+        ray.shutdown()

@@ -30,7 +30,7 @@ from tests.integration.test_async import QUICKSTART, events, execute, lines, wei
 from tests.integration.test_lost_workers import COMMAND, FLAGS, in_command, pids
 
 SLOW = Path(__file__).parent / "slow_graph.py"
-SILENT_S = 3.0
+SILENT_S = 4.0
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.executors import heartbeat
 
     monkeypatch.setattr(heartbeat, "DEADLINE_S", SILENT_S)
+    monkeypatch.setattr(heartbeat, "LOOKS", int(SILENT_S))  # the driver looks once per second at most
 
 
 def is_gone(pid: int, within_s: float = 20.0) -> bool:
@@ -76,7 +77,7 @@ def test_a_sampler_that_is_stopped_is_replaced_and_nothing_changes(tmp_path, ray
     first, second = pids(folder, "sampler")
     assert first != second and is_gone(first)
     retried = events(run_dir, trace.Retried)
-    assert {event.reason for event in retried} == {"worker sampler.0 has not answered for 3 s"}
+    assert {event.reason for event in retried} == {"worker sampler.0 has not answered for 4 s"}
     assert weights(run_dir, 8) == undisturbed
     assert [line["step"] for line in lines(run_dir)] == list(range(1, 9))
 
@@ -88,7 +89,7 @@ def test_a_trainer_that_is_stopped_takes_the_run_back_to_a_checkpoint(
     folder = tmp_path / "run"
     assert in_command(tmp_path / "small.py", folder, monkeypatch, stopped(folder, "learner", 3)) == 0
     told = capsys.readouterr().err
-    assert "a worker has not answered for 3 s and did not finish" in told and "restart from step 3" in told
+    assert "a worker has not answered for 4 s and did not finish" in told and "restart from step 3" in told
     run_dir = RunDir(folder)
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     assert is_gone(pids(folder, "learner")[0])
@@ -104,7 +105,7 @@ def test_only_who_hangs_is_replaced(tmp_path, ray_session, impatient):
     run_dir = execute(SLOW, flags, tmp_path / "run", executor)
     took_s = {event.stage: event.end_s - event.start_s for event in events(run_dir, trace.Ran)}
     assert min(took_s["sample"], took_s["spin"]) > SILENT_S
-    assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker learner.0 has not answered for 3 s"}
+    assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker learner.0 has not answered for 4 s"}
     assert [len(pids(run_dir.path, group)) for group in ("learner", "sampler", "host")] == [2, 1, 1]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing import start_processes
 
 from pipeline.declare.ranks import open_store
 from tests.integration import rank_worker
@@ -16,13 +18,26 @@ from tests.integration.rank_worker import WAYS
 SIZES = (1, 2, 4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> Iterator[None]:
+    """Ranks are forked from a process that has imported torch and transformers."""
+    forkserver.set_forkserver_preload([rank_worker.__name__])
+    yield
+    forkserver._forkserver._stop()
+
+
+def start(task: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Run a task on each rank, and wait for all."""
+    start_processes(task, args, nprocs=ranks, start_method="forkserver")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """By number of ranks and way of cutting."""
     out = tmp_path_factory.mktemp("ranks")
     for size in SIZES:
         store = open_store("127.0.0.1", size, deadline_s=rank_worker.DEADLINE_S)
-        multiprocessing.spawn(rank_worker.main, (size, store.port, str(out)), nprocs=size)
+        start(rank_worker.main, size, size, store.port, str(out))
     return {size: torch.load(out / f"{size}.pt", weights_only=False) | {"folder": out} for size in SIZES}
 
 
@@ -62,7 +77,7 @@ def test_state_is_the_same_files_for_any_number_of_ranks(results: Any) -> None:
 def spawned(task: Any, out: Path) -> list[str]:
     """What the two ranks of a task wrote."""
     store = open_store("127.0.0.1", 2, deadline_s=240.0)
-    multiprocessing.spawn(task, (2, store.port, str(out)), nprocs=2)
+    start(task, 2, 2, store.port, str(out))
     return [path.read_text() for path in sorted(out.iterdir())]
 
 
