@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration.test_async import QUICKSTART, events, lines
-from tests.integration.test_lost_workers import killed
+from tests.integration.test_lost_workers import in_command, killed, pids
 from tests.journal.checker import check
 from tests.optional import need
 
@@ -73,27 +73,6 @@ def graph(every: int = 3) -> Graph:
               replace(s, on=learner) if isinstance(s, (PrevLogprobs, Train)) else s for s in made.stages]
     return replace(made, stages=tuple(stages), schedule=replace(made.schedule, checkpoint_every=every))
 """
-MAIN = """
-import os, signal, sys
-from pathlib import Path
-from pipeline.cli import console
-from pipeline.record import trace
-from pipeline.run import main
-
-folder, step = Path(sys.argv[2]), console.Progress.step
-
-def kill_once(self, number, metrics):
-    step(self, number, metrics)
-    done = folder / "killed"
-    if number == 4 and not done.exists():
-        done.touch()
-        events = [event for _, event in trace.read(folder / "events.jsonl")]
-        placed = [e.pid for e in events if isinstance(e, trace.Placed) and (e.group, e.worker) == ("learner", 1)]
-        os.kill(placed[-1], signal.SIGKILL)
-
-console.Progress.step = kill_once
-sys.exit(main([sys.argv[1], "--run-dir", str(folder), "--plain"]))
-"""
 
 
 @pytest.mark.timeout(600)
@@ -115,14 +94,19 @@ def test_both_engines_take_turns_where_they_are_colocated(tmp_path, ray_session)
 
 
 @pytest.mark.timeout(600)
-def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_path, ray_session):
-    file = tmp_path / "two.py"
+def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_path, ray_session, monkeypatch, capsys):
+    file, folder = tmp_path / "two.py", tmp_path / "run"
     file.write_text(TWO_RANKS)
-    command = [sys.executable, "-c", MAIN, str(file), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "restart from step 3; restarts left: 1" in done.stderr
-    run_dir = RunDir(tmp_path / "run")
+    died: list[int] = []
+
+    def kill_once(step: int, metrics: dict[str, float]) -> None:
+        if step == 4 and not died:
+            died.append(pids(folder, "learner")[-1])
+            os.kill(died[0], signal.SIGKILL)
+
+    assert in_command(file, folder, monkeypatch, kill_once) == 0
+    assert "restart from step 3; restarts left: 1" in capsys.readouterr().err
+    run_dir = RunDir(folder)
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     published = [(event.version, event.sha256) for event in events(run_dir, trace.Published)]
     assert [version for version, _ in published].count(4) == 2, "before the loss and after it"

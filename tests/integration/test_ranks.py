@@ -20,7 +20,10 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> Iterator[None]:
-    """Ranks are forked from a process that has imported torch and transformers."""
+    """Ranks are forked from a process that has imported torch; tests of vLLM may have started it already."""
+    if forkserver._forkserver._forkserver_pid is not None:
+        yield
+        return
     forkserver.set_forkserver_preload([rank_worker.__name__])
     yield
     forkserver._forkserver._stop()
