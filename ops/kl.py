@@ -20,6 +20,7 @@ def kl_estimate(
     mask_NT: torch.Tensor | None = None,
     kind: str = "k3",
     importance: bool = False,
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """Estimate KL(policy || reference) per token, [N, T] in nat, for tokens that the policy sampled.
 
@@ -34,9 +35,15 @@ def kl_estimate(
     arXiv 2510.01555). For tokens sampled by an older policy, both hold only as far as its probabilities agree with the
     policy's.
 
+    The gradient of k3 grows without bound as x falls: -12.5 at x = -2.6. `clamp`, a number above 0, limits each
+    estimate to [-clamp, clamp]; beyond it there is no gradient. verl 0.9 and NeMo-RL limit k3 to 10; GRPO's paper does
+    not limit it.
+
     With `mask_NT`, masked entries become 0 and pass no gradient; without it, NaN stays NaN. Raises ValueError for an
-    unknown kind.
+    unknown kind, or a clamp that is not above 0.
     """
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"clamp {clamp} is not above 0")
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
     if kind == "k3":
@@ -47,6 +54,8 @@ def kl_estimate(
         kl_NT = logprobs_NT - ref_logprobs_NT
     else:
         raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(ESTIMATORS)}")
+    if clamp is not None:
+        kl_NT = kl_NT.clamp(-clamp, clamp)
     return kl_NT * torch.exp(logprobs_NT - logprobs_NT.detach()) if importance else kl_NT
 
 
@@ -64,4 +73,4 @@ def kl_k3(
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
     x_NT = logprobs_NT - ref_logprobs_NT
-    return torch.exp(-x_NT) + x_NT - 1.0
+    return torch.expm1(-x_NT) + x_NT  # exp(-x) + x - 1 rounds below 0 near 0

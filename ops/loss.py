@@ -43,7 +43,8 @@ def clipped_policy_loss(
     1912.09729, eq. 5).
 
     At level "sequence", r is exp(mean over the sample's tokens of logprobs - old_logprobs), the same for all its
-    tokens, and the gradient flows through the mean: GSPO (arXiv 2507.18071, eq. 7).
+    tokens. Each token's gradient flows through its own logprob: GSPO-token (arXiv 2507.18071, eq. 13 and 14), which has
+    the gradient of GSPO (eq. 7) if all tokens of a sample have the same weight. A token of weight 0 has no gradient.
 
     Raises ValueError for a negative clip, a dual_clip not above 1, an unknown level, or shapes that do not match.
     """
@@ -51,12 +52,8 @@ def clipped_policy_loss(
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip {dual_clip} is not above 1")
-    if level not in LEVELS:
-        raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
     advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT)
-    log_ratio_NT = logprobs_NT - old_logprobs_NT
-    if level == "sequence":
-        log_ratio_NT = masked_mean(log_ratio_NT, mask_NT, dim=1)[:, None].expand_as(log_ratio_NT)
+    log_ratio_NT = log_ratio(logprobs_NT, old_logprobs_NT, mask_NT, level)
     ratio_NT = log_ratio_NT.detach().exp()
     bound_NT = torch.full_like(ratio_NT, 1.0 - clip_low).masked_fill(advantage_NT > 0, 1.0 + clip_high)
     clipped_NT = torch.where(advantage_NT > 0, ratio_NT > bound_NT, (ratio_NT < bound_NT) & (advantage_NT < 0))
@@ -68,6 +65,19 @@ def clipped_policy_loss(
     still_NT = clipped_NT | (advantage_NT == 0)
     active_NT = torch.exp(log_ratio_NT.masked_fill(still_NT, 0.0))
     return -torch.where(clipped_NT, bound_NT, active_NT) * advantage_NT, clipped_NT
+
+
+def log_ratio(
+    logprobs_NT: torch.Tensor, old_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, level: str = "token"
+) -> torch.Tensor:
+    """Return log r, [N, T] in nat, as `clipped_policy_loss` uses it. Raises ValueError for an unknown level."""
+    if level not in LEVELS:
+        raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
+    log_ratio_NT = logprobs_NT - old_logprobs_NT
+    if level == "token":
+        return log_ratio_NT
+    mean_N = masked_mean(log_ratio_NT.detach(), mask_NT, dim=1)
+    return mean_N[:, None] + (logprobs_NT - logprobs_NT.detach())
 
 
 def cispo_loss(

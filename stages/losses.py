@@ -22,12 +22,12 @@ sampler; ref = those of the frozen model; A = advantage; r = exp(lp - prev). All
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline import Field, StageError
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import Rule, at_least, broken, one_of, truth
 from pipeline.errors import Problem, shown
 from stages.vocabulary import REF_LOGPROBS
 
@@ -115,9 +115,7 @@ class TruncatedIS(Correction):
 
     def problems(self, where: str) -> Iterator[Problem]:
         """Parameters out of range."""
-        if not (_number(self.cap) and self.cap > 0):
-            yield _problem(where, self, "cap", "cap is a number above 0", 2.0)
-        yield from _choice(where, self, "level", LEVELS)
+        yield from _broken(_TRUNCATION, self, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +141,7 @@ class IcePop(Correction):
     def problems(self, where: str) -> Iterator[Problem]:
         """Parameters out of range."""
         yield from _bounds(where, self, 0.5, 5.0)
-        yield from _choice(where, self, "level", LEVELS)
+        yield from _broken(_LEVEL, self, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +193,8 @@ class PolicyLoss:
                    2506.09477, 2510.01555). k3 is GRPO's (arXiv 2402.03300)
     kl_importance  multiply the estimate by exp(lp - stopgrad(lp)), which is 1: then k1 and k3 have the gradient of
                    KL(policy || reference) in expectation, on policy. TRL's use_bias_correction_kl multiplies by r
+    kl_clamp       limits each estimate to [-kl_clamp, kl_clamp], without gradient beyond; None is GRPO's form, without
+                   a limit. verl 0.9 and NeMo-RL limit k3 to 10
     aggregation    "token": mean over the tokens of the minibatch (DAPO, arXiv 2503.14476); "sequence": mean over
                    samples of their token means (GRPO); "sequence_sum": mean over samples of their token sums;
                    "fixed_length": sum over tokens / (samples x max_tokens) (Dr. GRPO, arXiv 2503.20783; verl's before
@@ -217,6 +217,7 @@ class PolicyLoss:
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_importance: bool = False
+    kl_clamp: float | None = None
     aggregation: Literal["token", "sequence", "sequence_sum", "fixed_length"] = "token"
     max_tokens: int | None = None
     correction: Correction | None = None
@@ -243,6 +244,10 @@ class PolicyLoss:
         """Whether the loss corrects for samples of an older policy."""
         return self.correction is not None
 
+    def log_ratio(self, scored: Scored) -> torch.Tensor:
+        """The log of the loss's ratio, [N, T] in nat, for the metrics `ratio_mean`, `ratio_max` and `clip_high`."""
+        return scored.logprobs_NT - scored.old_logprobs_NT
+
     def policy_loss(self, scored: Scored, weight_NT: torch.Tensor) -> Formula:
         """The loss of each token, [N, T]; or that, and a bool [N, T], True where the formula clips (the metric
         `clip_fraction`).
@@ -253,14 +258,9 @@ class PolicyLoss:
 
     def problems(self, where: str) -> Iterator[Problem]:
         """Parameters out of range. `where` is the line of the stage."""
-        if not (_number(self.kl) and self.kl >= 0):
-            yield _problem(where, self, "kl", "the KL weight is a number, 0 (none) or more", 0.0)
-        yield from _choice(where, self, "kl_estimator", KL_ESTIMATORS, fix="k3")
-        if not isinstance(self.kl_importance, bool):
-            yield _problem(where, self, "kl_importance", "it is True or False", False)
-        elif self.needs_reference:
+        yield from _broken(_LOSS, self, where)
+        if self.needs_reference and isinstance(self.kl_importance, bool):
             yield from self._gradient_of_kl(where)
-        yield from _choice(where, self, "aggregation", AGGREGATIONS)
         if self.aggregation == "fixed_length" and self.max_tokens is None:
             yield Problem(
                 where=where,
@@ -268,10 +268,6 @@ class PolicyLoss:
                 why="it divides by the maximum response length",
                 fix="max_tokens=512, the rollout's",
             )
-        elif self.max_tokens is not None and not is_whole(self.max_tokens, 1):
-            yield _problem(where, self, "max_tokens", "the maximum response length is a whole number, 1 or more", 512)
-        if not (_number(self.entropy) and self.entropy >= 0):
-            yield _problem(where, self, "entropy", "the entropy weight is a number, 0 (none) or more", 0.0)
         if isinstance(self.correction, Correction):
             yield from self.correction.problems(where)
         elif self.correction is not None:
@@ -331,16 +327,15 @@ class ClippedLoss(PolicyLoss):
             *scored.trained(), low, high, dual_clip=self.dual_clip, level=self.ratio, weight_NT=weight_NT
         )
 
+    def log_ratio(self, scored: Scored) -> torch.Tensor:
+        """The log of the token's or the response's ratio, as `ratio` says."""
+        from ops.loss import log_ratio
+
+        return log_ratio(scored.logprobs_NT, scored.old_logprobs_NT, scored.mask_NT, self.ratio)
+
     def problems(self, where: str) -> Iterator[Problem]:
         """Parameters out of range."""
-        if not _pair(self.clip):
-            yield _problem(where, self, "clip", "clip is two numbers, the distances below and above 1", (0.2, 0.2))
-        elif not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
-            why = "clip[0] is below 1, and neither bound is negative"
-            yield _problem(where, self, "clip", why, (0.2, 0.2))
-        if self.dual_clip is not None and not (_number(self.dual_clip) and self.dual_clip > 1):
-            yield _problem(where, self, "dual_clip", "dual_clip is a number above 1, or None", 3.0)
-        yield from _choice(where, self, "ratio", LEVELS)
+        yield from _broken(_CLIPPED, self, where)
         yield from super().problems(where)
 
 
@@ -366,15 +361,7 @@ class CispoLoss(PolicyLoss):
 
     def problems(self, where: str) -> Iterator[Problem]:
         """Parameters out of range."""
-        bounds: Any = self.clip
-        if isinstance(bounds, tuple | list) and len(bounds) == 2 and bounds[0] is None:
-            bounds = (0.0, bounds[1])
-        if not _pair(bounds):
-            why = "clip is two numbers, the distances below and above 1; the first may be None"
-            yield _problem(where, self, "clip", why, (None, 4.0))
-        elif not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
-            why = "clip[0] is at most 1, and neither bound is negative"
-            yield _problem(where, self, "clip", why, (None, 4.0))
+        yield from _broken(_CISPO, self, where)
         yield from super().problems(where)
 
 
@@ -444,14 +431,8 @@ def _no_formula(owner: PolicyLoss | Correction, where: str) -> Problem:
     )
 
 
-def _problem(where: str, owner: object, name: str, why: str, fix: object) -> Problem:
-    what = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
-    return Problem(where=where, what=what, why=why, fix=f"{name}={fix!r}")
-
-
-def _choice(where: str, owner: object, name: str, known: tuple[str, ...], fix: str = "token") -> Iterator[Problem]:
-    if getattr(owner, name) not in known:
-        yield _problem(where, owner, name, "valid values are " + ", ".join(known), fix)
+def _broken(rules: Iterable[Rule], owner: object, where: str) -> Iterator[Problem]:
+    return broken(rules, owner, where=where, says=f"{type(owner).__name__}({{}})")
 
 
 def _bounds(where: str, owner: IcePop | SequenceMask, low: float, high: float) -> Iterator[Problem]:
@@ -470,3 +451,59 @@ def _pair(value: object) -> bool:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _word(name: str, words: tuple[str, ...], fix: str = "token") -> Rule:
+    return one_of(name, words, why=f"valid values are {', '.join(words)}", fix=f"{name}={fix!r}")
+
+
+def _clip(pair: Callable[[Any], bool], inside: Callable[[Any], bool], why: str, bounds: str, fix: object) -> list[Rule]:
+    return [
+        Rule("clip", pair, f"clip is two numbers, the distances below and above 1{why}", f"clip={fix}"),
+        Rule("clip", lambda clip: not pair(clip) or inside(clip), bounds, f"clip={fix}"),
+    ]
+
+
+def _cispo_pair(clip: Any) -> bool:
+    return _pair(clip) or (isinstance(clip, tuple | list) and len(clip) == 2 and clip[0] is None and _number(clip[1]))
+
+
+_LEVEL = (_word("level", LEVELS),)
+_TRUNCATION = (Rule("cap", lambda cap: _number(cap) and cap > 0, "cap is a number above 0", "cap=2.0"), *_LEVEL)
+_CLIPPED = (
+    *_clip(
+        _pair,
+        lambda clip: 0 <= clip[0] < 1 and clip[1] >= 0,
+        "",
+        "clip[0] is below 1, and neither bound is negative",
+        (0.2, 0.2),
+    ),
+    Rule(
+        "dual_clip",
+        lambda c: c is None or (_number(c) and c > 1),
+        "dual_clip is a number above 1, or None",
+        "dual_clip=3.0",
+    ),
+    _word("ratio", LEVELS),
+)
+_CISPO = _clip(
+    _cispo_pair,
+    lambda clip: 0 <= (clip[0] or 0) <= 1 and clip[1] >= 0,
+    "; the first may be None",
+    "clip[0] is at most 1, and neither bound is negative",
+    (None, 4.0),
+)
+_LOSS = (
+    Rule("kl", lambda kl: _number(kl) and kl >= 0, "the KL weight is a number, 0 (none) or more", "kl=0.0"),
+    _word("kl_estimator", KL_ESTIMATORS, fix="k3"),
+    truth("kl_importance", why="it is True or False", fix=False),
+    Rule(
+        "kl_clamp",
+        lambda c: c is None or (_number(c) and c > 0),
+        "kl_clamp is a number above 0, or None",
+        "kl_clamp=10.0",
+    ),
+    _word("aggregation", AGGREGATIONS),
+    at_least("max_tokens", 1, why="the maximum response length is a whole number, 1 or more", fix=512).optional(),
+    Rule("entropy", lambda e: _number(e) and e >= 0, "the entropy weight is a number, 0 (none) or more", "entropy=0.0"),
+)

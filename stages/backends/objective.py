@@ -50,8 +50,11 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
         weight_NT = blank(weight_NT.detach(), mask_NT)
         sums |= {"is_weight": weight_NT.sum(), "is_changed": changed_NT.sum()}
     loss_NT, clipped_NT = _both(loss.policy_loss(scored, weight_NT), mask_NT)
+    clipped_NT = clipped_NT & (weight_NT != 0)  # tokens that the correction removed are not clipped
     if scored.ref_logprobs_NT is not None:
-        kl_NT = kl_estimate(scored.logprobs_NT, scored.ref_logprobs_NT, mask_NT, loss.kl_estimator, loss.kl_importance)
+        kl_NT = kl_estimate(
+            scored.logprobs_NT, scored.ref_logprobs_NT, mask_NT, loss.kl_estimator, loss.kl_importance, loss.kl_clamp
+        )
         if loss.kl > 0:
             loss_NT = loss_NT + loss.kl * kl_NT
         sums["kl"] = kl_NT.detach().sum()
@@ -60,7 +63,7 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
             loss_NT = loss_NT - loss.entropy * scored.entropy_NT
         sums["entropy"] = scored.entropy_NT.detach().masked_fill(masked_NT, 0.0).sum()
     value = aggregate(loss_NT, mask_NT, loss.aggregation, normalizer)
-    log_ratio_NT = (scored.logprobs_NT.detach() - scored.old_logprobs_NT).masked_fill_(masked_NT, -torch.inf)
+    log_ratio_NT = loss.log_ratio(scored).detach().masked_fill(masked_NT, -torch.inf)
     ratio_NT = log_ratio_NT.exp()
     sums["clip_fraction"] = clipped_NT.sum()
     sums["clip_high"] = (clipped_NT & (log_ratio_NT > 0)).sum()

@@ -110,11 +110,14 @@ def _compare_clipped(
     near(loss.detach(), case.list([[loops.clipped(*pair, *args) for pair in row] for row in pairs]))
     same(flags, case.flags([[loops.is_clipped(*pair, *args) for pair in row] for row in pairs]))
     slopes = [[loops.clipped_slope(*pair, *args) for pair in row] for row in pairs]
-    if level == "sequence":  # every token moves the one ratio by 1 / length
-        totals = [sum(s * u for s, u in zip(*rows)) for rows in zip(slopes, upstream)]
-        near(lp.grad, case.list([[total / max(1, len(row))] * len(row) for total, row in zip(totals, slopes)]))
-    else:
-        near(lp.grad, case.list([[s * u for s, u in zip(*rows)] for rows in zip(slopes, upstream)]))
+    near(lp.grad, case.list([[s * u for s, u in zip(*rows)] for rows in zip(slopes, upstream)]))
+    if level == "token" or any(map(any, weights or ())):
+        return
+    whole = ops.log_ratio(lp, old, case.mask, level)
+    near(
+        whole.detach().masked_fill(~case.mask.bool(), 0.0),
+        case.list([[math.log(ratio) for ratio in ratios(*rows)] for rows in zip(batch.new, batch.old)]),
+    )
 
 
 def check_clip_of_zero(ops: ModuleType) -> None:
@@ -227,13 +230,16 @@ def check_kl(ops: ModuleType) -> None:
         ref, new = case.normal(-2.0), case.normal(-2.0)
         pairs = [list(zip(*rows)) for rows in zip(new, ref)]
         for kind in ("k1", "k2", "k3"):
-            for importance in (False, True):
+            for importance, clamp in ((False, None), (True, None), (True, 0.3)):
                 lp = case.tensor(new, math.nan).requires_grad_()
                 args = (lp, case.tensor(ref, -math.inf), case.mask)
-                estimate = ops.kl_estimate(*args, kind=kind, importance=importance)
+                estimate = ops.kl_estimate(*args, kind=kind, importance=importance, clamp=clamp)
                 estimate.sum().backward()
-                near(estimate.detach(), case.list([[loops.kl(*pair, kind) for pair in row] for row in pairs]))
-                near(lp.grad, case.list([[loops.kl_slope(*pair, kind, importance) for pair in row] for row in pairs]))
+                near(estimate.detach(), case.list([[loops.kl(*pair, kind, clamp) for pair in row] for row in pairs]))
+                near(
+                    lp.grad,
+                    case.list([[loops.kl_slope(*pair, kind, importance, clamp) for pair in row] for row in pairs]),
+                )
 
 
 def check_kl_defaults(ops: ModuleType) -> None:
@@ -247,6 +253,7 @@ def check_kl_defaults(ops: ModuleType) -> None:
         call(leaf, ref, torch.tensor([[1, 0]])).sum().backward()
         near(leaf.grad, [[loops.kl_slope(-1.0, -2.5, "k3"), 0.0]])
     refuses("'k4' is not one of k1, k2, k3$", lambda: ops.kl_estimate(lp, ref, kind="k4"))
+    refuses("clamp 0.0 is not above 0$", lambda: ops.kl_estimate(lp, ref, clamp=0.0))
 
 
 # ops.correction

@@ -60,7 +60,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "stages.backends.objective": {
         "objective: kl_NT.detach() -> kl_NT": _READ_ONLY,
         "objective: scored.entropy_NT.detach() -> scored.entropy_NT": _READ_ONLY,
-        "objective: scored.logprobs_NT.detach() -> scored.logprobs_NT": _READ_ONLY,
+        "objective: loss.log_ratio(scored).detach() -> loss.log_ratio(scored)": _READ_ONLY,
         "objective: value.detach() -> value": _READ_ONLY,
         "objective: log_ratio_NT > 0 -> log_ratio_NT >= 0": "a token whose ratio is 1 is not clipped, but for its "
         "sequence's ratio, and then it is neither high nor low",

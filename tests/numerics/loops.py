@@ -112,15 +112,16 @@ def aggregate(rows: Rows, mode: str, max_tokens: int | None = None) -> float:
 # KL estimators (Schulman 2020) and their importance factor (2506.09477, 2510.01555).
 
 
-def kl(lp: float, ref: float, kind: str) -> float:
+def kl(lp: float, ref: float, kind: str, clamp: float | None = None) -> float:
     x = lp - ref
-    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) + x - 1}[kind]
+    value = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) + x - 1}[kind]
+    return value if clamp is None else min(max(value, -clamp), clamp)
 
 
-def kl_slope(lp: float, ref: float, kind: str, importance: bool = False) -> float:
-    x = lp - ref
-    slope = {"k1": 1.0, "k2": x, "k3": 1 - math.exp(-x)}[kind]
-    return slope + kl(lp, ref, kind) if importance else slope
+def kl_slope(lp: float, ref: float, kind: str, importance: bool = False, clamp: float | None = None) -> float:
+    x, value = lp - ref, kl(lp, ref, kind, clamp)
+    slope = {"k1": 1.0, "k2": x, "k3": 1 - math.exp(-x)}[kind] if value == kl(lp, ref, kind) else 0.0
+    return slope + value if importance else slope
 
 
 # Corrections: truncated IS (Yao et al. 2025), IcePop 2510.18855, NeMo-RL's seq-mask-tis, decoupled PPO 2505.24298.

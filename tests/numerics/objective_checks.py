@@ -34,12 +34,14 @@ LOSSES: tuple[PolicyLoss, ...] = (
     ClippedLoss(clip=(0.1, 0.5), dual_clip=1.2, aggregation="sequence"),
     ClippedLoss(ratio="sequence", clip=(0.05, 0.1), aggregation="sequence_sum", correction=TruncatedIS(cap=1.2)),
     ClippedLoss(ratio="sequence", dual_clip=1.1, entropy=0.3, aggregation="sequence"),
+    ClippedLoss(ratio="sequence", clip=(0.05, 0.1), correction=IcePop(low=0.8, high=1.25), kl=0.5, kl_clamp=0.02),
     ClippedLoss(aggregation="fixed_length", max_tokens=MAX_TOKENS, kl=0.5, correction=IcePop(low=0.8, high=1.25)),
     ClippedLoss(kl=0.5, kl_estimator="k1", kl_importance=True, correction=TruncatedIS(cap=1.1, level="sequence")),
     ClippedLoss(kl=0.5, kl_estimator="k2", entropy=0.2, correction=SequenceMask(low=0.9, high=1.1)),
     ClippedLoss(kl=0.5, kl_importance=True, correction=IcePop(low=0.8, high=1.3, level="sequence")),
     ClippedLoss(correction=Decoupled(), max_tokens=MAX_TOKENS),
     CispoLoss(),
+    CispoLoss(clip=(0.1, 0.1), kl=0.5, kl_estimator="k1", kl_clamp=0.1, correction=IcePop(low=0.8, high=1.25)),
     CispoLoss(clip=(0.1, 0.2), kl=0.5, correction=TruncatedIS(cap=1.2), aggregation="sequence", entropy=0.1),
 )
 
@@ -105,12 +107,19 @@ def token_losses(loss: PolicyLoss, made: Batch, row: list[float], i: int) -> lis
         fixed = [loops.cispo_slope(*pair, advantage, *loss.clip) for pair in zip(made.new[i], old)]
         return [slope * lp for slope, lp in zip(fixed, row)]
     assert isinstance(loss, ClippedLoss)
-    ratios = loops.sequence_ratios if loss.ratio == "sequence" else loops.token_ratios
-    return [loops.clipped(ratio, advantage, *loss.clip, loss.dual_clip) for ratio in ratios(row, old)]
+    ratios = loops.token_ratios(row, old)
+    if loss.ratio == "sequence":  # GSPO-token: the ratio of the response, whose gradient is that of the token
+        fixed = loops.sequence_ratios(made.new[i], old)
+        ratios = [ratio * moved for ratio, moved in zip(fixed, loops.token_ratios(row, made.new[i]))]
+    return [loops.clipped(ratio, advantage, *loss.clip, loss.dual_clip) for ratio in ratios]
+
+
+def penalty(loss: PolicyLoss, lp: float, ref: float) -> float:
+    return loops.kl(lp, ref, loss.kl_estimator, loss.kl_clamp)
 
 
 def penalties(loss: PolicyLoss, made: Batch, row: list[float], i: int) -> list[float]:
-    estimates = [loops.kl(*pair, loss.kl_estimator) for pair in zip(row, made.ref[i])]
+    estimates = [penalty(loss, *pair) for pair in zip(row, made.ref[i])]
     factors = [math.exp(lp - fixed) if loss.kl_importance else 1.0 for lp, fixed in zip(row, made.new[i])]
     return [loss.kl * factor * estimate for factor, estimate in zip(factors, estimates)]
 
@@ -133,28 +142,35 @@ def sums(loss: PolicyLoss, made: Batch) -> dict[str, float]:
     corrected = weights(loss, made)
     pairs = [list(zip(*rows)) for rows in zip(made.new, made.old)]
     if isinstance(loss, CispoLoss):
-        flags = [loops.is_bounded(*pair, *loss.clip) for row in pairs for pair in row]
+        ratios = loops.token_ratios
+        flags = [
+            weight != 0 and loops.is_bounded(*pair, *loss.clip)
+            for row, (weights_T, _) in zip(pairs, corrected)
+            for pair, weight in zip(row, weights_T)
+        ]
     else:
-        ratios = loops.sequence_ratios if loss.ratio == "sequence" else loops.token_ratios
+        ratios = (
+            loops.sequence_ratios if isinstance(loss, ClippedLoss) and loss.ratio == "sequence" else loops.token_ratios
+        )
         flags = [
             loops.is_clipped(ratio, advantage * weight, *loss.clip, loss.dual_clip)
             for new, old, advantage, (row, _) in zip(made.new, made.old, made.advantage, corrected)
             for ratio, weight in zip(ratios(new, old), row)
         ]
-    token_ratios = [math.exp(new - old) for row in pairs for new, old in row]
+    used = [ratio for rows in zip(made.new, made.old) for ratio in ratios(*rows)]
     out = {
         "clip_fraction": float(sum(flags)),
-        "clip_high": float(sum(flag and ratio > 1 for flag, ratio in zip(flags, token_ratios))),
+        "clip_high": float(sum(flag and ratio > 1 for flag, ratio in zip(flags, used))),
         "entropy": sum(map(sum, made.entropies)),
-        "ratio_mean": sum(token_ratios),
-        "ratio_max": max(token_ratios),
+        "ratio_mean": sum(used),
+        "ratio_max": max(used),
         "loss": expected(loss, made, made.new, made.entropies),
     }
     if loss.correction is not None:
         out["is_weight"] = sum(sum(row) for row, _ in corrected)
         out["is_changed"] = float(sum(sum(row) for _, row in corrected))
     if loss.kl > 0:
-        out["kl"] = sum(loops.kl(*pair, loss.kl_estimator) for rows in zip(made.new, made.ref) for pair in zip(*rows))
+        out["kl"] = sum(penalty(loss, *pair) for rows in zip(made.new, made.ref) for pair in zip(*rows))
     return out
 
 

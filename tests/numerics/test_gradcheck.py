@@ -29,19 +29,30 @@ def test_of_logits():
     assert agrees(logprobs.entropy, logits)
 
 
-@pytest.mark.parametrize("level", loss.LEVELS)
 @pytest.mark.parametrize("dual", [None, 1.5])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_of_the_clipped_loss(level, dual, weighted):
+def test_of_the_clipped_loss(dual, weighted):
     lp, old = policy()
     weight = torch.rand(3, 4, dtype=torch.float64) if weighted else None
 
     def value(x):
-        return loss.clipped_policy_loss(
-            x, old, ADVANTAGE, MASK, 0.2, 0.3, dual_clip=dual, level=level, weight_NT=weight
-        )[0]
+        return loss.clipped_policy_loss(x, old, ADVANTAGE, MASK, 0.2, 0.3, dual_clip=dual, weight_NT=weight)[0]
 
     assert agrees(value, lp)
+
+
+def test_of_gspo():
+    """With equal weights the mean over a response has the gradient of the ratio's own formula (2507.18071, eq. 7)."""
+    lp, old = policy()
+    ours, clipped = loss.clipped_policy_loss(lp, old, ADVANTAGE, MASK, 0.99, 9.0, level="sequence")
+    assert not clipped.any()
+
+    def value(x):
+        return -(masks.masked_mean(x - old, MASK, dim=1).exp() * ADVANTAGE).sum()
+
+    assert agrees(value, lp)
+    expected = torch.autograd.grad(value(lp), lp)[0]
+    torch.testing.assert_close(torch.autograd.grad(masks.masked_mean(ours, MASK, dim=1).sum(), lp)[0], expected)
 
 
 @pytest.mark.parametrize("low", [None, 0.2])

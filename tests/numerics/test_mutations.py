@@ -121,6 +121,8 @@ HANDWRITTEN = [  # (module, what stands there once, what is written instead)
     ("ops.loss", "logprobs_NT - old_logprobs_NT\n", "logprobs_NT.roll(1, 0) - old_logprobs_NT\n"),
     ("ops.loss", "torch.where(clipped_NT, bound_NT, active_NT)", "active_NT"),
     ("ops.loss", "& (advantage_NT < 0)", ""),
+    ("ops.loss", "masked_mean(log_ratio_NT.detach(), ", "masked_mean(log_ratio_NT, "),
+    ("ops.loss", " + (logprobs_NT - logprobs_NT.detach())\n", "\n"),
     ("ops.loss", "log_ratio_NT.masked_fill(still_NT, 0.0)", "log_ratio_NT"),
     ("ops.advantage", "correction=1", "correction=0"),
     ("ops.advantage", "(reward_G - reward_G.mean()) / (", "reward_G / ("),
@@ -128,6 +130,7 @@ HANDWRITTEN = [  # (module, what stands there once, what is written instead)
     ("ops.advantage", "(reward_BG == reward_BG[:, :1])", "(reward_BG == reward_BG[:1, :1])"),
     ("ops.advantage", "reward_N.reshape(-1, group_size)", "reward_N.reshape(group_size, -1).T"),
     ("ops.kl", "kl_k3(logprobs_NT, ref_logprobs_NT)\n", "kl_k3(ref_logprobs_NT, logprobs_NT)\n"),
+    ("ops.kl", "clamp(-clamp, clamp)", "clamp(0, clamp)"),
     ("ops.kl", "logprobs_NT - logprobs_NT.detach()", "logprobs_NT - ref_logprobs_NT"),
     (
         "ops.logprobs",
@@ -151,9 +154,12 @@ HANDWRITTEN = [  # (module, what stands there once, what is written instead)
     ),
     (
         "stages.backends.objective",
-        "kl_estimate(scored.logprobs_NT, scored.ref",
-        "kl_estimate(scored.old_logprobs_NT, scored.ref",
+        "scored.logprobs_NT, scored.ref_logprobs_NT, mask_NT, loss.kl_estimator",
+        "scored.old_logprobs_NT, scored.ref_logprobs_NT, mask_NT, loss.kl_estimator",
     ),
+    ("stages.backends.objective", "loss.log_ratio(scored)", "(scored.logprobs_NT - scored.old_logprobs_NT)"),
+    ("stages.backends.objective", "clipped_NT & (weight_NT != 0)", "clipped_NT"),
+    ("stages.backends.objective", ", loss.kl_clamp\n", "\n"),
     ("stages.backends.objective", "aggregation, tokens, samples, ", "aggregation, samples, tokens, "),
 ]
 

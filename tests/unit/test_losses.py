@@ -200,6 +200,34 @@ def test_kl_of_what_is_masked_is_0(kind, fill):
     assert kl[0, 0] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_is_never_negative(dtype):
+    near_0 = torch.logspace(-12, 0, 100_001, dtype=dtype)
+    x = torch.cat((near_0, -near_0, torch.linspace(-20, 20, 100_001, dtype=dtype)))[None]
+    assert kl_k3(x, torch.zeros_like(x)).min() >= 0
+
+
+@pytest.mark.parametrize(("kind", "beyond"), [("k1", 12.0), ("k1", -12.0), ("k2", 5.0), ("k3", -2.7), ("k3", 12.0)])
+def test_a_clamped_estimate_has_no_gradient_beyond(kind, beyond):
+    """verl and NeMo-RL limit k3 to 10."""
+    x = torch.tensor([[0.5, beyond]], requires_grad=True)
+    kl = kl_estimate(x, torch.zeros(1, 2), kind=kind, clamp=10.0)
+    kl.sum().backward()
+    assert kl[0, 1].abs() == 10.0 and x.grad[0, 1] == 0.0
+    assert kl[0, 0] == kl_estimate(x, torch.zeros(1, 2), kind=kind)[0, 0] and x.grad[0, 0] != 0.0
+
+
+def test_a_token_that_the_correction_removed_is_not_trained_by_the_ratio_of_its_response():
+    """GSPO-token (arXiv 2507.18071, eq. 13 and 14): each token's gradient flows through its own logprob."""
+    lp = torch.full((1, 2), -1.0, requires_grad=True)
+    old, rollout, mask = lp.detach(), torch.tensor([[-4.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    weight, removed = icepop(old, rollout, mask, 0.5, 5.0)
+    assert removed.tolist() == [[True, False]]
+    loss, _ = clipped_policy_loss(lp, old, torch.ones(1), mask, 0.2, 0.2, level="sequence", weight_NT=weight)
+    aggregate(loss, mask, "sequence", 1).backward()
+    assert lp.grad.tolist() == [[0.0, -0.5]]
+
+
 def test_k3_is_the_default():
     lp, ref = logs(0.5, 0.9), logs(0.6, 0.1)
     assert torch.equal(kl_estimate(lp, ref), kl_k3(lp, ref))
@@ -302,6 +330,7 @@ LP, ADV = torch.zeros(1, 2), torch.ones(1)
         (lambda: aggregation_normalizer("mean", 1, 1, 1), "'mean' is not one of token, sequence, sequence_sum, fixed_"),
         (lambda: aggregation_normalizer("fixed_length", 1, 1, None), "needs max_tokens"),
         (lambda: kl_estimate(LP, LP, kind="k4"), "'k4' is not one of k1, k2, k3"),
+        (lambda: kl_estimate(LP, LP, clamp=0.0), "clamp 0.0 is not above 0"),
         (lambda: truncated_is(LP, LP, LP, 0.0), "cap 0.0 is not above 0"),
         (lambda: truncated_is(LP, LP, LP, 2.0, "group"), "level 'group' is not one of"),
         (lambda: truncated_is(LP, ADV, LP, 2.0), "are not three times"),
