@@ -330,6 +330,13 @@ def test_kl():
     agrees(ClippedLoss(kl=0.5), with_kl(lambda lp, ref, _: math.exp(ref - lp) - (ref - lp) - 1))  # TRL
 
 
+def test_limit_of_k3():
+    """verl and NeMo-RL limit an estimate to 10; so far apart no two rows of this batch are, so it is less here."""
+    rows = with_kl(lambda lp, ref, _: clamp(loops.kl(lp, ref, "k3"), -0.02, 0.02))
+    agrees(ClippedLoss(kl=0.5, kl_clamp=0.02), rows)
+    differs(ClippedLoss(kl=0.5), rows)
+
+
 def test_gradient_of_verls_straight_through_k3_is_that_of_k2():
     def k3_plus(lp, ref, fixed):
         return loops.kl(lp, ref, "k2") - loops.kl(fixed, ref, "k2") + loops.kl(fixed, ref, "k3")
