@@ -55,6 +55,9 @@ from graphs import quickstart
 from pipeline import Graph
 from tests.unit.test_colocated import colocated
 
+quickstart.TINY_QWEN3 |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                          "moe_intermediate_size": 32, "norm_topk_prob": True}
+
 def graph(steps: int = 2) -> Graph:
     return colocated(quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
                                       samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron"))
@@ -76,7 +79,7 @@ def graph(every: int = 3) -> Graph:
 
 
 @pytest.mark.timeout(600)
-def test_both_engines_take_turns_where_they_are_colocated(tmp_path, ray_session):
+def test_both_engines_take_turns_where_they_are_colocated_on_a_mixture_of_experts(tmp_path, ray_session):
     need("vllm", "vllm")
     file = tmp_path / "together.py"
     file.write_text(COLOCATED)

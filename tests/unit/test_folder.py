@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import Model, StageError
@@ -14,14 +16,19 @@ from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.folder import model_folder
 from tests.unit.tiny import QWEN3
 
+MIXTURE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 POLICY = Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc")
 
 
-def test_the_folder_loads_as_the_model(tmp_path: Path) -> None:
-    folder = model_folder(POLICY, tmp_path)
+@pytest.mark.parametrize("policy", [POLICY, Model("a mixture", config=MIXTURE, alphabet="0123456789abc")])
+def test_the_folder_loads_as_the_model(tmp_path: Path, policy: Model) -> None:
+    folder = model_folder(policy, tmp_path)
     assert folder.parent == tmp_path / "models"
-    tokenizer = load_tokenizer(POLICY)
-    network = load_network(POLICY, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        experts = [name for name in file.keys() if "layers.0.mlp.experts." in name]  # noqa: SIM118 - it is no dict
+    assert len(experts) == (12 if policy.config is MIXTURE else 0), "one tensor per expert, as in published folders"
+    tokenizer = load_tokenizer(policy)
+    network = load_network(policy, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     again = AutoTokenizer.from_pretrained(folder)
     assert type(loaded) is type(network)

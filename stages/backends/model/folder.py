@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
@@ -56,14 +57,19 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
 
 
 def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model's folder from any rank of a process group: transformers' own function writes on rank 0 only."""
+    """Write a model's folder from any rank of a process group: transformers' own function writes on rank 0 only.
+
+    Tensors have the names of published folders, one per expert, which engines read; the network holds experts fused.
+    """
     folder.mkdir()
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(folder)
     if network.generation_config is not None:
         network.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file(weights(network), folder / "model.safetensors", metadata={"format": "pt"})
+    published = revert_weight_conversion(network, weights(network))
+    contiguous = {name: tensor.contiguous() for name, tensor in published.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _from_hub(model: Model) -> Path:
