@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal[("auto", *TRANSPORTS)]  # the type of a recipe's flag
-NCCL = "nccl.core"  # part of nccl4py
+NCCL = "nccl.core"
+NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip install 'sluice[nccl]'"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ class Refit(Stage):
                 why="the torch backend has bfloat16 weights on GPUs and float32 weights on CPUs",
                 fix="gpus on both worker groups, or on neither",
             )
+        if self.transport == "auto" and self.source.gpus > 0 and not self._share_gpus() and not is_installed(NCCL):
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} has transport='auto'",
+                why=f"between machines it is 'p2p', which needs {NEEDS_NCCL}; on one machine it is 'pull'",
+                fix=f"{INSTALL_NCCL}, or keep both worker groups on one machine",
+                warning=True,
+            )
         for why, fix in self._objections():
             what = f"stage {self.name!r} has transport={shown(self.transport)}"
             yield Problem(where=str(self.location), what=what, why=why, fix=fix)
@@ -115,7 +124,7 @@ class Refit(Stage):
         elif on_gpus and transport.both_carry and self._share_gpus():
             yield "both sides share GPUs, and NCCL allows one rank per GPU", "transport='auto'"
         elif on_gpus and transport.both_carry and not is_installed(NCCL):
-            yield f"it needs the package {NCCL!r}, which is not installed", "pip install nccl4py"
+            yield f"it needs {NEEDS_NCCL}", INSTALL_NCCL
 
     def meets(self, is_near: bool) -> bool:
         """Whether both sides carry. Raises StageError for a one-machine transport between machines."""

@@ -3,8 +3,10 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,13 @@ HEAVY = (
 )
 LIGHT = ("declare", "plan", "schedule", "record", "analysis", "engine")  # rooms that load nothing heavy by themselves
 PUBLIC_TO_STAGES = {"declare", "errors"}  # beside `pipeline`
+DISTRIBUTIONS = {
+    "transfer_queue": "TransferQueue",
+    "megatron": "megatron-core",
+    "nccl": "nccl4py",
+    "mlflow": "mlflow-skinny",
+}
+COMES_WITH_TORCH = {"triton"}  # with its builds for GPUs
 ONLY_IN = {"ray": "pipeline/executors", "transfer_queue": "pipeline/data_plane", "aiohttp": "pipeline/web"}
 
 
@@ -147,3 +156,21 @@ def test_a_run_never_imports_the_web_view():
     for path in files("pipeline", "stages", "ops", "graphs"):
         if "web" not in path.parts and path.name != "view.py":
             assert not any(module.startswith("pipeline.web") for module in imports(path, top_level=False)), path
+
+
+def test_what_is_imported_is_declared():
+    """As a dependency, or in an extra."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = [need for needs in project["optional-dependencies"].values() for need in needs]
+    declared = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in (*project["dependencies"], *extras)}
+    roots = {
+        module.partition(".")[0]
+        for path in files("pipeline", "stages", "ops", "graphs")
+        for module in imports(path, top_level=False)
+    }
+    ours = {"pipeline", "stages", "ops", "graphs"}
+    wanted = {
+        DISTRIBUTIONS.get(root, root).replace("-", "_")
+        for root in roots - ours - COMES_WITH_TORCH - sys.stdlib_module_names
+    }
+    assert wanted <= declared, wanted - declared

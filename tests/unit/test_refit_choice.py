@@ -45,7 +45,16 @@ def test_a_recipe_hands_its_flag_on() -> None:
 
 @pytest.mark.parametrize("transport", ["p2p", "broadcast"])
 def test_nccl_needs_its_package(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed, told in ((True, []), (False, ["it needs the package 'nccl.core', which is not installed"])):
+    for installed, told in ((True, []), (False, ["it needs the package nccl4py, which is not installed"])):
         monkeypatch.setattr(module, "is_installed", lambda package: installed)  # noqa: B023
         assert [why for why, _ in Refit(POLICY, **GPU, transport=transport)._objections()] == told
     assert not list(Refit(POLICY, **CPU, transport="broadcast")._objections()), "between CPUs gloo carries it"
+
+
+def test_auto_warns_of_a_missing_package_that_only_several_machines_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_installed", lambda package: package != module.NCCL)
+    for groups, told in ((GPU, True), (CPU, False), (SHARED, False)):
+        found = [problem for problem in Refit(POLICY, **groups).check(None) if "transport='auto'" in problem.what]  # type: ignore[arg-type]
+        assert [(problem.warning, problem.fix) for problem in found] == [
+            (True, "pip install 'sluice[nccl]', or keep both worker groups on one machine")
+        ] * told
