@@ -90,7 +90,7 @@ def user_error(error: Exception, *, stage: str, where: str, when: str) -> Sluice
             where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
             what=f"stage {stage!r} {when}: {message_of(error)}",
             why=f"the stage at {where} raised" if own else "code that it calls raised",
-            fix="correct the stage, then resume" if own else "correct its inputs; the traceback is in RUN/logs",
+            fix="correct the stage, then resume" if own else "see the traceback in RUN/logs",
         )
     )
 

@@ -47,7 +47,7 @@ def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: 
         what, why, fix = wrong.args
         code = inspect.unwrap(formula.__func__).__code__  # type: ignore[attr-defined]
         return Problem(where=f"{code.co_filename}:{code.co_firstlineno}", what=f"{owner} {what}", why=why, fix=fix)
-    except Exception as error:  # noqa: BLE001 - user code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         return Problem(
             where=user_error(error, stage="", where=where, when="").problems[0].where,
             what=f"{owner} raised {message_of(error)}",
@@ -64,6 +64,7 @@ def _try_weights(loss: PolicyLoss) -> None:
     for padding, wide in ((0.0, 0), (-3.0, 2)):
         scored = _scored(loss, padding, wide)
         weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
+        _unchanged(scored, _scored(loss, padding, wide))
         found.append(weight_NT[scored.mask_NT].detach())
     _same(found[0], found[1], "weights")
 
@@ -92,6 +93,7 @@ def _run(loss: PolicyLoss, padding: float, wide: int, weight: float = 1.0) -> tu
     scored = _scored(loss, padding, wide)
     made = loss.policy_loss(scored, torch.full_like(scored.old_logprobs_NT, weight))
     loss_NT = _tokens(made, scored, "the loss of each token")
+    _unchanged(scored, _scored(loss, padding, wide))
     if not loss_NT.requires_grad:
         raise _Wrong(
             "has no gradient",
@@ -136,6 +138,18 @@ def _tokens(made: Any, scored: Scored, meaning: str) -> torch.Tensor:
             "keep logarithms, divisions and exponents in range",
         )
     return value
+
+
+def _unchanged(scored: Scored, before: Scored) -> None:
+    """Check that a formula has left its inputs as they were: losses, corrections and metrics share them."""
+    for name, column in {**vars(before), **before.columns}.items():
+        now = scored.columns[name] if name in before.columns else getattr(scored, name)
+        if isinstance(column, torch.Tensor) and not torch.equal(now, column):
+            raise _Wrong(
+                f"changes scored.{name} in place",
+                "the loss, the correction and the metrics read the same tensors",
+                f"compute a new tensor, without methods that end in _, such as {name}.mul_()",
+            )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:

@@ -89,7 +89,7 @@ class Refit(Stage):
                 why="the torch backend has bfloat16 weights on GPUs and float32 weights on CPUs",
                 fix="gpus on both worker groups, or on neither",
             )
-        if self.transport == "auto" and self.source.gpus > 0 and not self._share_gpus() and not is_installed(NCCL):
+        if self.transport == "auto" and self._between_gpus() and not self._share_gpus() and not is_installed(NCCL):
             yield Problem(
                 where=str(self.location),
                 what=f"stage {self.name!r} has transport='auto'",
@@ -116,7 +116,7 @@ class Refit(Stage):
             yield from self._misplaced(transport)
 
     def _misplaced(self, transport: Transport) -> Iterable[tuple[str, str]]:
-        on_gpus = self.source.gpus > 0 and self.target.gpus > 0
+        on_gpus = self._between_gpus()
         device, name = ("cuda", "GPUs") if on_gpus else ("cpu", "CPUs")
         if device not in transport.devices:
             fits = [each.name for each in TRANSPORTS.values() if device in each.devices]
@@ -169,6 +169,10 @@ class Refit(Stage):
             return Output(metrics=metrics, weights=(version, served.sha256))
 
         return run
+
+    def _between_gpus(self) -> bool:
+        """Whether both sides have GPUs."""
+        return self.source.gpus > 0 and self.target.gpus > 0
 
     def _share_gpus(self) -> bool:
         """Whether both sides share GPUs."""

@@ -52,7 +52,7 @@ class GraphFile:
                 Problem(
                     where=_deepest(error, self.path),
                     what=f"graph() raised {message_of(error)}",
-                    why="the descriptions in it must be valid",
+                    why="graph() must return a Graph without an error",
                     fix=_call_fix(error, self.module) or "correct that line, or the flag that sets its value",
                 )
             ) from error
@@ -145,7 +145,7 @@ def _import(path: Path) -> types.ModuleType:
             Problem(
                 where=where,
                 what=f"the graph file does not import: {type(error).__name__}: {text}",
-                why="its top level runs before anything else",
+                why="the file is imported before the graph is built",
                 fix=fix,
             )
         ) from error

@@ -8,9 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pipeline.declare.parameters import Rule, broken
+from pipeline.errors import Problem
 
 Work = Literal["sample", "score", "train", "reward"]
 WORK: tuple[Work, ...] = ("sample", "score", "train", "reward")
@@ -47,3 +51,43 @@ def register(backend: Backend) -> None:
     """Register a backend, so that worker groups can name it. Raises ValueError if another one has that name."""
     if BACKENDS.setdefault(backend.name, backend) != backend:
         raise ValueError(f"another backend is named {backend.name!r}")
+
+
+def description_problems(backend: Backend, where: str) -> Iterator[Problem]:
+    """What is wrong with the description of a backend that computes with a model."""
+    return broken(_RULES, backend, where=where, says=f"backend {backend.name!r} has {{}}")
+
+
+def _takes(function: object, arguments: int) -> bool:
+    """Whether it is "module:function", or can be called with this many arguments."""
+    if isinstance(function, str):
+        return all(part.replace(".", "_").isidentifier() for part in function.split(":")) and function.count(":") == 1
+    try:
+        return callable(function) and bool(inspect.signature(function).bind(*[None] * arguments))
+    except (TypeError, ValueError):
+        return False
+
+
+_RULES = (
+    Rule(
+        "name", lambda name: isinstance(name, str) and bool(name), "records and messages show the name", "name='mine'"
+    ),
+    Rule(
+        "can",
+        lambda can: isinstance(can, tuple | list) and bool(can) and set(can) <= set(WORK),
+        f"can is a tuple of {', '.join(map(repr, WORK))}",
+        "can=('sample',)",
+    ),
+    Rule(
+        "opener",
+        lambda opener: _takes(opener, 1),
+        "opener(context) returns the engine; it is a function or 'module:function'",
+        "opener=open_mine, with def open_mine(context)",
+    ),
+    Rule(
+        "checks",
+        lambda checks: checks is None or _takes(checks, 2),
+        "checks(group, where) yields problems; it is a function or 'module:function'",
+        "checks=check_mine, with def check_mine(group, where), or leave it out",
+    ),
+)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -28,7 +28,7 @@ from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import PeerLost, Problem, SluiceError, StageError, Unfit, user_error
+from pipeline.errors import PeerLost, Problem, SluiceError, StageError, Unfit, shown, user_error
 from pipeline.executors import replay
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
@@ -136,7 +136,7 @@ class Worker:
         )
         for stage in self.stages.values():
             try:
-                self._runners[stage.name] = stage.setup(context)
+                self._runners[stage.name] = _runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
             except Exception as error:  # noqa: BLE001 - user code enters here
                 self._log(error)
@@ -162,7 +162,7 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            output = _as_output(self._runners[stage.name](columns, task))
+            output = _as_output(stage, self._runners[stage.name](columns, task))
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [output], result)
@@ -217,7 +217,7 @@ class Worker:
         if start_s is None:
             start_s = self._begin(task, alone=True)
         try:
-            output = _as_output(self._runners[stage.name](rendezvous, task))
+            output = _as_output(stage, self._runners[stage.name](rendezvous, task))
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
@@ -517,6 +517,20 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
         await produced.aclose()  # type: ignore[attr-defined]
 
 
+def _runner(stage: Stage, made: Any) -> Any:
+    """The runner that setup returned. Raises StageError if it cannot be called."""
+    if not callable(made):
+        raise StageError(
+            Problem(
+                where=str(stage.location),
+                what=f"setup() of stage {stage.name!r} returned {shown(made)}",
+                why="setup returns the runner, which is called with columns and task",
+                fix="return a function: return run",
+            )
+        )
+    return made
+
+
 def _weight(output: Output, keys: Sequence[str]) -> int:
     """Return the number of samples that an output's metrics average over."""
     return len(output.index) if output.index is not None else len(keys)
@@ -531,8 +545,20 @@ def _full(stage: Stage, metric: str) -> str:
     return metric if "/" in metric else f"{stage.name}/{metric}"
 
 
-def _as_output(produced: Output | Columns | None) -> Output:
-    return produced if isinstance(produced, Output) else Output(columns=produced or {})
+def _as_output(stage: Stage, produced: Output | Columns | None) -> Output:
+    """The output of a runner. Raises StageError for a metric that is no number."""
+    output = produced if isinstance(produced, Output) else Output(columns=produced or {})
+    for name, value in output.metrics.items():
+        if not isinstance(value, SupportsFloat):
+            raise StageError(
+                Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} returned the metric {name}={shown(value)}",
+                    why="metrics are numbers, averaged over the samples of a step",
+                    fix=f"return a number for {name!r}, or leave it out",
+                )
+            )
+    return output
 
 
 def _unfinished(stage: Stage, left: set[int]) -> StageError:

@@ -30,7 +30,7 @@ _RULES = (
     one_of(
         "per",
         ("sample", "group", "batch"),
-        why="a unit is a sample, a group or a batch",
+        why="a stage starts on each sample, each group or the whole batch",
         fix="per='sample', 'group' or 'batch'",
     ),
     at_least("every", 1, why="the stage runs at every n-th step, n >= 1"),
@@ -124,7 +124,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 yield Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
-                    why="every read has a writer",
+                    why="every field that a stage reads is written by another one",
                     fix=_way_to(field, stage, writers),
                 )
                 continue
@@ -134,7 +134,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, "
                     f"{by.name!r} writes {_type(written)}",
-                    why="dtype, dims and unit agree across an edge",
+                    why="reader and writer declare the same dtype, dims and unit",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
     read |= {stage.gate.field.name for stage in stages if stage.gate}  # stages wait for it
@@ -163,7 +163,7 @@ def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Sta
     if near:
         return f"did you mean {near[0]!r}? If not, {add}"
     samples = sorted(name for name in others if not written[name][0][1].per_step)
-    return f"{add}; there are {', '.join(samples)}" if samples else add
+    return f"{add}; available fields: {', '.join(samples)}" if samples else add
 
 
 def dependence(stages: Sequence[Stage]) -> nx.DiGraph:

@@ -54,7 +54,7 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=" and ".join(dict.fromkeys(str(stage.location) for stage in same)),
                 what=f"{count} stages are named {name!r}",
-                why="a name stands for one stage",
+                why="stage names are unique",
                 fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
             )
     for stage in stages:

@@ -148,7 +148,7 @@ def _damage(folder: Path) -> Problem | None:
             return Problem(where=str(path), what="it is not there", why="the manifest lists it", fix=fix)
         if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
             return Problem(
-                where=str(path), what="size or sha256 differ from the manifest", why="it was damaged", fix=fix
+                where=str(path), what="size or sha256 differ from the manifest", why="the file is damaged", fix=fix
             )
     return None
 

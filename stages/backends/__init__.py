@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
-from pipeline.declare.backend import BACKENDS, Work, register
-from pipeline.errors import Problem, shown
+from pipeline.declare.backend import BACKENDS, Work, description_problems, register
+from pipeline.errors import Problem, message_of, shown
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -166,6 +166,9 @@ def backend_problems(
         fix = "use Backend(name=...) with another name"
         yield Problem(where=where, what=f"{has}, a name that is taken", why=why, fix=fix)
         return
+    if (backend.can or backend.opener) and (wrong := list(description_problems(backend, where))):
+        yield from wrong
+        return
     if backend.opener is None:
         yield Problem(
             where=where,
@@ -178,11 +181,19 @@ def backend_problems(
         yield Problem(
             where=where,
             what=f"{has}, and {f'stage {stage.name!r}' if stage else 'a stage'} {DOES[work]} there",
-            why=f"{group.backend!r} {' and '.join(DOES[each] for each in backend.can)}, nothing else",
+            why=f"{backend.name!r} can only {' and '.join(backend.can)}",
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
     if backend.checks:
-        yield from _function(backend.checks)(group, where)
+        try:
+            yield from list(_function(backend.checks)(group, where))
+        except Exception as error:  # noqa: BLE001 - user code
+            yield Problem(
+                where=where,
+                what=f"checks of backend {backend.name!r} raised {message_of(error)}",
+                why="it yields the problems of a worker group",
+                fix="correct checks(group, where)",
+            )
     for package in backend.packages:
         if not is_installed(package):
             yield Problem(

@@ -30,6 +30,7 @@ LOSSES = [
     loss("unknown_ratio", "ClippedLoss(ratio='group')"),
     loss("kl_below_0", "ClippedLoss(kl=-1)"),
     loss("kl_is_a_text", "ClippedLoss(kl='0.1')"),
+    loss("kl_clamp_of_0", "ClippedLoss(kl_clamp=0)"),
     loss("unknown_kl_estimator", "ClippedLoss(kl_estimator='kl3')"),
     loss("kl_importance_is_a_number", "ClippedLoss(kl_importance=1)"),
     loss("unknown_aggregation", "ClippedLoss(aggregation='mean')"),
@@ -174,8 +175,13 @@ FORMULAS = [
     own_loss(
         "own_loss_leaves_out_the_weight", "return -scored.advantage_N[:, None] * scored.logprobs_NT", given=CORRECTED
     ),
+    own_loss("own_loss_changes_its_input", "return -scored.advantage_N.mul_(2)[:, None] * scored.logprobs_NT"),
+    own_loss("own_loss_exits", "raise SystemExit(0)  # here"),
     own_loss("own_loss_clipped_is_a_number", GAIN, "return gain_NT, gain_NT"),
     own_correction("own_correction_raises", "return scored.logprobs  # here"),
+    own_correction(
+        "own_correction_changes_its_input", "return scored.old_logprobs_NT.sub_(scored.rollout_logprobs_NT).exp()"
+    ),
     own_correction("own_correction_is_a_mask", "return scored.mask_NT"),
     own_correction("own_correction_per_sample", "return scored.advantage_N"),
     own_correction("own_correction_looks_into_padding", "return scored.rollout_logprobs_NT.softmax(1)"),

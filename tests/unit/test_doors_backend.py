@@ -41,7 +41,7 @@ def said(group, work="sample"):
     [
         ("trch", "no backend has that name. Fix: did you mean 'torch'?"),
         (Backend(name="vllm", can=("sample",), opener="mine:open"), "could not tell the two apart"),
-        (Backend(name="mine", can=("score",), opener="mine:open"), "'mine' computes logprobs, nothing else"),
+        (Backend(name="mine", can=("score",), opener="mine:open"), "'mine' can only score"),
         (Backend(name="mine", can=("sample",), opener="mine:open", packages=("no_such",)), "the package 'no_such'"),
         (Backend(name="mine"), "runs plain functions only"),
     ],
@@ -79,3 +79,23 @@ def test_a_copy_with_another_backend_is_that_one():
     mine = WorkerGroup("sampler", backend=Backend(name="mine", leads=True), workers=4, tensor_parallel=2)
     assert mine.processes == 2 and replace(mine, gpus=4).own == mine.own
     assert replace(mine, backend="torch").own is None and replace(mine, backend="torch").processes == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"can": "sample"}, "has can='sample'; can is a tuple of 'sample', 'score', 'train', 'reward'"),
+        ({"can": ("samples",)}, "has can=('samples',); can is a tuple of"),
+        ({"can": ()}, "has can=(); can is a tuple of"),
+        ({"name": ""}, "has name=''; records and messages show the name"),
+        ({"opener": None}, "has opener=None; opener(context) returns the engine"),
+        ({"opener": "open_mine"}, "has opener='open_mine'; opener(context) returns"),
+        ({"opener": lambda: None}, "opener(context) returns the engine"),
+        ({"checks": lambda group: ()}, "checks(group, where) yields problems"),
+        ({"checks": lambda group, where: 1 / 0}, "checks of backend 'mine' raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_wrong_description_is_one_problem(wrong, text):
+    described = {"name": "mine", "can": ("sample",), "opener": lambda context: None} | wrong
+    found = said(WorkerGroup("sampler", backend=Backend(**described)))
+    assert text in found and found.count("Fix:") == 1, found

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,9 @@ def test_a_transport_of_one_machine_is_refused_between_machines() -> None:
     assert not refit.meets(True)
     with pytest.raises(StageError, match="has transport='mail' and workers on several machines"):
         refit.meets(False)
+
+
+def test_a_transport_that_cannot_be_sent_is_refused() -> None:
+    made = Mail()
+    made.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert missing(made) == "Mail cannot be sent to workers: cannot pickle '_thread.lock' object"

@@ -382,5 +382,5 @@ def test_a_hint_is_given_where_a_name_is_close():
         "did you mean 'reward'? If not, add a stage that writes 'rewrad', or, if it is a column of the data, "
         "Prompts(..., extra=(Field('rewrad', dtype='float32'),))",
         "add a stage that writes 'zzz', or, if it is a column of the data, "
-        "Prompts(..., extra=(Field('zzz', dtype='float32'),)); there are logprobs, prompt, response, reward",
+        "Prompts(..., extra=(Field('zzz', dtype='float32'),)); available fields: logprobs, prompt, response, reward",
     ]

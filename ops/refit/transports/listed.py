@@ -137,7 +137,7 @@ def missing(transport: object) -> str:
     for part in ("devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
         if not hasattr(transport, part):
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
-    return _wrong(transport) or _wrong_ends(transport)  # type: ignore[arg-type]
+    return _wrong(transport) or _wrong_ends(transport) or _stays(transport)  # type: ignore[arg-type]
 
 
 def _wrong(transport: Transport) -> str:
@@ -149,6 +149,17 @@ def _wrong(transport: Transport) -> str:
     devices = transport.devices
     if isinstance(devices, str) or not devices or not set(devices) <= set(DEVICES):
         return f"{kind} has devices={devices!r}; devices are ('cpu',), ('cuda',) or ('cpu', 'cuda')"
+    return ""
+
+
+def _stays(transport: Transport) -> str:
+    """Why a transport cannot be sent to workers; "" if it can."""
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(transport)
+    except Exception as error:  # noqa: BLE001 - user code
+        return f"{type(transport).__name__} cannot be sent to workers: {error}"
     return ""
 
 
