@@ -68,7 +68,7 @@ class SluiceError(Exception):
         return type(self), self.problems
 
 
-def user_error(error: Exception, *, stage: str, where: str, when: str) -> SluiceError:
+def user_error(error: BaseException, *, stage: str, where: str, when: str) -> SluiceError:
     """Return the error to raise for an exception of user code in a stage. A SluiceError keeps its type; problems that
     name no line get the stage's line.
 

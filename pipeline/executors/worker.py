@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 import msgspec
 
@@ -28,8 +28,8 @@ from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import PeerLost, Problem, SluiceError, StageError, Unfit, shown, user_error
-from pipeline.executors import replay
+from pipeline.errors import PeerLost, SluiceError, Unfit, user_error
+from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
 from pipeline.plan.planner import sample_fields
@@ -136,7 +136,7 @@ class Worker:
         )
         for stage in self.stages.values():
             try:
-                self._runners[stage.name] = _runner(stage, stage.setup(context))
+                self._runners[stage.name] = returned.runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
             except Exception as error:  # noqa: BLE001 - user code enters here
                 self._log(error)
@@ -162,10 +162,10 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            output = _as_output(stage, self._runners[stage.name](columns, task))
+            produced = self._runners[stage.name](columns, task)
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
-            self._keep(stage, task, keys, [output], result)
+            self._keep(stage, task, keys, [produced], result)
             result.finished = result.task.groups
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, columns, error)
@@ -199,7 +199,7 @@ class Worker:
                 yield result
                 result = TaskResult(task=task)
             if left:
-                raise _unfinished(stage, left)
+                raise returned.unfinished(stage, left)
         except Exception as error:  # noqa: BLE001 - user code enters here
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
@@ -217,7 +217,7 @@ class Worker:
         if start_s is None:
             start_s = self._begin(task, alone=True)
         try:
-            output = _as_output(stage, self._runners[stage.name](rendezvous, task))
+            output = returned.output(stage, self._runners[stage.name](rendezvous, task))
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
@@ -343,7 +343,7 @@ class Worker:
         """Put the runner's output in one put, and add its metrics, weighted by samples."""
         size = self.settings.group_size
         made = []
-        for output in outputs:
+        for output in (returned.output(stage, produced) for produced in outputs):
             if output.cancelled:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:
@@ -367,9 +367,7 @@ class Worker:
         self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
         """Return an output, and the samples of the task that its columns belong to."""
-        declared = {field.name for field in stage.writes if not field.per_step}
-        if output.columns.keys() != declared:
-            raise _wrong_columns(stage, declared, set(output.columns))
+        returned.check_columns(stage, output.columns)
         index: Sequence[int] = range(len(keys)) if output.index is None else output.index
         if output.dropped:
             index = self._kept(stage, task, output, len(keys))
@@ -438,15 +436,7 @@ class Worker:
 
     def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
         """Return the samples of the groups that an output keeps."""
-        if stage.gate is None or not output.dropped.keys() <= set(range(len(task.groups))):
-            raise StageError(
-                Problem(
-                    where=str(stage.location),
-                    what=f"stage {stage.name!r} drops groups {sorted(output.dropped)} of {len(task.groups)}",
-                    why="only a stage with a gate drops groups, by their position in the task",
-                    fix="declare a gate, or correct `dropped`",
-                )
-            )
+        returned.check_dropped(stage, output.dropped, len(task.groups))
         size = self.settings.group_size
         return [i for i in range(samples) if i // size not in output.dropped]
 
@@ -517,20 +507,6 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
         await produced.aclose()  # type: ignore[attr-defined]
 
 
-def _runner(stage: Stage, made: Any) -> Any:
-    """The runner that setup returned. Raises StageError if it cannot be called."""
-    if not callable(made):
-        raise StageError(
-            Problem(
-                where=str(stage.location),
-                what=f"setup() of stage {stage.name!r} returned {shown(made)}",
-                why="setup returns the runner, which is called with columns and task",
-                fix="return a function: return run",
-            )
-        )
-    return made
-
-
 def _weight(output: Output, keys: Sequence[str]) -> int:
     """Return the number of samples that an output's metrics average over."""
     return len(output.index) if output.index is not None else len(keys)
@@ -543,43 +519,3 @@ def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
 
 def _full(stage: Stage, metric: str) -> str:
     return metric if "/" in metric else f"{stage.name}/{metric}"
-
-
-def _as_output(stage: Stage, produced: Output | Columns | None) -> Output:
-    """The output of a runner. Raises StageError for a metric that is no number."""
-    output = produced if isinstance(produced, Output) else Output(columns=produced or {})
-    for name, value in output.metrics.items():
-        if not isinstance(value, SupportsFloat):
-            raise StageError(
-                Problem(
-                    where=str(stage.location),
-                    what=f"stage {stage.name!r} returned the metric {name}={shown(value)}",
-                    why="metrics are numbers, averaged over the samples of a step",
-                    fix=f"return a number for {name!r}, or leave it out",
-                )
-            )
-    return output
-
-
-def _unfinished(stage: Stage, left: set[int]) -> StageError:
-    return StageError(
-        Problem(
-            where=str(stage.location),
-            what=f"stage {stage.name!r} ended without output for {len(left)} groups, {min(left)} among them",
-            why="a stream yields or cancels every group that it is given",
-            fix="yield an Output whose index names the samples of those groups",
-        )
-    )
-
-
-def _wrong_columns(stage: Stage, declared: set[str], got: set[str]) -> StageError:
-    parts = [f"lacks {', '.join(sorted(declared - got))}"] if declared - got else []
-    parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
-    return StageError(
-        Problem(
-            where=str(stage.location),
-            what=f"what stage {stage.name!r} returned {' and '.join(parts)}",
-            why="a stage returns exactly the columns that it declares in writes",
-            fix="correct `writes`, or what the runner returns",
-        )
-    )

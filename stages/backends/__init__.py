@@ -184,16 +184,7 @@ def backend_problems(
             why=f"{backend.name!r} can only {' and '.join(backend.can)}",
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
-    if backend.checks:
-        try:
-            yield from list(_function(backend.checks)(group, where))
-        except Exception as error:  # noqa: BLE001 - user code
-            yield Problem(
-                where=where,
-                what=f"checks of backend {backend.name!r} raised {message_of(error)}",
-                why="it yields the problems of a worker group",
-                fix="correct checks(group, where)",
-            )
+    yield from _own_checks(backend, group, where)
     for package in backend.packages:
         if not is_installed(package):
             yield Problem(
@@ -202,6 +193,19 @@ def backend_problems(
                 why="it is not installed",
                 fix=backend.install,
             )
+
+
+def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:
+    """What the backend's own checks find, or that they fail."""
+    try:
+        yield from list(_function(backend.checks)(group, where)) if backend.checks else ()
+    except Exception as error:  # noqa: BLE001 - user code
+        yield Problem(
+            where=where,
+            what=f"checks of backend {backend.name!r} raised {message_of(error)}",
+            why="it yields the problems of a worker group",
+            fix="correct checks(group, where)",
+        )
 
 
 def is_installed(package: str) -> bool:

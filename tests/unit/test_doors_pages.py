@@ -1,5 +1,10 @@
 """The reward and the stage of the pages in docs/, from a folder outside the repository, run with the quickstart."""
 
+import pytest
+import torch
+
+from pipeline import Output, Stage, StageError
+from pipeline.executors import returned
 from tests.doors import FEW_STEPS, forgotten, metrics, quickstart, snippet, user_folder
 from tests.errors.harness import command
 
@@ -12,6 +17,10 @@ def trained(folder, files):
         code, _, err = command(folder, "graph.py", *FEW_STEPS, "--executor", "local", "--run-dir", "RUN", "--plain")
     assert code == 0, err
     return metrics(folder / "RUN")
+
+
+class Mine(Stage):
+    """A stage of a user."""
 
 
 def test_the_reward_of_the_page(tmp_path):
@@ -27,3 +36,16 @@ def test_the_stage_of_the_page(tmp_path):
     )
     found = trained(tmp_path, {"mystages.py": snippet("your-own-stage.md"), "graph.py": graph})
     assert all(0 <= line["reward/score"] <= 5 for line in found)
+
+
+@pytest.mark.parametrize("made", [None, {"digits": []}])
+def test_a_setup_that_returns_no_runner_says_so(made):
+    with pytest.raises(StageError, match=r"setup\(\) of stage 'mine' returned .*setup returns the runner"):
+        returned.runner(Mine(), made)
+
+
+def test_a_metric_of_a_stream_or_a_transfer_is_a_number_too():
+    for value in (1, 0.5, True, torch.tensor(2.0)):
+        assert returned.output(Mine(), Output({}, metrics={"size": value})).metrics == {"size": value}
+    with pytest.raises(StageError, match="stage 'mine' returned the metric size='many'; metrics are numbers"):
+        returned.output(Mine(), Output({}, metrics={"size": "many"}))

@@ -1,0 +1,62 @@
+"""Checks what user code returns to a worker: runners, outputs, columns and metrics. Knows stages, no data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, SupportsFloat
+
+from pipeline.declare.columns import Columns
+from pipeline.declare.stage import Stage
+from pipeline.declare.task import Output
+from pipeline.errors import Problem, StageError, shown
+
+
+def runner(stage: Stage, made: Any) -> Any:
+    """Return the runner that setup returned. Raises StageError if it cannot be called."""
+    if not callable(made):
+        what = f"setup() of stage {stage.name!r} returned {shown(made)}"
+        raise _error(
+            stage, what, "setup returns the runner, which takes columns and task", "return a function: return run"
+        )
+    return made
+
+
+def output(stage: Stage, produced: Output | Columns | None) -> Output:
+    """Return what a runner returned as an Output. Raises StageError if a metric is not a number."""
+    made = produced if isinstance(produced, Output) else Output(columns=produced or {})
+    for name, value in made.metrics.items():
+        if not isinstance(value, SupportsFloat):
+            what = f"stage {stage.name!r} returned the metric {name}={shown(value)}"
+            why = "metrics are numbers, averaged over the samples of a step"
+            raise _error(stage, what, why, f"return a number for {name!r}, or leave it out")
+    return made
+
+
+def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
+    """Raise StageError unless the columns are those that the stage declares."""
+    declared, got = {field.name for field in stage.writes if not field.per_step}, set(columns)
+    if declared != got:
+        parts = [f"lacks {', '.join(sorted(declared - got))}"] if declared - got else []
+        parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
+        what = f"what stage {stage.name!r} returned {' and '.join(parts)}"
+        why = "a stage returns exactly the columns that it declares in writes"
+        raise _error(stage, what, why, "correct `writes`, or what the runner returns")
+
+
+def check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:
+    """Raise StageError unless the stage may drop these of its groups, by their position in the task."""
+    if stage.gate is None or not set(dropped) <= set(range(groups)):
+        what = f"stage {stage.name!r} drops groups {sorted(dropped)} of {groups}"
+        why = "only a stage with a gate drops groups, by their position in the task"
+        raise _error(stage, what, why, "set gate, or correct dropped")
+
+
+def unfinished(stage: Stage, left: Collection[int]) -> StageError:
+    """Return the error for a stream that ended without output for these groups."""
+    what = f"stage {stage.name!r} ended without output for {len(left)} groups, {min(left)} among them"
+    why = "a stream yields or cancels every group that it is given"
+    return _error(stage, what, why, "yield an Output whose index names the samples of those groups")
+
+
+def _error(stage: Stage, what: str, why: str, fix: str) -> StageError:
+    return StageError(Problem(where=str(stage.location), what=what, why=why, fix=fix))
