@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code, graph_named, number, one_of, whole
+from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of
 from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
@@ -124,12 +124,12 @@ def _parser(*, add_help: bool) -> Parser:
     parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="what runs the workers")
     parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
     parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
-    parser.add_argument("--gpus", type=whole, metavar="N", help="check the placement against N GPUs")
+    parser.add_argument("--gpus", type=natural, metavar="N", help="check the placement against N GPUs")
     parser.add_argument(
         "--deadline-s", type=number, default=3600.0, metavar="S", help="fail if no task finishes for this long"
     )
     parser.add_argument(
-        "--restarts", type=whole, default=2, metavar="N", help="restarts from the last checkpoint when a trainer dies"
+        "--restarts", type=natural, default=2, metavar="N", help="restarts from the last checkpoint when a trainer dies"
     )
     parser.add_argument("--view", action="store_true", help="show the run in a browser while it runs")
     parser.add_argument("--plain", action="store_true", help="print plain lines instead of a live display")
@@ -183,9 +183,9 @@ def _run(asked: _Asked, started_s: float) -> int:
             return code
     resume = _resume_command(asked, run_dir)
     commands = [
-        ("look", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
+        ("inspect", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
         ("view", f"python -m pipeline.view {run_dir.path}"),
-        ("go on", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
+        ("continue", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
     ]
     console.print_summary(
         planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands

@@ -40,6 +40,13 @@ def whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
 
 
+def natural(text: str) -> int:
+    """Parse the value of a flag that takes a whole number, 0 or more."""
+    if (value := whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
+    return value
+
+
 def number(text: str) -> float:
     """Parse the value of a flag that takes a number."""
     try:

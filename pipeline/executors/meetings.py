@@ -47,7 +47,7 @@ class Meetings:
                 self.end(name, reason)
 
     def end(self, name: str, reason: str) -> None:
-        """Release everyone who waits in this meeting."""
+        """Release all ranks that wait in this meeting."""
         if self._members.pop(name, None) is not None:
             self._store.set(name, reason)
 

@@ -10,7 +10,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
 from pipeline.declare.stage import Gate, Stage, setup_problems
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, message_of, shown
 from pipeline.plan.names import is_name, reserved
 
 
@@ -90,7 +90,10 @@ def _parts(stage: Stage) -> Iterator[Problem]:
             fix="gate = Gate(KEPT, max_rounds=10)",
         )
     for kind in ("reads", "writes", "reads_back"):
-        fields = getattr(stage, kind)
+        try:
+            fields = getattr(stage, kind)
+        except Exception as error:  # noqa: BLE001 - a property of the user's
+            fields = message_of(error)
         if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
             yield Problem(
                 where=where,

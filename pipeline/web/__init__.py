@@ -1,4 +1,4 @@
-"""The web view: pages drawn from run directories. Runs in its own process; a run does not know about it."""
+"""The web view: pages drawn from run directories. Runs in its own process; it does not affect the run."""
 
 from pathlib import Path
 

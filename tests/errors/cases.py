@@ -169,6 +169,7 @@ FLAGS = [
     Case("number_expected", define=FLAGGED, args=("--lr", "small")),
     Case("bool_expected", define=FLAGGED, args=("--fast", "maybe")),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),
+    Case("gpus_below_0", define=FLAGGED, args=("--check", "--gpus", "-1")),
     Case("unknown_flag", define=FLAGGED, args=("--stepz", "3")),
     Case("unknown_flag_like_no_other", define=FLAGGED, args=("--quantize=4",)),
     Case("value_is_missing", define=FLAGGED, args=("--steps",)),

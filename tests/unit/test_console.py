@@ -135,7 +135,7 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated
     progress.last = METRICS
     progress.evaluations, progress.measure = [(0, 0.125), (3, 0.75)] if evaluated else [], "exact match"
     print_summary(
-        made(), progress, run_dir="runs/toy", wall_s=12.34, commands=[("look", "head runs/toy/metrics.jsonl")]
+        made(), progress, run_dir="runs/toy", wall_s=12.34, commands=[("inspect", "head runs/toy/metrics.jsonl")]
     )
     rows = dict(line.split("  ", 1) for line in lines(capsys.readouterr().out).splitlines())
     rows = {name: value.strip() for name, value in rows.items()}
@@ -145,5 +145,5 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated
         "steps": "3, last one 2.000 s",
         "wall time": "12.3 s, start-up included",
         "run directory": "runs/toy",
-        "look": "head runs/toy/metrics.jsonl",
+        "inspect": "head runs/toy/metrics.jsonl",
     }

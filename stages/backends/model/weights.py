@@ -1,4 +1,4 @@
-"""Weights by name. Knows modules and bytes, not who needs them."""
+"""Weights by name. Knows modules and bytes, not what uses them."""
 
 from __future__ import annotations
 
