@@ -51,16 +51,19 @@ def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_pat
 
 
 COLOCATED = """
+from unittest.mock import patch
 from graphs import quickstart
 from pipeline import Graph
 from tests.unit.test_colocated import colocated
 
-quickstart.TINY_QWEN3 |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-                          "moe_intermediate_size": 32, "norm_topk_prob": True}
+MIXTURE = quickstart.TINY_QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                                   "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 def graph(steps: int = 2) -> Graph:
-    return colocated(quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
-                                      samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron"))
+    with patch.object(quickstart, "TINY_QWEN3", MIXTURE):
+        made = quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
+                                samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron")
+    return colocated(made)
 """
 TWO_RANKS = """
 from dataclasses import replace
