@@ -4,6 +4,8 @@
 python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl
 """
 
+from typing import Literal
+
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Schedule, WorkerGroup
 from stages import (
@@ -24,8 +26,8 @@ from stages import (
 def graph(
     model: str = "Qwen/Qwen3-0.6B",
     data: str = "train.jsonl",
-    generator: str = "torch",
-    trainer: str = "torch",
+    generator: Literal["torch", "vllm"] = "torch",
+    trainer: Literal["torch", "megatron"] = "torch",
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     colocated: bool = False,

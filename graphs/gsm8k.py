@@ -7,6 +7,7 @@ The folder contains train.jsonl and test.jsonl of https://github.com/openai/grad
 """
 
 from pathlib import Path
+from typing import Literal
 
 from ops.rewards import MathVerify, boxed
 from pipeline import Graph, Model, Schedule, WorkerGroup
@@ -41,8 +42,8 @@ TINY_QWEN3 = {
 def graph(
     model: str = "",
     data: str = "gsm8k",
-    generator: str = "torch",
-    trainer: str = "torch",
+    generator: Literal["torch", "vllm"] = "torch",
+    trainer: Literal["torch", "megatron"] = "torch",
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     steps: int = 100,

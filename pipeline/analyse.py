@@ -26,6 +26,7 @@ from pipeline.analysis.report import summary
 from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
+from pipeline.precedence import typed
 from pipeline.record.runs import OpenedRun, open_run
 from pipeline.simulation.hints import Hints, hints
 from pipeline.simulation.recording import recording_of
@@ -64,7 +65,7 @@ def _main(argv: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m pipeline.analyse",
+        prog=" ".join(typed("pipeline.analyse")),
         usage="%(prog)s RUN [flags]",
         epilog="exit codes: 0 done; 2 RUN or a flag is wrong",
     )

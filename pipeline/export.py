@@ -23,6 +23,7 @@ from pipeline.analysis.perfetto import perfetto
 from pipeline.analysis.tables import metrics_csv, spans_csv, tables
 from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
+from pipeline.precedence import typed
 
 __all__ = ["main", "metrics_csv", "perfetto", "spans_csv", "tables"]
 
@@ -72,7 +73,7 @@ def _write(path: Path, pieces: Iterator[str], flag: str) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.export", usage="%(prog)s RUN [flags]")
+    parser = Parser(prog=" ".join(typed("pipeline.export")), usage="%(prog)s RUN [flags]")
     parser.graph_file = "RUN"
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a file is wrong"
     parser.add_argument("run", nargs="?", help="a run directory")

@@ -25,6 +25,7 @@ import msgspec
 from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
+from pipeline.precedence import typed
 from pipeline.record.runs import UNFINISHED, Metrics, run_json, state_on_disk, tail_metrics
 from pipeline.rundir import RunDir
 
@@ -195,7 +196,7 @@ def wanted_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.forward", usage="%(prog)s RUN [flags]")
+    parser = Parser(prog=" ".join(typed("pipeline.forward")), usage="%(prog)s RUN [flags]")
     parser.graph_file = "RUN"
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a service is wrong"
     parser.add_argument("run", nargs="?", help="a run directory")

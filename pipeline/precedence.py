@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+SCRIPT = "sluice"  # the installed command
 PACKAGES = ("pipeline", "stages", "ops", "graphs")
 HOME = Path(__file__).resolve().parents[1]
 
@@ -54,7 +55,15 @@ def hiding_pipeline(folder: Path) -> Path | None:
 
 def command(module: str, *words: str) -> list[str]:
     """Return the command line that runs a module of ours in a new process, which finds it where this one did."""
-    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, *words]
+    safe = sys.flags.safe_path or hiding_pipeline(Path.cwd())
+    return [sys.executable, *(["-P"] if safe else []), "-m", module, *words]
+
+
+def typed(module: str) -> list[str]:
+    """Return the words that a person types to run a command of ours the way this one was run."""
+    if Path(sys.argv[0]).name == SCRIPT:
+        return [SCRIPT, module.removeprefix("pipeline.")]
+    return ["python", *(["-P"] if sys.flags.safe_path else []), "-m", module]
 
 
 sys.meta_path.insert(0, Ours)

@@ -34,6 +34,7 @@ from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
+from pipeline.precedence import typed
 from pipeline.rundir import RunDir
 
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
@@ -102,7 +103,9 @@ def _main(argv: list[str]) -> int:
 
 
 def _parser(*, add_help: bool) -> Parser:
-    parser = Parser(prog="python -m pipeline.run", usage="%(prog)s GRAPH [flags]", add_help=add_help, epilog=EXIT_CODES)
+    parser = Parser(
+        prog=" ".join(typed("pipeline.run")), usage="%(prog)s GRAPH [flags]", add_help=add_help, epilog=EXIT_CODES
+    )
     parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -184,7 +187,7 @@ def _run(asked: _Asked, started_s: float) -> int:
     resume = _resume_command(asked, run_dir)
     commands = [
         ("inspect", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
-        ("view", f"python -m pipeline.view {run_dir.path}"),
+        ("view", shlex.join([*typed("pipeline.view"), str(run_dir.path)])),
         ("continue", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
     ]
     console.print_summary(
@@ -218,7 +221,7 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
 
 
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
-    command = ["python", "-m", "pipeline.run", str(asked.file.path), "--executor", asked.options.executor]
+    command = [*typed("pipeline.run"), str(asked.file.path), "--executor", asked.options.executor]
     return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
 
 
@@ -284,7 +287,7 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     """Print the commands that replay the failed task and that resume from the last checkpoint."""
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for folder in sorted(run_dir.failures.iterdir(), key=lambda path: path.stat().st_mtime)[-1:]:
-        command = ["python", "-m", "pipeline.run", str(asked.file.path), *flags, "--replay", str(folder)]
+        command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", str(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     if steps:

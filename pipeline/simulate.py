@@ -26,6 +26,7 @@ from pipeline.cli.load import load
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
+from pipeline.precedence import typed
 from pipeline.simulation.distributions import GRAMMAR
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recording import Recording, recorded, simulated
@@ -134,7 +135,7 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m pipeline.simulate", usage="%(prog)s RUN|GRAPH [flags]")
+    parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]")
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
     parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
     parser.add_argument("--max-staleness", type=whole, metavar="N", help="versions; default: as in RUN")

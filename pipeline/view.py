@@ -23,6 +23,7 @@ from pathlib import Path
 from pipeline import precedence
 from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
+from pipeline.precedence import typed
 from pipeline.rundir import RunDir
 from pipeline.web.guard import is_run_name
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    parser = Parser(prog="python -m pipeline.view", usage="%(prog)s [RUN_OR_FOLDER] [flags]")
+    parser = Parser(prog=" ".join(typed("pipeline.view")), usage="%(prog)s [RUN_OR_FOLDER] [flags]")
     parser.graph_file = "RUN_OR_FOLDER"
     parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them")
     parser.add_argument("--port", type=whole, default=0, metavar="N", help="0 picks a free port")

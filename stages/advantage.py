@@ -33,7 +33,7 @@ _RULES = (
     Rule(
         "kl",
         lambda value: is_number(value) and value >= 0,
-        "the KL weight is a number, 0 (none) or more",
+        "the KL weight must be a number, 0 (none) or more",
         "write kl=0.0",
     ),
 )

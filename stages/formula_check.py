@@ -35,11 +35,13 @@ def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
     trials: list[tuple[Callable[..., Formula], Callable[[], None]]] = [(loss.policy_loss, lambda: _try_loss(loss))]
     if loss.correction is not None:
         trials.insert(0, (loss.correction.weights, lambda: _try_weights(loss)))
-    problems = (_problem(formula, trial, where) for formula, trial in trials)
+    problems = (_problem(formula, trial, where, loss) for formula, trial in trials)
     yield from islice((problem for problem in problems if problem), 1)
 
 
-def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: str) -> Problem | None:
+def _problem(
+    formula: Callable[..., Formula], trial: Callable[[], None], where: str, loss: PolicyLoss
+) -> Problem | None:
     owner = f"{type(formula.__self__).__name__}.{formula.__name__}"  # type: ignore[attr-defined]
     try:
         trial()
@@ -52,9 +54,17 @@ def _problem(formula: Callable[..., Formula], trial: Callable[[], None], where: 
             where=user_error(error, stage="", where=where, when="").problems[0].where,
             what=f"{owner} raised {message_of(error)}",
             why="the check ran the formula once, on two samples of two tokens",
-            fix="correct the formula; scored has the fields of stages.Scored",
+            fix="correct the formula; scored has the fields of stages.Scored" + _not_declared(formula, loss),
         )
     return None
+
+
+def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
+    """Say so if a formula uses the frozen model's logprobs, and the loss does not read them."""
+    names = inspect.unwrap(formula.__func__).__code__.co_names  # type: ignore[attr-defined]
+    if "ref_logprobs_NT" not in names or loss.needs_reference:
+        return ""
+    return ", and ref_logprobs_NT is None unless the class has reads = (REF_LOGPROBS,), from stages.vocabulary"
 
 
 def _try_weights(loss: PolicyLoss) -> None:

@@ -21,7 +21,7 @@ from stages.backends import backend_problems, engine, model_problems, one_shard
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
-_AT_ONCE = at_least("at_once", 0, why="at_once is a number of samples, or 0 for the default")
+_AT_ONCE = at_least("at_once", 0, why="at_once must be a number of samples, or 0 for the default")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def scoring_problems(
         yield Problem(
             where=where,
             what=f"stage {stage.name!r} has temperature={temperature!r}",
-            why="temperature is a number above 0",
+            why="temperature must be a number above 0",
             fix="use the rollout's temperature",
         )
     size = microbatch.tokens if isinstance(microbatch, Dynamic | Packed) else microbatch

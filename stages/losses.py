@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
 
 from pipeline import Field, StageError
 from pipeline.declare.parameters import Rule, at_least, broken, one_of, truth
@@ -274,10 +274,12 @@ class PolicyLoss:
             yield Problem(
                 where=where,
                 what=f"{type(self).__name__}(correction={shown(self.correction)})",
-                why="a correction is a description: "
+                why="a correction is an instance of "
                 + ", ".join(kind.__name__ for kind in CORRECTIONS)
                 + ", or your own class of Correction",
-                fix="correction=TruncatedIS(cap=2.0), or None",
+                fix=f"correction={self.correction.__name__}(...)"
+                if _is_class(self.correction, Correction)
+                else "correction=TruncatedIS(cap=2.0), or None",
             )
 
     def _gradient_of_kl(self, where: str) -> Iterator[Problem]:
@@ -374,8 +376,8 @@ def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"loss={shown(loss)}",
-            why="a loss is a description: ClippedLoss, CispoLoss, or your own class of PolicyLoss",
-            fix="loss=ClippedLoss()",
+            why="a loss is an instance of ClippedLoss, CispoLoss, or your own class of PolicyLoss",
+            fix=f"loss={loss.__name__ if _is_class(loss, PolicyLoss) else 'ClippedLoss'}()",
         )
         return
     yield from loss.problems(where)
@@ -402,6 +404,10 @@ def _formula_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
                 why="a formula reads numbers: a tuple of fields with one value per sample or per response token",
                 fix='reads = (Field("difficulty", dtype="float32"),)',
             )
+
+
+def _is_class(value: object, base: type) -> TypeGuard[type]:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
 
 
 def _are_columns(reads: object) -> bool:
@@ -459,7 +465,7 @@ def _word(name: str, words: tuple[str, ...], fix: str = "token") -> Rule:
 
 def _clip(pair: Callable[[Any], bool], inside: Callable[[Any], bool], why: str, bounds: str, fix: object) -> list[Rule]:
     return [
-        Rule("clip", pair, f"clip is two numbers, the distances below and above 1{why}", f"clip={fix}"),
+        Rule("clip", pair, f"clip must be two numbers, the distances below and above 1{why}", f"clip={fix}"),
         Rule("clip", lambda clip: not pair(clip) or inside(clip), bounds, f"clip={fix}"),
     ]
 
@@ -469,7 +475,7 @@ def _cispo_pair(clip: Any) -> bool:
 
 
 _LEVEL = (_word("level", LEVELS),)
-_TRUNCATION = (Rule("cap", lambda cap: _number(cap) and cap > 0, "cap is a number above 0", "cap=2.0"), *_LEVEL)
+_TRUNCATION = (Rule("cap", lambda cap: _number(cap) and cap > 0, "cap must be a number above 0", "cap=2.0"), *_LEVEL)
 _CLIPPED = (
     *_clip(
         _pair,
@@ -481,7 +487,7 @@ _CLIPPED = (
     Rule(
         "dual_clip",
         lambda c: c is None or (_number(c) and c > 1),
-        "dual_clip is a number above 1, or None",
+        "dual_clip must be a number above 1, or None",
         "dual_clip=3.0",
     ),
     _word("ratio", LEVELS),
@@ -494,16 +500,21 @@ _CISPO = _clip(
     (None, 4.0),
 )
 _LOSS = (
-    Rule("kl", lambda kl: _number(kl) and kl >= 0, "the KL weight is a number, 0 (none) or more", "kl=0.0"),
+    Rule("kl", lambda kl: _number(kl) and kl >= 0, "the KL weight must be a number, 0 (none) or more", "kl=0.0"),
     _word("kl_estimator", KL_ESTIMATORS, fix="k3"),
-    truth("kl_importance", why="it is True or False", fix=False),
+    truth("kl_importance", why="it must be True or False", fix=False),
     Rule(
         "kl_clamp",
         lambda c: c is None or (_number(c) and c > 0),
-        "kl_clamp is a number above 0, or None",
+        "kl_clamp must be a number above 0, or None",
         "kl_clamp=10.0",
     ),
     _word("aggregation", AGGREGATIONS),
-    at_least("max_tokens", 1, why="the maximum response length is a whole number, 1 or more", fix=512).optional(),
-    Rule("entropy", lambda e: _number(e) and e >= 0, "the entropy weight is a number, 0 (none) or more", "entropy=0.0"),
+    at_least("max_tokens", 1, why="the maximum response length must be a whole number, 1 or more", fix=512).optional(),
+    Rule(
+        "entropy",
+        lambda e: _number(e) and e >= 0,
+        "the entropy weight must be 0 (none) or more",
+        "entropy=0.0",
+    ),
 )

@@ -41,7 +41,7 @@ _RULES = (
     Rule(
         "seed",
         lambda value: value is None or (isinstance(value, int) and 0 <= value < 2**64),
-        "a seed is a whole number from 0 to 2**64 - 1, or None for the run's seed",
+        "a seed must be a whole number from 0 to 2**64 - 1, or None for the run's seed",
         "write seed=0",
     ),
     truth("chat", fix=True),
@@ -127,7 +127,7 @@ class Prompts(Stage):
             if not isinstance(column, str):
                 yield Problem(
                     where=where,
-                    what=f"column {column!r} is not a text",
+                    what=f"column {column!r} is not a string",
                     why="columns are found by name",
                     fix='write prompt="prompt", answer="answer"',
                 )

@@ -155,7 +155,7 @@ class Reward(Stage):
             yield _problem(where, counts, "each function has one weight, in the same order", ones)
         for weight in given:
             if not (isinstance(weight, int | float) and math.isfinite(weight)):
-                yield _problem(where, f"weight {short(weight)}", "a weight is a finite number", "write 1.0")
+                yield _problem(where, f"weight {short(weight)}", "a weight must be a finite number", "write 1.0")
 
     def _call_problems(self, where: str) -> Iterator[Problem]:
         for name, least in (("concurrency", 1), ("timeout_s", None), ("retries", 0)):
@@ -248,9 +248,9 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
         for what, why, fix in function.problems():  # type: ignore[attr-defined]
             yield _problem(where, what, why, fix)
     where = where_of(function) or where
-    if inspect.isasyncgenfunction(function):
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         yield _problem(
-            where, f"reward {name} is an async generator", "one call returns one number", "return it, do not yield it"
+            where, f"reward {name} is a generator", "one call returns one number", "return it, do not yield it"
         )
     if is_async(function) and is_batched(function):
         yield _problem(

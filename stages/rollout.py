@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 _RULES = (
     at_least("max_tokens", 1, fix=512),
-    number("temperature", lambda value: value > 0, why="temperature is a number above 0", fix=1.0),
-    number("top_p", lambda value: 0 < value <= 1, why="top_p is a number above 0 and at most 1", fix=1.0),
-    at_least("top_k", 0, why="top_k is a whole number, 0 (off) or more"),
-    number("min_p", lambda value: 0 <= value < 1, why="min_p is a number from 0 (off) to below 1", fix=0.0),
-    at_least("decode_batch", 0, why="decode_batch is a whole number of groups, or 0 for all of the task"),
-    Rule("stop", lambda value: _are_texts(value), "stop is a tuple of texts", lambda value: _as_stop(value)),
+    number("temperature", lambda value: value > 0, why="temperature must be a number above 0", fix=1.0),
+    number("top_p", lambda value: 0 < value <= 1, why="top_p must be a number above 0 and at most 1", fix=1.0),
+    at_least("top_k", 0, why="top_k must be a whole number, 0 (off) or more"),
+    number("min_p", lambda value: 0 <= value < 1, why="min_p must be a number from 0 (off) to below 1", fix=0.0),
+    at_least("decode_batch", 0, why="decode_batch must be a whole number of groups, or 0 for all of the task"),
+    Rule("stop", lambda value: _are_texts(value), "stop must be a tuple of strings", lambda value: _as_stop(value)),
     truth("chat", fix=False),
 )
 

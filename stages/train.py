@@ -182,23 +182,28 @@ class Train(Stage):
     def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
         """(what, whether it is legal, why, fix) for each parameter."""
         legal = is_number(self.lr) and self.lr >= 0
-        yield f"lr={self.lr!r}", legal, "the learning rate is a number, 0 or more", "lr=1e-6"
+        yield f"lr={self.lr!r}", legal, "the learning rate must be a number, 0 or more", "lr=1e-6"
         known, fix = "valid values are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
-        why = "epochs is a whole number, 1 or more"
+        why = "epochs must be a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
-        why = "warmup is a whole number of updates, 0 (none) or more"
+        why = "warmup must be a whole number of updates, 0 (none) or more"
         yield f"warmup={self.warmup!r}", is_whole(self.warmup, 0), why, "warmup=0"
         for name, number, fix in (
             ("clip_grad", self.clip_grad, "clip_grad=1.0"),
             ("weight_decay", self.weight_decay, "weight_decay=0.0"),
         ):
-            yield f"{name}={number!r}", is_number(number) and number >= 0, f"{name} is a number, 0 (none) or more", fix
+            yield (
+                f"{name}={number!r}",
+                is_number(number) and number >= 0,
+                f"{name} must be 0 (none) or more",
+                fix,
+            )
         betas: Any = self.betas
         legal = isinstance(betas, tuple | list) and len(betas) == 2
         legal = legal and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
-        yield f"betas={betas!r}", legal, "betas are two numbers, at least 0 and below 1", "betas=(0.9, 0.999)"
-        yield f"eps={self.eps!r}", is_number(self.eps) and self.eps > 0, "eps is a number above 0", "eps=1e-8"
+        yield f"betas={betas!r}", legal, "betas must be two numbers, at least 0 and below 1", "betas=(0.9, 0.999)"
+        yield f"eps={self.eps!r}", is_number(self.eps) and self.eps > 0, "eps must be a number above 0", "eps=1e-8"
         what = f"minibatches={self.minibatches!r} for {batch} groups per batch"
         legal = is_whole(self.minibatches, 1) and batch % self.minibatches == 0
         near = int(self.minibatches) if is_number(self.minibatches) else 1

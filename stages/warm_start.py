@@ -49,13 +49,13 @@ class Supervised:
         for name, least, default in (("steps", 0, 60), ("batch", 1, 64)):
             value = getattr(self, name)
             if not is_whole(value, least):
-                why = f"{name} is a whole number, {least} or more"
+                why = f"{name} must be a whole number, {least} or more"
                 yield f"Supervised has {name}={value!r}", why, f"{name}={default}"
         if self.until is not None and not (isinstance(self.until, int | float) and 0 <= self.until <= 1):
             what = f"Supervised has until={self.until!r}"
-            yield what, "it is a fraction of the answers, 0 to 1, or None", "until=0.25"
+            yield what, "it must be a fraction of the answers, 0 to 1, or None", "until=0.25"
         if not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
-            yield f"Supervised has lr={self.lr!r}", "the learning rate is 0 or more", "lr=3e-3"
+            yield f"Supervised has lr={self.lr!r}", "the learning rate must be 0 or more", "lr=3e-3"
 
     def run(self, model: Any, tokenizer: Any, seed: int) -> None:
         """Train `model`, a transformers model, in place. Deterministic in the seed, which orders the examples."""

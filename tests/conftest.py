@@ -1,8 +1,8 @@
-"""Fixtures that all suites share, and which tests run beside which.
+"""Shared fixtures, and which tests run concurrently.
 
-Two processes of pytest share the tests. What starts Ray is one unit, one test after the other: two clusters are too
-much for two cores. All else is shared out beside it, module by module. Ray is started once, on a loopback address, and
-only where a test asks.
+Two pytest processes share the tests. All tests that start Ray form one unit and run one after the other: two clusters
+are too much for two cores. All other tests are distributed module by module. Ray is started once, on a loopback
+address, and only if a test needs it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
     sys.path.insert(0, REPOSITORY)
 
-# Ray reads these while it is imported, which a test module does that imports vLLM.
+# Ray reads these on import, which test modules that import vLLM trigger.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # threads that wait leave the cores to the other process
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # waiting threads leave the cores to the other process
 
 pytest_plugins = [
-    "tests.journal.plugin",  # every real run of a test is judged by its record
+    "tests.journal.plugin",  # checks the record of every real run in a test
     "tests.selection",
 ]
 
@@ -43,17 +43,17 @@ STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes")
 
 
 def starts_ray(test: str) -> bool:
-    """Whether a test, by its id, needs a cluster."""
+    """Return whether the test with this id needs a cluster."""
     module, _, name = test.partition("::")
     folder = Path(module).parent.name
-    if folder == "contract":  # its conftest does
+    if folder == "contract":  # its conftest starts Ray
         return True
     return folder in ("integration", "engines") and re.split(r"\W", name)[0] in starting_ray(module)
 
 
 @functools.cache
 def starting_ray(module: str) -> set[str]:
-    """The names of a module that start Ray: functions, fixtures and commands, and what uses them in turn."""
+    """Return names in a module that start Ray: functions, fixtures, commands, and all that uses them indirectly."""
     text = Path(REPOSITORY, module).read_text()
     source: dict[str, str] = {}
     for node in ast.parse(text).body:
@@ -67,14 +67,14 @@ def starting_ray(module: str) -> set[str]:
 
 
 class Shared(LoadScopeScheduling):
-    """What stays together, as pytest-xdist asks for it."""
+    """Scheduling for pytest-xdist that keeps Ray tests together and other tests by module."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if starts_ray(nodeid) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
-    """The hook that takes it."""
+    """Return the scheduler that pytest-xdist uses."""
     return Shared(config, log)
 
 

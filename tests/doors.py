@@ -1,4 +1,4 @@
-"""What a user adds without an edit in Sluice: their files in a folder of their own, and the command that runs them.
+"""User code outside the repository: files in a folder of their own, and the command that runs them.
 
 folder = user_folder(tmp_path, {"losses.py": snippet("your-own-loss.md")}, quickstart("losses", "TrustRegion()"))
 code, out, err = command(folder, "graph.py", "--check")
@@ -21,12 +21,12 @@ FEW_STEPS += ("--evaluate-every", "2", "--threads", "1")
 
 
 def snippet(page: str, number: int = 0) -> str:
-    """A block of Python of a page of docs/: what the page shows is what the test runs."""
+    """Return a Python block of a page in docs/, so that tests run the code that the page shows."""
     return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / page).read_text(), re.DOTALL)[number]
 
 
 def quickstart(imports: str, *changes: tuple[str, str]) -> str:
-    """The graph of graphs/quickstart.py with one more line of imports and these pieces of text replaced."""
+    """Return graphs/quickstart.py with an additional import line and these pieces of text replaced."""
     text = QUICKSTART.replace("from ops.rewards", f"{imports}\nfrom ops.rewards", 1)
     for old, new in changes:
         assert text.count(old) == 1, f"graphs/quickstart.py no longer holds {old!r} once"
@@ -35,7 +35,7 @@ def quickstart(imports: str, *changes: tuple[str, str]) -> str:
 
 
 def user_folder(folder: Path, files: Mapping[str, str]) -> Path:
-    """A folder outside the repository with these files."""
+    """Write these files to a folder outside the repository."""
     assert not folder.resolve().is_relative_to(REPOSITORY)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def user_folder(folder: Path, files: Mapping[str, str]) -> Path:
 
 @contextmanager
 def forgotten(folder: Path) -> Iterator[None]:
-    """Modules of that folder are not there for the next test, which may have another file of the same name."""
+    """Unload the folder's modules at the end, because the next test may have another file of the same name."""
     try:
         yield
     finally:
@@ -55,6 +55,6 @@ def forgotten(folder: Path) -> Iterator[None]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Of each step."""
+    """Return the metrics of each step."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["step"] > 0]

@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: as many as the profile of Hypothesis says, in proportion.
+"""The number of Hypothesis examples per property, scaled by the active profile.
 
 @settings(max_examples=few(250))
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-ORDINARY = 100  # what Hypothesis tries by itself
+ORDINARY = 100  # Hypothesis' default
 
 
 def few(examples: int) -> int:
-    """This number where the profile tries 100 examples of a property; half of it where that tries 50."""
+    """Return this number scaled by the profile: unchanged if the profile tries 100 examples, half if it tries 50."""
     return max(1, examples * settings.default.max_examples // ORDINARY)

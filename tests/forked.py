@@ -33,7 +33,7 @@ PRELOADED = (  # not ray itself: it reads its environment when it is imported
 
 @contextmanager
 def forked_workers(address: Path, variables: Mapping[str, str]) -> Iterator[str]:
-    """What Ray is to start in place of Python. `address` is a path for the socket of the forking process."""
+    """Yield the command that Ray starts in place of Python. `address` is a path for the forking process's socket."""
     import subprocess
 
     forking = subprocess.Popen(
@@ -43,13 +43,13 @@ def forked_workers(address: Path, variables: Mapping[str, str]) -> Iterator[str]
         stdout=subprocess.PIPE,
         text=True,
     )
-    with forking:  # its standard input closes at the end, and it ends with that
+    with forking:  # when its standard input closes, it ends
         assert forking.stdout and forking.stdout.readline() == "ready\n"
         yield f"{sys.executable} -IS {__file__} {address}"
 
 
 def ask() -> None:
-    """Ask for a fork, and wait until it has ended."""
+    """Request a fork and wait until it has ended."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(sys.argv[1])
         asking.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
@@ -60,7 +60,7 @@ def ask() -> None:
 
 
 def serve(address: str) -> None:
-    """Fork whenever asked, until standard input closes; then kill all forks. Returns in forks too."""
+    """Fork on request until standard input closes; then kill all forks. Also returns in each fork."""
     import gc
     import importlib
     import select
@@ -92,7 +92,7 @@ def serve(address: str) -> None:
 
 
 def become(asking: socket.socket) -> None:
-    """Run the program that was asked for, as Python would. `asking` stays open until this process ends."""
+    """Run the requested program as Python would. `asking` stays open until this process ends."""
     import random
     import runpy
 

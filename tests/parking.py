@@ -1,4 +1,4 @@
-"""A place for parked tensors on the CPU that behaves as one on a GPU: what comes back is not there before `arrive`."""
+"""Parking for tensors on the CPU that behaves like GPU parking: restored tensors are valid only after `arrive`."""
 
 import torch
 
@@ -6,7 +6,7 @@ from stages.backends.device import Parking
 
 
 class Late(Parking):
-    """Until then the tensors that left have other contents."""
+    """Tensors that left hold NaN until `arrive`."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""The kernels of a refit under Triton's interpreter, on memory of the CPU: python -m tests.refit_kernels
+"""The refit kernels under Triton's interpreter, on CPU memory: python -m tests.refit_kernels
 
-A process of its own, since Triton reads TRITON_INTERPRET when it is imported. What a kernel does with a table is
-compared with what the CPU's own way does with the same copies and places.
+Runs in its own process because Triton reads TRITON_INTERPRET on import. The result of a kernel on a table is compared
+with that of the CPU path on the same copies and places.
 """
 
 import numpy as np
@@ -62,7 +62,7 @@ def summed_and_copied(pair: tuple[Layout, Layout], shift: int) -> None:
 
 
 def main() -> None:
-    tiles.TILE_BYTES, sums.BLOCK = 24, 2  # so that small tensors are many tiles and blocks
+    tiles.TILE_BYTES, sums.BLOCK = 24, 2  # so that small tensors have many tiles and blocks
     moved()
     summed()
     summed_and_copied()

@@ -1,8 +1,8 @@
 """A rank of a refit over gloo, for tests: python -m tests.refit_ranks RANK PORT FOLDER
 
-Two senders and two receivers carry every pair of layouts of every family out, by every transport, for two versions.
-What a receiver holds is compared with what vLLM's own loader would have made of the same folder; FOLDER/RANK.json says
-what differs, by case and transport.
+Two senders and two receivers execute every pair of layouts of every family, with every transport, for two versions.
+The memory of a receiver is compared with what vLLM's own loader would produce from the same folder. FOLDER/RANK.json
+lists the differences by case and transport.
 """
 
 import json
@@ -41,7 +41,7 @@ CPU, POISON = torch.device("cpu"), 0xEE
 
 
 class Rank:
-    """One process, in all cases."""
+    """One process, taking part in all cases."""
 
     def __init__(self, rank: int, port: int) -> None:
         self.rank, self.port = rank, port
@@ -52,7 +52,7 @@ class Rank:
         self._groups: dict[tuple[int, ...], StatelessGroup] = {}
 
     def group(self, *ranks: int) -> StatelessGroup | None:
-        """The group of these ranks; None for those that are not in it."""
+        """Return the group of these ranks; None if this rank is not in it."""
         if self.rank not in ranks:
             return None
         if ranks not in self._groups:
@@ -63,7 +63,7 @@ class Rank:
         return self._groups[ranks]
 
     def carry(self, family: str, training: str, serving: str) -> dict[str, list[str]]:
-        """By transport, which parameters of this rank differ after either version."""
+        """Return, by transport, which parameters of this rank differ after either version."""
         decoder, parts, (tensor, replicas) = FAMILIES[family], TRAINING[training], SERVING[serving]
         takers, tensors = range(SENDERS, SENDERS + tensor * replicas), megatron.tensors(decoder, "bfloat16")
         source = Layout(tensors, [megatron.places(decoder, part, ITEM) for part in parts])
@@ -119,13 +119,13 @@ class Rank:
 
 
 def versions(family: str) -> list[dict[str, np.ndarray]]:
-    """Two models with the same tensors."""
+    """Return two models with the same tensors."""
     first = folder(FAMILIES[family])
     return [first, {name: array * 3 + 1 for name, array in first.items()}]
 
 
 def differing(held: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[str]:
-    """Names of what differs; `wanted` has 0xEEEE in padding, as poisoned memory has."""
+    """Return the names that differ; `wanted` has 0xEEEE in padding, as poisoned memory has."""
     return sorted(name for name in held.keys() | wanted.keys() if (held[name] != wanted[name]).any())
 
 

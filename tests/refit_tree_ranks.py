@@ -1,7 +1,8 @@
 """Ranks of refits in waves over gloo, for tests: python -m tests.refit_tree_ranks FOLDER
 
-Two senders and four receivers, forked off one process that serves the store. They carry every pair of layouts of every
-family out, then more replicas, then refits in which ranks die. FOLDER/RANK.json says what each has found.
+Two senders and four receivers are forked from one process that serves the store. They execute every pair of layouts of
+every family, then refits with more replicas, then refits in which ranks die. Each rank writes its results to
+FOLDER/RANK.json.
 """
 
 import json
@@ -41,7 +42,7 @@ DEADLINE_S = 60.0
 
 
 class Member:
-    """A process, with its memory for a model: the `number`-th of the senders or of the receivers that take part."""
+    """A process with its memory for a model: sender or receiver `number` of those that take part."""
 
     def __init__(
         self, decoder: Decoder, training: str, tensor: int, senders: list[int], receivers: list[int], rank: int
@@ -67,7 +68,7 @@ class Member:
         )  # fmt: skip
 
     def begin(self, version: int) -> None:
-        """Train a version; or poison what was served."""
+        """On a sender, train a version; on a receiver, poison the served memory."""
         if self.receives:
             for memory in self.flat.values():
                 memory.fill_(0xEE)
@@ -76,7 +77,7 @@ class Member:
                 self.held[name][...] = array
 
     def wrong(self, version: int) -> list[str]:
-        """Parameters that differ from what vLLM's loader would have made of the version."""
+        """Return the parameters that differ from what vLLM's loader would produce for the version."""
         if not self.receives:
             return []
         wanted = served(self.decoder, self.number % self.tensor, self.tensor, model(self.decoder, version))
@@ -88,7 +89,7 @@ def model(decoder: Decoder, version: int) -> dict[str, np.ndarray]:
 
 
 class Rank:
-    """One process, in all of it."""
+    """One process, taking part in all cases."""
 
     def __init__(self, rank: int, port: int, path: Path) -> None:
         torch.set_num_threads(1)
@@ -101,14 +102,14 @@ class Rank:
         self, name: str, case: tuple[str, str, int], senders: list[int], receivers: list[int], versions: int,
         **options: Any,
     ) -> None:  # fmt: skip
-        """Note what came of each version: its record and what is wrong, or the error."""
+        """Record the outcome of each version: its record and the wrong parameters, or the error."""
         if self.rank not in senders + receivers:
             return
         family, training, tensor = case
         member = Member(FAMILIES[family], training, tensor, senders, receivers, self.rank)
         fanout = member.fanout(self.store, name, **options)
         self.found[name] = []
-        (self.path / f"{self.rank}.json").write_text(json.dumps(self.found))  # it may be killed
+        (self.path / f"{self.rank}.json").write_text(json.dumps(self.found))  # the rank may be killed
         for version in range(1, versions + 1):
             member.begin(version)
             self.version = version
@@ -121,7 +122,7 @@ class Rank:
         fanout.close()
 
     def dies(self, rank: int, how: signal.Signals, *, version: int = 1, group: int = 0) -> None:
-        """Let a rank get the signal while it sends its second message of a version through its `group`-th group."""
+        """Send a signal to a rank when it sends its second message of a version through its `group`-th group."""
         send, seen = StatelessGroup.send, []
 
         def signalled(one: StatelessGroup, tensor: torch.Tensor, peer: int) -> None:
@@ -147,15 +148,15 @@ class Rank:
         self.with_deaths()
 
     def with_deaths(self) -> None:
-        self.dies(2, signal.SIGKILL)  # a receiver that gives to another
+        self.dies(2, signal.SIGKILL)  # a receiver that sends to another
         self.carried("killed", ("qwen3", "PP2", 1), [0, 1], [2, 3, 4, 5], 3)
         self.dies(3, signal.SIGSTOP)
         self.carried("silent", ("qwen3", "PP2", 1), [0, 1], [3, 4, 5], 2, deadline_s=5.0)
         if self.rank == 0:
             os.kill(int(self.store.get("pid 3")), signal.SIGCONT)
-        self.dies(1, signal.SIGKILL, version=2)  # half of the trainer, while nobody else has the version
+        self.dies(1, signal.SIGKILL, version=2)  # half of the trainer, before any other rank has the version
         self.carried("no source", ("qwen3", "TP2", 1), [0, 1], [4, 5], 2)
-        self.dies(0, signal.SIGKILL, group=1)  # the trainer, when a receiver has it
+        self.dies(0, signal.SIGKILL, group=1)  # the trainer, after a receiver has the version
         self.carried("no trainer", ("llama", "TP1", 1), [0], [4, 5], 1)
 
 

@@ -1,12 +1,12 @@
 """Which tests a command runs: `-m quick`, `-m search`, `--changed`, or all but the searches.
 
-    python -m pytest               all but what searches
+    python -m pytest               all but searches
     python -m pytest -m quick      the inner loop: starts no Ray, no engine, no browser
-    python -m pytest -m search     what searches: every property test with many examples, mutants, many seeds
-    python -m pytest --changed     what a change since the last such run can reach
+    python -m pytest -m search     searches: every property test with many examples, mutants, many seeds
+    python -m pytest --changed     tests that a change since the last such run can affect
 
-`--changed` is pytest-testmon, which sees the lines that a test runs in its own process. Tests that start others run
-when any file of the product has changed.
+`--changed` uses pytest-testmon, which tracks the lines that a test runs in its own process. Tests that start other
+processes run if any file of the product has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("pipeline", "stages", "ops", "graphs")
-SEARCHED = 20  # as many examples as by default
+SEARCHED = 20  # times as many examples as by default
 
 QUICK = ("contract", "errors", "journal", "numerics", "unit")
 SLOW = {  # modules of these folders that take more than two seconds
@@ -34,7 +34,7 @@ SLOW = {  # modules of these folders that take more than two seconds
     "unit/test_reward_calls.py", "unit/test_scheduler_machine.py", "unit/test_simulated_journal.py",
     "unit/test_torch_parity.py",
 }  # fmt: skip
-CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and the parameter of one
+CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and one fixture's parameter
 PROCESSES = re.compile(r"subprocess|multiprocessing|os\.fork|ray_session|RayExecutor")
 
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
@@ -42,39 +42,39 @@ hypothesis.settings.register_profile("search", max_examples=100 * SEARCHED, dead
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Our own option."""
+    """Add the option `--changed`."""
     parser.addoption("--changed", action="store_true", help="run what a change since the last such run can reach")
 
 
 def only(config: pytest.Config, name: str) -> bool:
-    """Whether exactly the tests of a marker are asked for."""
+    """Return whether only the tests of a marker are selected."""
     return config.getoption("markexpr") == name
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Before testmon looks at its options."""
+    """Configure before testmon reads its options."""
     hypothesis.settings.load_profile("search" if only(config, "search") else "suite")
     if config.getoption("changed"):
         config.option.testmon = True
-        config.option.testmon_forceselect = True  # also where -m, which the default command has, selects
+        config.option.testmon_forceselect = True  # even if -m, which the default command has, selects tests
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Modules that have no quick test are not even imported."""
+    """Skip importing modules without quick tests."""
     if only(config, "quick") and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
         return None if is_quick(collection_path) else True
     return None
 
 
 def is_quick(module: Path) -> bool:
-    """Whether the tests of a module are, apart from those that start Ray."""
+    """Return whether the tests of a module are quick, apart from those that start Ray."""
     return module.parent.name in QUICK and f"{module.parent.name}/{module.name}" not in SLOW
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before pytest looks at markers."""
+    """Add markers before pytest evaluates them."""
     searches = only(config, "search")
     for item in items:
         function = getattr(item, "obj", None)
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def search_longer(function: object) -> None:
-    """More examples for a test that names its own number, which no profile changes."""
+    """Increase the number of examples of a test that sets its own, which no profile changes."""
     function = getattr(function, "__func__", function)
     own = getattr(function, "_hypothesis_internal_use_settings", None)
     if own is not None and own.max_examples < hypothesis.settings().max_examples:
@@ -106,7 +106,7 @@ def search_longer(function: object) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Testmon leaves out what runs the same lines; who starts processes stays where the product has changed."""
+    """Stop testmon from deselecting tests that start processes if the product has changed."""
     select = session.config.pluginmanager.get_plugin("TestmonSelect")
     if select and session.config.cache.get("changed/product", "") != product():
         select.deselected_tests = [test for test in select.deselected_tests if not starts_processes(test)]
@@ -114,7 +114,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What has been run to its end, all of it passing, is not run again."""
+    """Remember the product's hash after a complete run in which everything passed."""
     config = session.config
     chosen = config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.getoption("markexpr")
     chosen = chosen or config.getoption("keyword") or hasattr(config, "workerinput")
@@ -124,14 +124,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @functools.cache
 def product() -> str:
-    """What the files of the product say, in short."""
+    """Return the hash of the product's files."""
     files = sorted(path for package in PRODUCT for path in (ROOT / package).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 @functools.cache
 def starts_processes(test: str) -> bool:
-    """Whether the module of a test, or one of the suite that it imports, starts processes."""
+    """Return whether the module of a test, or a test module that it imports, starts processes."""
     module = test.partition("::")[0]
     seen, to_read = set(), [module]
     while to_read:

@@ -181,13 +181,15 @@ class _Gloo:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        self._open = []
+        works: list[Any] = []
+        self._open = works
         try:
             yield
-            for work in self._open:
+            for work in works:
                 work.wait()
         finally:
-            self._open = None
+            self._open = work = None
+            works.clear()  # a failed transfer that its traceback keeps would hold the connections open after `abandon`
 
     def close(self) -> None:
         self._group = None

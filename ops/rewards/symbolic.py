@@ -67,15 +67,19 @@ class MathVerify:
         if importlib.util.find_spec("math_verify") is None:
             yield "math_verify needs the package 'math-verify'", "it is not installed", "pip install -e '.[math]'"
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            yield f"MathVerify has timeout_s={self.timeout_s!r}", "it is a time in seconds, above 0", "timeout_s=5.0"
+            yield (
+                f"MathVerify has timeout_s={self.timeout_s!r}",
+                "it must be a number of seconds above 0",
+                "timeout_s=5.0",
+            )
         for name in ("on_timeout", "on_error"):
             value = getattr(self, name)
             if not (value is None or _is_number(value)):
                 yield f"MathVerify has {name}={value!r}", "it is a reward, or None for an error", f"{name}=0.0"
         if not isinstance(self.processes, int) or isinstance(self.processes, bool) or self.processes < 1:
-            yield f"MathVerify has processes={self.processes!r}", "it is 1 or more", "processes=2"
+            yield f"MathVerify has processes={self.processes!r}", "it must be 1 or more", "processes=2"
         if not isinstance(self.answer_after, str):
-            yield f"MathVerify has answer_after={self.answer_after!r}", "it is a text", 'answer_after="####"'
+            yield f"MathVerify has answer_after={self.answer_after!r}", "it must be a string", 'answer_after="####"'
 
 
 class OpenMathVerify:

@@ -93,6 +93,6 @@ def _pattern_problems(pattern: str) -> Iterator[tuple[str, str, str]]:
     except (re.error, TypeError) as error:
         yield (
             f"regex_match cannot read the pattern {pattern!r}: {error}",
-            "it is a regular expression of Python's re",
+            "it must be a regular expression of Python's re",
             r"use a pattern such as r'answer is (\d+)'",
         )

@@ -16,6 +16,7 @@ import msgspec
 from pipeline.cli.load import GraphFile
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
+from pipeline.precedence import typed
 from pipeline.rundir import RunDir
 
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "networkx", "msgspec")
@@ -60,7 +61,7 @@ def describe(
         args=values,
         seed=seed,
         executor=executor,
-        command=["python", "-m", "pipeline.run", *argv],
+        command=[*typed("pipeline.run"), *argv],
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
@@ -87,7 +88,7 @@ def recorded(path: str | None) -> RunRecord:
         raise GraphError(
             Problem(
                 where=f"--run-dir {path}",
-                what="run.json is not there",
+                what="run.json does not exist",
                 why="a resume needs a run directory",
                 fix="name a folder that a run created",
             )

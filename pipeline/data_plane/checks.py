@@ -161,12 +161,12 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
                 "weights stay in the model; handles carry version and hash", "return them as Output(weights=...)",
             )  # fmt: skip
         if not isinstance(column, (list, tuple)):
-            raise _mistyped(where, field, column, "a list of texts")
+            raise _mistyped(where, field, column, "a list of strings")
         for i, text in enumerate(column):
             if not isinstance(text, str):
                 key = keys[i] if i < len(keys) else f"row {i}"
                 raise broken(
-                    where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "give a text"
+                    where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "use a string"
                 )
         return _check_count(where, field, len(column), keys)
     import torch

@@ -157,7 +157,7 @@ def block_of(where: str, name: str, rows: Sequence[str], values: Sequence[Value]
     if not alike:
         raise broken(
             where, f"field {name!r} has values of different types in row {rows[0]} and the rows after it",
-            "a row holds one tensor [entries, *inner] or a list of texts",
+            "a row holds one tensor [entries, *inner] or a list of strings",
             "write rows as pipeline/data_plane/__init__.py describes",
         )  # fmt: skip
     return Block.of(values)

@@ -75,7 +75,7 @@ _RULES = (
     Rule(
         "can",
         lambda can: isinstance(can, tuple | list) and bool(can) and set(can) <= set(WORK),
-        f"can is a tuple of {', '.join(map(repr, WORK))}",
+        f"can must be a tuple of {', '.join(map(repr, WORK))}",
         "can=('sample',)",
     ),
     Rule(

@@ -34,7 +34,7 @@ class Rule:
 
 def at_least(name: str, least: int, *, most: float = math.inf, why: str = "", fix: object = None) -> Rule:
     """Return the rule for an integer from `least` to `most`."""
-    why = why or f"{name} is a whole number, {least} or more"
+    why = why or f"{name} must be a whole number, {least} or more"
     fix = least if fix is None else fix
     return Rule(name, lambda value: is_whole(value, least) and value <= most, why, f"{name}={fix}")
 
@@ -52,7 +52,7 @@ def one_of(name: str, words: Sequence[str], *, why: str = "", fix: str = "") -> 
 
 def truth(name: str, *, why: str = "", fix: object) -> Rule:
     """Return the rule for a parameter that is True or False."""
-    return Rule(name, lambda value: isinstance(value, bool), why or f"{name} is True or False", f"{name}={fix}")
+    return Rule(name, lambda value: isinstance(value, bool), why or f"{name} must be True or False", f"{name}={fix}")
 
 
 def broken(rules: Iterable[Rule], described: object, *, where: str, says: str = "{}") -> Iterator[Problem]:

@@ -48,7 +48,7 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
         raise GraphError(
             Problem(
                 where=f"--replay {folder}",
-                what=f"{missing[0]} is not there",
+                what=f"{missing[0]} does not exist",
                 why="a replay needs the inputs of a failed task",
                 fix="name a folder in RUN/failures",
             )

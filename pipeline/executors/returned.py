@@ -38,8 +38,8 @@ def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
     if declared != got:
         parts = [f"lacks {', '.join(sorted(declared - got))}"] if declared - got else []
         parts += [f"adds {', '.join(sorted(got - declared))}"] if got - declared else []
-        what = f"what stage {stage.name!r} returned {' and '.join(parts)}"
-        why = "a stage returns exactly the columns that it declares in writes"
+        what = f"the output of stage {stage.name!r} {' and '.join(parts)}"
+        why = "a stage must return exactly the columns that it declares in writes"
         raise _error(stage, what, why, "correct `writes`, or what the runner returns")
 
 

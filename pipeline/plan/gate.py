@@ -24,7 +24,7 @@ ADDED = "samples"  # the stage that every plan adds: it follows a gate, but does
 _ROUNDS = at_least(
     "max_rounds",
     2,
-    why="it is a whole number: the first round is the batch, and later ones replace what was dropped",
+    why="it must be a whole number: the first round is the batch, and later ones replace what was dropped",
     fix=10,
 )
 

@@ -24,9 +24,12 @@ _RULES = (
         fix="fetch='auto', 'independent' or 'leader'",
     ),
     truth("fully_sharded", why="True shards the weights over the workers, False does not", fix=True),
-    number("cpus", lambda value: value >= 0, why="cpus is a number, 0 or more", fix=1.0),
+    number("cpus", lambda value: value >= 0, why="cpus must be a number, 0 or more", fix=1.0),
     number(
-        "memory", lambda value: 0 < value <= 1, why="memory is a share of each GPU, above 0 and at most 1", fix=0.85
+        "memory",
+        lambda value: 0 < value <= 1,
+        why="memory must be a share of each GPU, above 0, at most 1",
+        fix=0.85,
     ),
 )
 

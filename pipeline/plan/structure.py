@@ -54,7 +54,7 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=" and ".join(dict.fromkeys(str(stage.location) for stage in same)),
                 what=f"{count} stages are named {name!r}",
-                why="stage names are unique",
+                why="stage names must be unique",
                 fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
             )
     for stage in stages:
@@ -98,6 +98,6 @@ def _parts(stage: Stage) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has {kind}={shown(fields)}",
-                why=f"{kind} is a tuple of Fields",
+                why=f"{kind} must be a tuple of Fields",
                 fix=f"{kind}=(REWARD,), from stages.vocabulary, or (Field('name', dtype=...),)",
             )

@@ -126,7 +126,7 @@ def _damage(folder: Path) -> Problem | None:
     fix = "resume from another step (--resume STEP), or start again in another folder"
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
-        return Problem(where=str(folder), what="manifest.json is not there", why=why, fix=fix)
+        return Problem(where=str(folder), what="manifest.json does not exist", why=why, fix=fix)
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
@@ -145,7 +145,7 @@ def _damage(folder: Path) -> Problem | None:
         if not path.resolve().is_relative_to(folder.resolve()):
             return Problem(where=str(folder / MANIFEST), what=f"it names {name!r}", why="that lies outside it", fix=fix)
         if not path.is_file():
-            return Problem(where=str(path), what="it is not there", why="the manifest lists it", fix=fix)
+            return Problem(where=str(path), what="the file does not exist", why="the manifest lists it", fix=fix)
         if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
             return Problem(
                 where=str(path), what="size or sha256 differ from the manifest", why="the file is damaged", fix=fix

@@ -68,7 +68,7 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
             raise GraphError(
                 Problem(
                     where=str(path),
-                    what=f"{file.name} is not there",
+                    what=f"{file.name} does not exist",
                     why="a run is read from its directory",
                     fix="name a run directory",
                 )

@@ -19,11 +19,11 @@ from pipeline.analysis.report import Report, analyse
 from pipeline.errors import SluiceError
 from pipeline.plan.gate import ADDED
 from pipeline.plan.plan import Plan
+from pipeline.precedence import typed
 from pipeline.record.history import Tasks
 from pipeline.simulation.recording import Recording, simulated
 from pipeline.simulation.whatif import Changes
 
-COMMAND = ("python", "-m", "pipeline.simulate")
 TASKS = 10_000  # approximate number of tasks simulated over all changes
 STEPS = (4, 12)  # minimum and maximum number of steps simulated per change
 STAGES = 3  # maximum number of critical-path stages to try to speed up
@@ -146,4 +146,4 @@ def _workers(planned: Plan, name: str) -> tuple[str, tuple[str, ...], Changes]:
 
 
 def _command(run: Path, flags: list[str]) -> str:
-    return shlex.join([*COMMAND, str(run), *flags])
+    return shlex.join([*typed("pipeline.simulate"), str(run), *flags])

@@ -95,6 +95,6 @@ def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[st
 
 
 def _cores(run: OpenedRun) -> float | None:
-    """Return the number of cores of the machine in run.json; None if it is not there."""
+    """Return the number of cores of the machine in run.json; None if it is missing."""
     found = re.search(r"(\d+) cores", str(run.described.get("machine")))
     return float(found[1]) if found else None

@@ -154,7 +154,7 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         yield Problem(
             where=f"--refit-s {change.refit_s:g}",
             what="it is not a time",
-            why="it is 0 or more seconds",
+            why="it must be 0 or more seconds",
             fix="--refit-s 0.1",
         )
     if change.groups is not None and _batch(change.groups, 1) < 1:

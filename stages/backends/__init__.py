@@ -224,7 +224,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
          'Model("Qwen/Qwen3-0.6B")'),
         ("config", isinstance(model.config, Mapping | None), "a config is the dict of a Hugging Face config",
          "config={'model_type': 'qwen3', ...}"),
-        ("alphabet", isinstance(model.alphabet, str | None), "an alphabet is a text of characters, or 'bytes'",
+        ("alphabet", isinstance(model.alphabet, str | None), "an alphabet must be a string of characters, or 'bytes'",
          "alphabet='0123456789 ...'"),
         ("warm_start", model.warm_start is None or callable(getattr(model.warm_start, "run", None)),
          "a warm start is a description with a method run(model, tokenizer, seed)",

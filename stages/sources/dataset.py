@@ -214,7 +214,7 @@ def missing_file(path: Path, where: str) -> Problem:
         fix = "expand the home folder, such as Path('~/train.jsonl').expanduser()"
     return Problem(
         where=where,
-        what=f"{str(path)!r} is not there",
+        what=f"{str(path)!r} does not exist",
         why=f"rows are read from a {kind} file, by its path from the working directory",
         fix=fix,
     )
@@ -240,7 +240,7 @@ def dataset_problems(dataset: Dataset, where: str) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"Dataset(..., {name}={value!r:.40})",
-                why=f"{name} is a text, or left out",
+                why=f"{name} must be a string, or left out",
                 fix=f"leave out {name}=",
             )
     if dataset.template is not None:

@@ -65,7 +65,7 @@ class Mixture:
                 yield _problem(
                     where,
                     f"the weight of {label(source)!r} is {weight!r}",
-                    "a weight is a number above 0",
+                    "a weight must be a number above 0",
                     "leave that source out" if weight == 0 else "write 1.0",
                 )
                 return

@@ -156,17 +156,17 @@ class Layout:
         self._not_text(value, column, where)
 
     def _not_text(self, value: object, column: str, where: str) -> NoReturn:
-        fix = f'write it as a text, such as "{column}": "2"'
+        fix = f'write it as a string, such as "{column}": "2"'
         if isinstance(value, str):
             reason = "has half of a surrogate pair" if value else "is empty"
         else:
-            reason = f"is {_shown(value)}, which is not a text"
+            reason = f"is {_shown(value)}, which is not a string"
             if column == self.prompt and not isinstance(_messages(value), str):
-                reason = "is a list of messages, not a text"
+                reason = "is a list of messages, not a string"
                 fix = "write Prompts(..., chat=True)"
             elif value is not None and is_plain(value):
                 fix += f", or Prompts(..., as_text=({column!r},))"
-        raise _problem(where, f"column {column!r} {reason}", "prompts, answers and extra columns are texts", fix)
+        raise _problem(where, f"column {column!r} {reason}", "prompts, answers and extra columns are strings", fix)
 
 
 def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:
@@ -209,7 +209,7 @@ def _messages(value: object) -> list[dict[str, Any]] | str:
         return f"is {_shown(value)}, which is not a list of messages"
     for i, message in enumerate(value):
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            return f"has a message {i} whose role or content is not a text"
+            return f"has a message {i} whose role or content is not a string"
         if _SURROGATE.search(message["content"]):
             return f"has half of a surrogate pair in message {i}"
     if value[-1]["role"] == "assistant":

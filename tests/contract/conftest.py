@@ -1,4 +1,4 @@
-"""The two data planes that the contract suite runs against."""
+"""The two data planes that the contract tests run against."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Store:
-    """One store seen by two processes' clients: `plane` writes, `other` (the same object in memory) reads."""
+    """One store with two clients: `plane` writes and `other` reads. In memory both are the same object."""
 
     kind: str
     plane: Any
@@ -43,7 +43,7 @@ class Store:
             plane.register(self.partition, FIELDS, ["train", "prev"])
 
     def put(self, keys: Sequence[str], columns: dict, **options: Any) -> Any:
-        """Put as the stage `work`."""
+        """Put columns as the stage `work`."""
         return self.plane.put(keys, columns, partition=self.partition, stage="work", **options)
 
 
@@ -60,7 +60,7 @@ def transfer_queue(ray_session: Any) -> Iterator[TransferQueuePlane]:
 
 @pytest.fixture(scope="package")
 def uncached(transfer_queue: TransferQueuePlane) -> Iterator[TransferQueuePlane]:
-    """A second client that fetches everything, as another process without a cache does."""
+    """A second client without a cache, so that it fetches everything, like another process."""
     plane = TransferQueuePlane.attach(replace(transfer_queue.settings, cache_bytes=0))
     yield plane
     plane.close()
@@ -68,7 +68,7 @@ def uncached(transfer_queue: TransferQueuePlane) -> Iterator[TransferQueuePlane]
 
 @pytest.fixture(params=["memory", "transfer_queue"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """Each test runs against both stores, in a partition of its own, which is drained afterwards."""
+    """Both stores in turn, each test in its own partition, which is drained afterwards."""
     if request.param == "memory":
         plane = MemoryPlane()
         yield Store("memory", plane, plane)

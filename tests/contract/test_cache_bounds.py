@@ -1,4 +1,4 @@
-"""What a process keeps of what it wrote and fetched is bounded by its setting, whatever the size of the run."""
+"""The row cache of a process is bounded by its setting, whatever the size of the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pipeline.errors import DataPlaneError
 from .conftest import FIELDS
 from .test_plane_contract import keys_of
 
-ROW_BYTES = 4 + OVERHEAD_BYTES  # of a float32 of one sample
+ROW_BYTES = 4 + OVERHEAD_BYTES  # for a float32 of one sample
 
 
 def test_a_process_forgets_the_rows_that_it_used_longest_ago(transfer_queue: TransferQueuePlane):
-    """Twelve rows are written by one process and fetched by another; each remembers the last four. What a third one
-    then clears shows who remembers what: neither of the two hears of it."""
+    """One process writes twelve rows and another fetches them; each caches the last four.
+
+    A third process then clears rows. The other two are not notified, so their reads show what they have cached."""
     settings = replace(transfer_queue.settings, cache_bytes=4 * ROW_BYTES)
     writer, reader, eraser = planes = [TransferQueuePlane.attach(settings) for _ in range(3)]
     for plane in planes:

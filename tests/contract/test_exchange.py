@@ -1,4 +1,4 @@
-"""What goes together in one request, and who is told what went wrong: over a store that counts, refuses and hangs."""
+"""How calls are batched into requests and how errors reach callers, with a store that counts, refuses and hangs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BAD = 666.0
 
 
 class CountingWire:
-    """A store in a dict. `asked` counts requests; values of BAD are refused; `hang` holds all requests back."""
+    """A store in a dict. `asked` counts requests, values of BAD are refused, and `hang` blocks all requests."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.stored: list[list[int]] = []
         self.hang: asyncio.Event | None = None
         self.lost_partition = ""
-        self.vanishing: set[int] = set()  # indexes that are cleared between look-up and load
+        self.vanishing: set[int] = set()  # indexes that are cleared between lookup and load
         self._names: dict[tuple[str, str], int] = {}
         self._values: dict[int, dict[str, Any]] = {}
 
@@ -100,11 +100,11 @@ class Store:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
 
     def hold(self) -> None:
-        """Requests wait from now on."""
+        """Block requests from now on."""
         self.on_loop(lambda: setattr(self.wire, "hang", asyncio.Event()))
 
     def release(self) -> None:
-        """They go on."""
+        """Unblock requests."""
 
         def go() -> None:
             assert self.wire.hang is not None
@@ -114,7 +114,7 @@ class Store:
         self.on_loop(go)
 
     def together(self, lane: Lane, calls: Sequence[Call], first: Call) -> None:
-        """Submit `first` to the lane at rest, and `calls` while it is under way; wait for all."""
+        """Submit `first` to an idle lane, submit `calls` while it is in flight, and wait for all."""
         self.rested(lane)
         self.hold()
         lane.submit(first)
@@ -126,7 +126,7 @@ class Store:
             call.done.exception(10)
 
     def rested(self, lane: Lane) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
         if lane._work_done is not None:
             lane._work_done.result(10)
 
@@ -159,7 +159,7 @@ def value_of(store: Store, row: str) -> list[float]:
 def test_a_burst_takes_the_requests_of_two_calls(store: Store):
     calls = [write(f"r{i}", i) for i in range(31)]
     store.together(store.writes, calls, write("first", 7))
-    assert store.wire.asked == {"find": 2, "store": 2, "produced": 1}  # a single row needs no second look
+    assert store.wire.asked == {"find": 2, "store": 2, "produced": 1}  # a single row needs no second lookup
     assert [len(indexes) for indexes in store.wire.stored] == [1, 31]
     assert [value_of(store, f"r{i}") for i in range(31)] == [[i, i] for i in range(31)]
     store.wire.asked.clear()
@@ -178,7 +178,7 @@ def test_writes_of_other_fields_do_not_slow_each_other_down(store: Store):
     store.wire.asked.clear()
     scores = [Write("p", (f"r{i}",), {"score": Block(torch.ones(2), [2])}, "score") for i in range(4)]
     store.together(store.writes, [*scores, *(write(f"s{i}") for i in range(4))], write("t"))
-    # rows of `scores` are there, with another field: that is no repeat, and nothing is asked row by row
+    # rows of `scores` exist with another field: not a repeat, and not checked row by row
     assert store.wire.asked == {"find": 2, "produced": 2, "store": 3}
 
 
@@ -202,7 +202,7 @@ def test_a_repeat_in_one_burst_is_seen(store: Store):
     errors = [call.done.exception() for call in calls]
     assert [type(error) for error in errors] == [type(None), type(None), DataPlaneError, type(None), type(None)]
     assert value_of(store, "a") == [1, 1]
-    assert len(store.wire.stored) == 3  # the first, "a" and "b", and "a" again for its new field
+    assert len(store.wire.stored) == 3  # the first one, "a" and "b", and "a" again for its new field
 
 
 def test_a_row_that_is_cleared_meanwhile_is_missed_by_its_own_reader(store: Store):
@@ -253,7 +253,7 @@ def test_what_its_caller_has_given_up_is_not_sent(store: Store):
         store.writes.submit(call)
         assert call.done.cancel()
     store.release()
-    for i in range(20):  # the lane has come to rest, and starts again
+    for i in range(20):  # the lane is idle and starts again
         call = write(f"r{i}", i)
         store.writes.submit(call)
         call.done.result(10)

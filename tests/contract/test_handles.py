@@ -1,4 +1,4 @@
-"""KVBatchMeta: what it carries through every operation, how small it stays, and what it refuses."""
+"""KVBatchMeta: what it preserves in every operation, how small it stays, and what it refuses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_holds_no_tensor():
 
 
 def rows_agree(meta: KVBatchMeta) -> None:
-    """Tags, lengths and placements belong to their keys, whatever was done to the handle."""
+    """Check that tags, lengths and placements still belong to their keys."""
     for i, key in enumerate(meta.keys):
         assert meta.tags[i]["key"] == key
         for field in meta.fields:
@@ -98,7 +98,7 @@ def test_join_keeps_each_fields_own_place(lengths, data):
 
 
 def scored(of: KVBatchMeta, attempt: int, lengths: dict[str, tuple[int, ...]]) -> KVBatchMeta:
-    """The handle of a second put for the keys of `of`."""
+    """Return the handle of a second put for the keys of `of`."""
     return KVBatchMeta(
         keys=of.keys, partition_id="p", fields=("reward",), lengths=lengths,
         placements=(lay_out(of.keys, attempt, lengths).placement,), placement_of={"reward": 0}, attempt=attempt,
@@ -122,7 +122,7 @@ def test_stages_that_put_the_same_groups_share_a_placement():
     assert both.placement_of == {"ids": 0, "reward": 0} and len(both.placements) == 1
     assert both.placements[0].offsets == {"T": ids.placement("ids").offsets["T"], "P": (0, 7, 0)}
     rows_agree(both)
-    other = scored(ids, 0, {"T": (1, 2, 4)})  # lies in the same rows, cut otherwise
+    other = scored(ids, 0, {"T": (1, 2, 4)})  # in the same rows, split differently
     apart = KVBatchMeta.join([other, ids])
     assert len(apart.placements) == 2 and apart.placement("ids") == ids.placement("ids")
     assert apart.placement("reward") == other.placement("reward")
@@ -141,7 +141,7 @@ def test_concat_takes_handles_with_shared_and_with_own_placements():
 @settings(max_examples=20)
 @given(st.integers(1, 8), st.permutations(range(8)))
 def test_a_handle_of_many_puts_is_no_larger_than_that_of_one(size, order):
-    """Whatever the number of puts and the order in which they came."""
+    """For any number of puts in any order."""
     lengths = [3, 1, 4, 1, 5, 9, 2, 6]
     whole = KVBatchMeta.join([one := handle(lengths, 1), scored(one, 0, {})])
     parts = [whole.reorder(sorted(order[i : i + size])) for i in range(0, 8, size)]

@@ -1,4 +1,4 @@
-"""Calls that go out together keep every guarantee of calls that go out alone, in memory and in TransferQueue."""
+"""Batched calls keep every guarantee of single calls, in memory and in TransferQueue."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ TWO = torch.zeros(2)
 
 
 def at_once(plane: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do the calls from a thread each; what each returned or raised. Over TransferQueue the first is held back until
-    the last has come, so that the others form one batch."""
+    """Make each call in its own thread and return what each returned or raised.
+
+    With TransferQueue, the first call is held back until the last has arrived, so that the others form one batch."""
     outcomes: list[Any] = [None] * len(calls)
 
     def do(i: int) -> None:
@@ -98,7 +99,7 @@ def test_other_bytes_are_told_to_the_one_who_put_them(store: Store):
     for group in (2, 4):
         store.put(keys_of(1, 2, first=group), {"reward": TWO})
     wanted = {group: torch.full((2,), float(group)) for group in range(6)}
-    wanted[4] = TWO  # a repeat
+    wanted[4] = TWO  # a repeated put
     plane = store.plane
     got = at_once(plane, [
         lambda g=g: plane.put(keys_of(1, 2, first=g), {"reward": wanted[g]}, partition=store.partition, stage=f"s{g}")
@@ -112,7 +113,7 @@ def test_other_bytes_are_told_to_the_one_who_put_them(store: Store):
 
 
 def _named(like: KVBatchMeta, group: int) -> KVBatchMeta:
-    """The handle of another group that was put alike."""
+    """Return the handle of an equal put for another group."""
     plane = MemoryPlane()
     plane.register(like.partition_id, FIELDS, ["train"])
     return plane.put(keys_of(1, 2, first=group), {"reward": TWO}, partition=like.partition_id, stage="work")
@@ -185,7 +186,7 @@ def test_clears_of_one_burst_take_what_they_name(store: Store):
 
 
 def test_concurrent_push_and_take_lose_nothing(store: Store):
-    """Six put groups, three read and clear what has come, at the same time."""
+    """Six threads put groups while three read and clear what has arrived."""
     groups, failed, seen = 90, [], []
     landed: queue.Queue[tuple[int, KVBatchMeta] | None] = queue.Queue()
 

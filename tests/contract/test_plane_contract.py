@@ -1,4 +1,4 @@
-"""What every data plane guarantees, run against memory and against a real TransferQueue."""
+"""The guarantees of every data plane, tested in memory and with a real TransferQueue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys_of(groups: int, size: int, first: int = 0) -> list[str]:
 
 
 def columns_of(lengths: list[int], seed: int = 0) -> dict[str, Column]:
-    """Every field that the suite declares, with values that differ from entry to entry."""
+    """Return every field that the suite declares, with values that differ from entry to entry."""
     make = torch.Generator().manual_seed(seed)
     n, total = len(lengths), sum(lengths)
     quads = tuple(length % 3 for length in lengths)
@@ -42,7 +42,7 @@ def columns_of(lengths: list[int], seed: int = 0) -> dict[str, Column]:
 
 
 def assert_same(got: Column, wanted: Column) -> None:
-    """Same kind, lengths, dtype, shape and bytes."""
+    """Check equal kind, lengths, dtype, shape and bytes."""
     assert type(got) is type(wanted)
     if isinstance(wanted, Ragged):
         assert got.lengths == wanted.lengths
@@ -153,10 +153,10 @@ def test_repeated_put_is_a_no_op_and_other_bytes_raise(store: Store):
         other = columns_of([1, 2, 3, 0, 2, 1], seed=1)[name] if name != "text" else ["other"] * 6
         with pytest.raises(DataPlaneError, match=f"field '{name}' of row .* already has different bytes"):
             store.put(keys, {name: other})
-    with pytest.raises(DataPlaneError, match=r"row 00000001\.0 already has"):  # only a part of the rows is there
+    with pytest.raises(DataPlaneError, match=r"row 00000001\.0 already has"):  # only some of the rows exist
         store.put(keys_of(2, 2, first=1)[:4] + keys_of(1, 2, first=9), {"reward": torch.full((6,), 7.0)})
     assert_same(store.other.get(meta, ["reward"], reader="train")["reward"], columns["reward"])
-    assert store.plane.row_count(store.partition) in (3, 4)  # TransferQueue names a row before it has a field
+    assert store.plane.row_count(store.partition) in (3, 4)  # TransferQueue creates a row before it has a field
 
 
 def test_other_bytes_raise_beside_a_field_that_is_new_to_the_partition(store: Store):

@@ -1,4 +1,4 @@
-"""The texts of the errors of put and get: each names stage or reader, key and field, and how to fix it."""
+"""Error texts of put and get: each names the stage or reader, the key and the field, and how to fix it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ PUTS = {
     "ragged for dense": (K, {"reward": ragged([0, 1], (1, 1), F)},
         "field 'reward' is a Ragged; dtype float32, dims 'N' is a tensor. Fix: return a tensor"),
     "text for texts": (K, {"text": "ab"},
-        "field 'text' is a str; dtype str, dims 'N' is a list of texts. Fix: return a list of texts"),
+        "field 'text' is a str; dtype str, dims 'N' is a list of strings. Fix: return a list of strings"),
     "number in texts": (K, {"text": ["a", 1]},
-        "field 'text', key 00000000_g001: int; its dtype is str. Fix: give a text"),
+        "field 'text', key 00000000_g001: int; its dtype is str. Fix: use a string"),
     "dtype": (K, {"reward": torch.zeros(2, dtype=torch.float64)},
         "field 'reward' has dtype float64; it is declared float32. Fix: convert the column with .to(torch.float32)"),
     "shape": (K, {"count": torch.zeros(2, 3, 2, dtype=torch.int32)},

@@ -1,4 +1,4 @@
-"""The cache in front of TransferQueue: bounded in bytes, oldest first, and never the caller's memory."""
+"""The cache in front of TransferQueue: bounded in bytes, least recently used first, no caller memory kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a store of several processes has: outside writers, one creator, loopback, caches, a lost controller."""
+"""What only a multi-process store has: outside writers, one creator, loopback, caches, a lost controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_outside(ray: Any, store: Store, row: str, values: dict[str, Any]) -> None:
-    """Another process writes a row with plain calls; in memory the store is written past every check."""
+    """Write a row from another process with plain calls; in memory, write to the store without any check."""
     if isinstance(store.plane, MemoryPlane):
         return store.plane.write_outside(store.partition, row, values)
 
@@ -88,12 +88,12 @@ def test_what_another_process_wrote_wrongly_is_named(store: Store, ray: Any):
 
 
 def write_past_checks(store: Store, row: str, values: dict[str, Any]) -> None:
-    """The same from this process."""
+    """Write a row from this process without the plane's checks."""
     if isinstance(store.plane, MemoryPlane):
         return store.plane.write_outside(store.partition, row, values)
     wire = store.plane._wire
     index, _ = store.plane._call("find", wire.find(store.partition, [row], create=True))
-    with suppress(DataPlaneError):  # TransferQueue's own client writes a row of another dtype, too
+    with suppress(DataPlaneError):  # TransferQueue's own client also writes a row of another dtype
         store.plane._call("store", wire.store(store.partition, index, {name: [v] for name, v in values.items()}))
 
 
@@ -115,7 +115,7 @@ def test_rows_whose_types_do_not_go_together_are_refused(store: Store, first: An
 
 def test_what_the_controller_does_not_take_is_an_error(store: Store):
     if store.kind == "memory":
-        return  # holds every row to its own type
+        return  # the memory plane checks the type of every row
     write_past_checks(store, "00000009.0", {"reward": torch.zeros(2, dtype=torch.float64)})
     with pytest.raises(DataPlaneError, match="TransferQueue refused: the controller rejects reward"):
         store.put(keys_of(1, 2), {"reward": torch.zeros(2)})
@@ -136,10 +136,10 @@ def test_cache_serves_what_was_written_and_fetched_until_evicted(transfer_queue:
         plane.register("cached", FIELDS, ["train"])
     columns = columns_of([2, 0, 5, 1])
     meta = transfer_queue.put(keys_of(2, 2), columns, partition="cached", stage="work")
-    got = other.get(meta, NAMES, reader="train")  # fetched, and kept
+    got = other.get(meta, NAMES, reader="train")  # fetched and cached
     eraser = TransferQueuePlane.attach(transfer_queue.settings)
     eraser.register("cached", FIELDS, ["train"])
-    eraser.clear(meta)  # neither cache hears of it
+    eraser.clear(meta)  # neither cache is notified
     for plane in (transfer_queue, other):
         for name in NAMES:
             assert_same(plane.get(meta, [name], reader="train")[name], columns[name])
@@ -258,7 +258,7 @@ LOST = """
 
 
 def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path):
-    told = tmp_path / "told"  # not a pipe: Ray's own processes hold it open for a while
+    told = tmp_path / "told"  # not a pipe: Ray's own processes keep it open for a while
     with told.open("w") as file:
         subprocess.run(
             [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, stdout=file, stderr=file, timeout=240,

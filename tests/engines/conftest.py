@@ -1,4 +1,4 @@
-"""What the tests of vLLM's engines share."""
+"""Fixtures shared by the tests of vLLM engines."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.optional import need
 
 @pytest.fixture(scope="session")
 def prepared() -> Iterator[None]:
-    """Engines of vLLM start within two seconds from here on."""
+    """vLLM engines start within two seconds in this module."""
     need("vllm", "vllm")
     from tests.engines.prepared import imported_once
 

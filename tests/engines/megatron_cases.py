@@ -1,4 +1,4 @@
-"""Tiny models, a frozen batch, and what is measured of a Megatron engine on it; as a script, it is one of two ranks.
+"""Tiny models, a frozen batch, and measurements of a Megatron engine on it; as a script, one of two ranks.
 
     python -m tests.engines.megatron_cases FOLDER RANK PORT
 
@@ -33,7 +33,7 @@ from stages.backends.megatron.learner import MegatronLearner
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.shares import weight_hash
 
-VOCAB = 131  # no multiple of 2: two tensor-parallel ranks pad it
+VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
 TEMPERATURE = 0.7
 LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
 OPTIMIZATION = Optimization(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
@@ -99,8 +99,7 @@ CASES = {
 
 
 def make_folder(family: str, folder: Path, **sizes: int) -> Path:
-    """A model of random weights, norms and biases too, saved by transformers. `sizes` are other entries of its
-    configuration."""
+    """Save a model with random weights, norms and biases included, with transformers. `sizes` override its config."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         network = AutoModelForCausalLM.from_config(
@@ -113,7 +112,7 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
 
 
 def frozen_batch() -> Batch:
-    """Eight samples of all sorts of lengths, with made-up logprobs near those of an untrained model."""
+    """Return eight samples of various lengths, with made-up logprobs near those of an untrained model."""
     generator = torch.Generator().manual_seed(5)
 
     def ids(lengths: tuple[int, ...]) -> Ragged:
@@ -130,13 +129,13 @@ def frozen_batch() -> Batch:
 
 
 def shards_of(batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1) -> list[Shard]:
-    """How the batch is divided over data-parallel ranks."""
+    """Return the shards of the batch for the data-parallel ranks."""
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
     return Sharding.of(microbatching, minibatches=minibatches).shards(lengths, ranks)
 
 
 def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Of the first update, by Hugging Face's names, on rank 0; and the sums that are its metrics."""
+    """Return the gradients of the first update by Hugging Face name (on rank 0) and the sums behind its metrics."""
     network, groups = learner.network, learner.groups
     with groups.computing():
         sums = learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
@@ -148,7 +147,7 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dic
 
 
 def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Logprobs before and gradients of the first update, weights and logprobs after two; and metrics."""
+    """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics."""
     model, whole = Model(str(folder)), frozen_batch()
     ranks = engine.groups.ranks
     shard = shards_of(whole, case.microbatching, ranks.layout.data)[ranks.replica]
@@ -181,7 +180,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
 
 
 def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
-    """Whether two updates, a save, and two more in another learner are four updates, to the bit."""
+    """Check that two updates, a save, and two more in another learner equal four updates, bit for bit."""
     model, whole, ranks = Model(str(folder)), frozen_batch(), groups.ranks
     shard = shards_of(whole, Plain(2), ranks.layout.data)[ranks.replica]
     batch = whole.at(shard.index)
@@ -208,7 +207,7 @@ def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
 
 
 def _vocabulary(rank: int) -> dict[str, float]:
-    """Largest difference of vocabulary-parallel logprobs, entropy and gradients to those of one rank."""
+    """Return the largest differences of vocabulary-parallel logprobs, entropy and gradients from those of one rank."""
     logits = torch.randn(9, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ids = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
     first, stop = (0, 66) if rank == 0 else (66, VOCAB)
@@ -224,7 +223,7 @@ def _vocabulary(rank: int) -> dict[str, float]:
 
 
 def _train(engine: MegatronEngine, folder: Path, out: Path, *, restore: bool) -> dict[str, torch.Tensor]:
-    """The weights after four updates, of which `out` has the first two: it is read, or written."""
+    """Return the weights after four updates. `out` holds the state after the first two, restored or saved here."""
     model, whole, ranks = Model(str(folder)), frozen_batch(), engine.groups.ranks
     shard = shards_of(whole, Plain(2), ranks.layout.data)[ranks.replica]
     learner = engine.learner(model, OPTIMIZATION)
@@ -240,7 +239,7 @@ def _train(engine: MegatronEngine, folder: Path, out: Path, *, restore: bool) ->
 
 
 def _saved_by_one(folder: Path, store: dist.Store, rank: int) -> None:
-    """A rank that is alone saves; two data-parallel ranks go on from there."""
+    """Save the state of a single rank, then continue from it with two data-parallel ranks."""
     out = folder / "saved by one"
     if rank == 0:
         out.mkdir()

@@ -1,9 +1,10 @@
-"""Processes of vLLM engines that have imported vLLM before they start: six of the seven seconds of a start are imports.
+"""Start vLLM engine processes with vLLM already imported: six of the seven seconds of a start are imports.
 
     with imported_once():
         ...                 # engines that start in here are forked from one process, which imports vLLM for all of them
 
-The product spawns them; `test_vllm_faults.test_an_engine_ends_with_its_worker` and the runs on Ray do that too.
+In production engines are spawned; `test_vllm_faults.test_an_engine_ends_with_its_worker` and the runs on Ray do that
+too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PRELOADED = (
 
 
 class Process(context.ForkServerProcess):
-    """It has the environment of its parent, as one that is spawned has."""
+    """A forked process with the environment of its parent, as a spawned process would have."""
 
     def __init__(self, *, target: Callable[..., None], **named: Any) -> None:
         super().__init__(target=target, **named)
@@ -44,19 +45,19 @@ class Process(context.ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # of ranks, out of the engine: vLLM's own default
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # for ranks started by the engine: vLLM's own default
         super().run()
 
 
 class Context(context.ForkServerContext):
-    """What vLLM asks for processes, queues and pipes."""
+    """The multiprocessing context that vLLM uses for processes, queues and pipes."""
 
     Process = Process
 
 
 @contextmanager
 def imported_once() -> Iterator[None]:
-    """Engines that start meanwhile are forked."""
+    """Fork all engines that start within the context."""
     environment.prepare(gpus=False, threads=1, tensor_parallel=1)
     forkserver.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
@@ -64,27 +65,27 @@ def imported_once() -> Iterator[None]:
         with patch("vllm.v1.engine.utils.get_mp_context", Context):
             yield
     finally:
-        for process in [*engines(), server()]:  # a test that failed may have left an engine
+        for process in [*engines(), server()]:  # a failed test may have left an engine
             os.kill(process, signal.SIGKILL)
         forkserver._forkserver._stop()
 
 
 def server() -> int:
-    """The process that forks."""
+    """Return the id of the fork server process."""
     found = forkserver._forkserver._forkserver_pid
     assert found is not None
     return found
 
 
 def engines() -> list[int]:
-    """The processes of vLLM that this one has, and that run."""
+    """Return the ids of the running vLLM processes that the fork server started."""
     import psutil
 
     return [child.pid for child in psutil.Process(server()).children() if runs(child.pid)]
 
 
 def runs(process: int) -> bool:
-    """Whether it exists and is more than an exit code that nobody has asked for."""
+    """Return whether a process exists and is not a zombie."""
     import psutil
 
     try:

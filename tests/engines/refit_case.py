@@ -1,7 +1,7 @@
 """Refits into vLLM on the CPU: `refit(FOLDER, FAMILY, RANKS, WAYS)`.
 
-Two models of a family with the same config: an engine that serves the first is given the second, by one transport after
-the other, and says how far the logprobs of what it samples then are from those that transformers computes for the
+Two models of a family share a config. An engine that serves the first receives the second by one transport after the
+other. The result holds how far the logprobs of its samples then are from those that transformers computes for the
 second, and which tensors went through vLLM's own loader.
 """
 
@@ -41,7 +41,7 @@ TOKENS = Sampling(max_tokens=24)
 
 
 def made(root: Path, family: str, seed: int) -> Model:
-    """A folder with weights so large that distributions are far from flat; biases are not 0."""
+    """Save a model with weights so large that distributions are far from flat, and nonzero biases."""
     config = {name: value for name, value in CONFIGS[family].items() if value is not None or name == "sliding_window"}
     described = Model("tiny", config=config, alphabet=tiny.ALPHABET, seed=seed)
     tokenizer = character_tokenizer(tiny.ALPHABET)
@@ -57,7 +57,7 @@ def made(root: Path, family: str, seed: int) -> Model:
 
 
 def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str, Any]:
-    """What came of the versions that these transports brought, one after the other."""
+    """Return the results of refitting by these transports, one after the other."""
     first, second = (made(root, family, seed) for seed in (0, 1))
     from stages.backends.model.places import placed
     from stages.backends.vllm.engine import open_engine

@@ -1,4 +1,4 @@
-"""Whole runs on Ray that sample with vLLM and train with Megatron-core, also where workers are killed under way."""
+"""Whole runs on Ray that sample with vLLM and train with Megatron-core, including runs whose workers are killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_pat
     made = lines(run_dir)
     assert [line["step"] for line in made] == list(range(1, 17))
     assert made[-1]["reward/mean"] > made[0]["reward/mean"] + 0.15 and made[-1]["eval/exact_match"] > 0.7
-    # What vLLM says of a token it sampled is what Megatron-core says of it, after every refit.
+    # vLLM and Megatron-core agree on the logprob of every sampled token, after every refit.
     assert max(line["train/mismatch_ratio_max"] for line in made) < 1 + 1e-4
     assert max(abs(line["train/mismatch_kl"]) for line in made) < 1e-5
     assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker sampler.0 died"}

@@ -51,7 +51,7 @@ def cases() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model a family."""
+    """A folder with one model per family."""
     root = tmp_path_factory.mktemp("megatron")
     for family in FAMILIES:
         cases.make_folder(family, root / family)
@@ -60,7 +60,7 @@ def folder(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(cases: Any, running: Any) -> Iterator[Any]:
-    """A world of this process. The two ranks are started first, and compute while the tests of one rank do."""
+    """Process groups of one rank. The two-rank processes start first and compute while the one-rank tests run."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def running(cases: Any, folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def measured(running: Any) -> None:
-    """When the two processes have ended well."""
+    """Wait until the two processes have ended successfully."""
     started, logs = running
     codes = [process.wait(RANKS_DEADLINE_S) for process in started]
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
@@ -95,7 +95,7 @@ def measured(running: Any) -> None:
 
 @pytest.fixture(scope="module")
 def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
-    """What one rank measures, by family."""
+    """The measurements of one rank, by family."""
     measured = {}
     for family in FAMILIES:
         case = cases.Case(family, Layout(), microbatching=Plain(3))
@@ -235,7 +235,7 @@ def test_two_ranks_give_the_numbers_of_one(
     tensors, other = (load_file(folder / f"{name}-{rank}.safetensors") for rank in range(2))
     metrics, others = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2))
     assert metrics == others
-    assert not [key for key in other if not key.startswith("sample ")]  # weights and gradients are rank 0's
+    assert not [key for key in other if not key.startswith("sample ")]  # only rank 0 writes weights and gradients
     assert all(torch.equal(tensors[key], other[key]) for key in tensors.keys() & other.keys())
     compare(tensors | other, metrics, *alone[cases.CASES[name].family])
 
@@ -251,7 +251,7 @@ def compare(
     wanted: dict[str, torch.Tensor],
     wanted_metrics: dict[str, float],
 ) -> None:
-    """Gradients, updated weights, logprobs and metrics, to rounding."""
+    """Compare gradients, updated weights, logprobs and metrics, up to rounding."""
     assert tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         if key.startswith(("gradient ", "weight ")):
@@ -279,7 +279,7 @@ def test_a_resumed_learner_goes_on_to_the_bit(measured: None, folder: Path, name
 def test_fewer_data_parallel_ranks_resume_what_more_saved(
     cases: Any, measured: None, engine: Any, folder: Path
 ) -> None:
-    """Two ranks saved after two updates; one rank reads it, and its weights are what two ranks had."""
+    """Two ranks saved after two updates; one rank resumes and ends with the weights of two ranks."""
     model = Model(str(folder / "qwen3"))
     learner = engine.learner(model, cases.OPTIMIZATION)
     learner.restore(folder / "saved by data")
@@ -332,7 +332,7 @@ def test_a_large_state_is_several_files_and_all_of_them_are_needed(
     learner.save(tmp_path)
     files = sorted(tmp_path.glob("shard-00000-*.safetensors"))
     assert len(files) > 4
-    assert max(file.stat().st_size for file in files) < 20_000 + 4_000  # and the header
+    assert max(file.stat().st_size for file in files) < 20_000 + 4_000  # plus the header
     wanted = trained()
     trained()
     learner.restore(tmp_path)
@@ -345,7 +345,7 @@ def test_a_large_state_is_several_files_and_all_of_them_are_needed(
 def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     cases: Any, engine: Any, folder: Path, tmp_path: Path
 ) -> None:
-    """Its state waits elsewhere, and gradients have no memory."""
+    """Its state is parked elsewhere, and its gradients have no memory."""
     model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     learner = engine.learner(model, cases.OPTIMIZATION)
@@ -396,7 +396,7 @@ def test_vocabulary_parallel_logprobs_are_those_of_one_rank(measured: None, fold
 def test_logprobs_and_entropy_in_blocks_are_the_dense_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ops.vocab_parallel._CHUNK_ELEMENTS", 100)
     logits = torch.randn(11, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[:, 3] = -torch.inf  # a token that is ruled out
+    logits[:, 3] = -torch.inf  # a masked token
     ids, weights = torch.arange(11) + 4, torch.linspace(-3, 3, 11)
     blocks, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     logprobs, entropies = logprobs_and_entropy(blocks, ids)
@@ -415,7 +415,7 @@ def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder
     done = [
         engine.training_flops(Model(str(folder / family)), batch.prompt_ids, batch.response_ids) for family in FAMILIES
     ]
-    assert done[3:] == [None, None]  # of mixtures
+    assert done[3:] == [None, None]  # not known for mixtures of experts
     assert min(done[:3]) > 1e6
 
 
@@ -463,4 +463,4 @@ def test_recomputing_keeps_only_the_inputs_of_layers(
         learner = engine.learner(Model(str(folder / family)), optimization)
         passes.clear()
         learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
-        assert len(passes) == 2 * times  # of two layers
+        assert len(passes) == 2 * times  # two layers

@@ -1,4 +1,4 @@
-"""Where parameters lie, what a config says, and what is refused: arithmetic, without an engine."""
+"""Parameter tables, config parsing and refusals of the Megatron backend: arithmetic, without an engine."""
 
 from __future__ import annotations
 

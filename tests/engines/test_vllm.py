@@ -1,4 +1,4 @@
-"""The vLLM backend on a real engine: what it samples, at which logprobs, and how its weights change under way."""
+"""The vLLM backend on a real engine: its samples, their logprobs, and weight changes during generation."""
 
 import asyncio
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def started(root: Path, prepared: None) -> Iterator[Any]:
 
 @pytest.fixture
 def backend(started: Any, model: Model) -> Any:
-    """The module's engine, with the first weights as version 1."""
+    """The module's engine, serving the first weights as version 1."""
     if started.served_version(model) != 1:
         started.serve(model, tiny.shares(model), 1)
     return started
@@ -130,7 +130,7 @@ def test_other_weights_are_refused_and_change_nothing(backend: Any, model: Model
     if change == "missing":
         del wrong[name]
     elif change == "more":
-        wrong["lm_head.weight"] = wrong["model.embed_tokens.weight"].clone()  # tied, and so named once
+        wrong["lm_head.weight"] = wrong["model.embed_tokens.weight"].clone()  # tied, and therefore named only once
     else:
         wrong[name] = wrong[name][:-1] if change == "shape" else wrong[name].double()
     with pytest.raises(StageError, match="lm_head.weight" if change == "more" else name):
@@ -157,7 +157,7 @@ def test_a_sample_depends_on_its_draw_only(backend: Any, model: Model) -> None:
 def test_a_prompt_that_the_engine_remembers_is_computed_again_with_new_weights(
     backend: Any, model: Model, other: Model
 ) -> None:
-    """It is longer than a block of the cache, which prompts that are alike share."""
+    """It is longer than a cache block, which equal prompts share."""
     prompt_ids = backend.encode(model, ["0123456789 abcdefghij + " * 12] * 4)
     for weights in (model, other, model):
         backend.serve(model, tiny.shares(weights), 2)
@@ -167,7 +167,7 @@ def test_a_prompt_that_the_engine_remembers_is_computed_again_with_new_weights(
 
 
 def test_weights_change_between_two_tokens(backend: Any, model: Model, other: Model) -> None:
-    """Each token has the logprob, and the version, of the weights that computed it; two of three swaps are at once."""
+    """Each token has the logprob and version of the weights that computed it; two of three swaps happen at once."""
     sampling = Sampling(max_tokens=900, top_k=30)
     prompt_ids = prompts(backend, model)
     weights = {1: model, 2: other, 3: model, 4: other}
@@ -197,7 +197,7 @@ def test_weights_change_between_two_tokens(backend: Any, model: Model, other: Mo
             of_stamp = torch.stack([by_version[stamp][i][t] for t, stamp in enumerate(stamps)])
             assert (has - of_stamp).abs().max() < NEAR
             for t in (t for t in range(1, len(stamps)) if stamps[t - 1 : t + 1] == [1, 2]):
-                # The seam is exact where the weights tell the tokens on its two sides apart.
+                # The seam is exact if the weights distinguish the tokens on its two sides.
                 before, after = (has - by_version[2][i])[t - 1].abs(), (has - by_version[1][i])[t].abs()
                 seams += bool(before > 10 * NEAR and after > 10 * NEAR)
     assert seams >= 2
@@ -218,7 +218,7 @@ def test_groups_come_out_when_their_last_sample_ends(backend: Any, model: Model)
 
 
 def test_groups_that_nobody_wants_are_given_up(backend: Any, model: Model) -> None:
-    sampling = replace(PLAIN, max_tokens=600, greedy=True)  # greedy loops to the end
+    sampling = replace(PLAIN, max_tokens=600, greedy=True)  # greedy decoding loops up to max_tokens
     given_up: set[int] = set()
 
     async def run() -> list[Any]:
@@ -264,7 +264,7 @@ def test_a_stop_text_of_several_tokens_ends_a_response(backend: Any, model: Mode
     stop = text[20:23]
     end = text.index(stop) + len(stop)
     made = backend.generate(model, prompt_ids, replace(PLAIN, stop=(stop,)), tiny.draws(GROUPS))
-    assert rows_of(made)[longest] == rows_of(free)[longest][:end]  # a character is a token
+    assert rows_of(made)[longest] == rows_of(free)[longest][:end]  # one token per character
     assert not made.truncated[longest]
     assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompt_ids, made, 1.0)) < NEAR
 
@@ -286,7 +286,7 @@ def test_an_engine_that_slept_samples_as_before(backend: Any, model: Model) -> N
 
 
 def test_weights_wake_an_engine_that_sleeps(backend: Any, model: Model, other: Model) -> None:
-    """On a GPU they would otherwise be written where nothing is mapped."""
+    """On a GPU, the weights would otherwise be written to unmapped memory."""
     backend.sleep()
     sent = tiny.shares(other)
     assert backend.serve(model, sent, 8).sha256 == digest_of(sent)

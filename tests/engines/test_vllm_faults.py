@@ -1,4 +1,4 @@
-"""Engines of vLLM that die under the worker, and workers that die over their engine."""
+"""vLLM engines that die under their worker, and workers that die before their engine."""
 
 import asyncio
 import multiprocessing
@@ -30,7 +30,7 @@ need("vllm", "vllm")
 psutil = need("vllm", "psutil")
 
 GROUPS = (0, 1, 2, 3)
-LONG = Sampling(max_tokens=300, greedy=True)  # greedy loops to the end
+LONG = Sampling(max_tokens=300, greedy=True)  # greedy decoding loops up to max_tokens
 DEADLINE_S = 120.0
 
 
@@ -69,7 +69,7 @@ def kill(processes: list[int]) -> None:
 
 
 def busy(backend: Any, model: Model) -> bool:
-    """Whether some request has tokens."""
+    """Return whether any request has tokens."""
     return any(request.tokens for request in list(backend.client(model)._live.values()))
 
 
@@ -83,7 +83,7 @@ def rows_of(events: list[Any]) -> dict[int, list[list[int]]]:
 
 
 def streamed(backend: Any, model: Model, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-    """The events of a stream of all groups, and `meanwhile` in a thread as soon as there are tokens."""
+    """Return the events of a stream of all groups; `meanwhile` runs in a thread once the stream has started."""
 
     async def collected() -> list[Any]:
         prompt_ids = backend.encode(model, tiny.texts(GROUPS))
@@ -122,7 +122,7 @@ def test_an_engine_that_died_between_tasks_is_started_again(backend: Any, model:
 
 
 def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backend: Any, model: Model) -> None:
-    """What the checks before it let through; who knows what such an engine holds."""
+    """Weights that passed every check fail to load; the content of such an engine is unknown."""
     before, starts = rows_of(streamed(backend, model)), backend.client(model).starts
     wrong = {name: torch.cat([weight, weight]) for name, weight in tiny.weights_of(model).items()}
 
@@ -150,7 +150,7 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
 
 
 def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path) -> None:
-    """What does not get through leaves an engine that waits for what does; one that dies gives its worker up."""
+    """After a failed refit, an engine waits for the next one. If the engine dies, its worker must be replaced."""
     weights, store = tiny.weights_of(tiny.folder(root, 1)), open_store("127.0.0.1", 1, deadline_s=240.0)
     backend.serve(model, shares_of(weights), 10)
     pulled = rows_of(streamed(backend, model))
@@ -170,19 +170,19 @@ def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path
     wait_for(lambda: not engines())
     with pytest.raises(Unfit, match="the trainer would have to send the weights again"):
         streamed(backend, model)
-    backend.client(model)._weights = None  # as in a worker that takes its place
+    backend.client(model)._weights = None  # as in the worker that replaces it
 
 
 def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
     backend: Any, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of this engine: the run would have to be resumed. All that wait for a start share its failure."""
+    """The last test of this engine: the run would have to be resumed. All waiting tasks get the same failure."""
     weights = tiny.weights_of(tiny.folder(root, 2))
     source = source_of(weights)
     backend.serve(model, [source.share(weights, TRANSPORTS["pull"])], 6)
     for name in weights:
         weights[name] = weights[name] * 0.5
-    for _ in range(2):  # the second is where the first version was
+    for _ in range(2):  # the second share overwrites the first version
         source.share(weights, TRANSPORTS["pull"])
     kill(engines())
     wait_for(lambda: backend.client(model)._llm is None)
@@ -196,7 +196,7 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
 
 
 def worker(root: Path, model: Model, ready: Any) -> None:
-    """One that has sampled, with an engine that is spawned as in a run."""
+    """A worker that has sampled, with an engine that is spawned as in a run."""
     from stages.backends.vllm.engine import open_engine
 
     backend = open_engine(tiny.context(root))
@@ -206,13 +206,13 @@ def worker(root: Path, model: Model, ready: Any) -> None:
 
 
 def test_an_engine_ends_with_its_worker(root: Path, model: Model, prepared: None) -> None:
-    """Also with one that was killed, and could not end it."""
+    """Even a killed worker, which could not end it."""
     context = multiprocessing.get_context("forkserver")
     read, ready = context.Pipe(duplex=False)
     process = context.Process(target=worker, args=(root, model, ready))
     process.start()
     ready.close()
-    found = read.recv()  # EOFError where the worker has ended
+    found = read.recv()  # EOFError if the worker has ended
     assert found and all(runs(each) for each in found)
     process.kill()
     process.join(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""vLLM on the CPU serves what it was given, of every kind of model, and says what it could not write in place."""
+"""Refits into vLLM on the CPU, for every kind of model: weights are served, and loader fallbacks are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,20 @@ NEAR = 1e-5
 
 @pytest.fixture
 def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that starts its ranks as processes: this one has been prepared for engines of one rank."""
+    """Let the engine start its ranks as processes; this process has been prepared for engines of one rank."""
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
 
 
 def check_written_by_table(found: dict[str, Any]) -> None:
     assert max(found["far"]) < NEAR and found["loaded"] == []
-    assert found["records"][1]["lookups"] == 2  # the second version came as bytes: another plan, and other memory
+    assert found["records"][1]["lookups"] == 2  # the second version arrived as bytes: another plan, other memory
 
 
 def test_a_model_with_a_table_is_written_by_it(prepared: None, several_ranks: None, tmp_path: Path) -> None:
     found = refit(tmp_path, "qwen2", 2, ("pull", "messages", "gloo", "gloo"))
     check_written_by_table(found)
     carried = [record for record in found["records"] if "meet_ms" in record]
-    assert [record["lookups"] > 0 for record in carried] == [True, True]  # of memory that takes turns
+    assert [record["lookups"] > 0 for record in carried] == [True, True]  # memory alternates between versions
 
 
 def test_a_mixture_of_experts_is_written_by_its_table(prepared: None, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs that sample with vLLM and train with torch: the same as those that do both with torch, bit for bit."""
+"""Whole runs that sample with vLLM and train with torch: bit for bit the same as runs on torch alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ STEPS = 3
 
 @pytest.fixture
 def opened(prepared: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The engines of vLLM that a run opens; they are closed after it."""
+    """The vLLM engines that a run opens; they are closed after it."""
     from stages.backends.vllm import engine
 
     found: list[Any] = []
@@ -39,7 +39,7 @@ def opened(prepared: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any
 
 
 def published(run_dir: RunDir, **settings: Any) -> list[tuple[int, str]]:
-    """The versions of a run, and the hashes of their weights as the sampler got them."""
+    """Return the versions of a run with the hashes of their weights as received by the sampler."""
     torch.set_num_threads(1)
     described = graph(
         steps=STEPS,

@@ -1,4 +1,4 @@
-"""Tiny models as folders, worker contexts and reference logprobs, for the tests of the vLLM backend."""
+"""Tiny model folders, worker contexts and reference logprobs for the tests of the vLLM backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = ("3 + 4 = ?", "10 + 20 = ?", "abc", "what is 7?")
 
 
 def folder(root: Path, seed: int) -> Model:
-    """A Qwen3 with random weights, so large that its distributions are far from flat."""
+    """Return a Qwen3 with random weights so large that its distributions are far from flat."""
     described = Model("tiny", config=QWEN3, alphabet=ALPHABET, seed=seed)
     tokenizer = character_tokenizer(ALPHABET)
     network = build(described, tokenizer)
@@ -49,33 +49,33 @@ def context(root: Path, group: WorkerGroup = GROUP) -> StageContext:
 
 
 def draws(groups: tuple[int, ...], size: int = 4, seed: int = 0) -> Draws:
-    """Those of whole groups."""
+    """Return the draws of whole groups."""
     return Draws(seed, tuple(group for group in groups for _ in range(size)), tuple(range(size)) * len(groups))
 
 
 def texts(groups: tuple[int, ...], size: int = 4) -> list[str]:
-    """A prompt a group, for each of its samples."""
+    """Return one prompt per group, repeated for each of its samples."""
     return [PROMPTS[group % len(PROMPTS)] for group in groups for _ in range(size)]
 
 
 def reference(model: Model) -> PreTrainedModel:
-    """The network of transformers, float32."""
+    """Return the transformers network in float32."""
     return load_network(model, character_tokenizer(ALPHABET), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
-    """Its weights by name."""
+    """Return the model's weights by name."""
     return weights(reference(model))
 
 
 def shares(model: Model, *, near: bool = True) -> list[Share]:
-    """Its weights, as a trainer offers them."""
+    """Return the model's weights as shares of a trainer."""
     return shares_of(weights_of(model), near=near)
 
 
 @torch.no_grad()
 def logprobs(network: PreTrainedModel, prompt_ids: Ragged, made: Generation, temperature: float) -> list[torch.Tensor]:
-    """One row a sample: of its tokens, under softmax(logits / temperature) over the whole vocabulary."""
+    """Return the logprobs of each sample's tokens under softmax(logits / temperature) over the whole vocabulary."""
     rows = []
     for prompt, response in zip(prompt_ids.rows(), made.response_ids.rows()):
         logits_TV = network(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
@@ -84,5 +84,5 @@ def logprobs(network: PreTrainedModel, prompt_ids: Ragged, made: Generation, tem
 
 
 def farthest(made: Generation, rows: list[torch.Tensor]) -> float:
-    """The largest difference between the logprobs of a generation and these."""
+    """Return the largest difference between the logprobs of a generation and `rows`."""
     return float((made.logprobs.values - torch.cat(rows)).abs().max())

@@ -1,4 +1,4 @@
-"""The broken graphs, files and flags that a check finds before anything runs."""
+"""Broken graphs, files and flags that a check finds before anything runs."""
 
 from tests.errors.harness import SCORE, Case, live_text
 
@@ -15,17 +15,17 @@ ROWS = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
 def scored(name: str, function: str, reward: str = "Reward(score)", **more) -> Case:
-    """A case of a reward function; the text has `# here` where the error must point."""
+    """Return a case of a reward function; the text has `# here` where the error must point."""
     return Case(name, {"reward": reward}, at=more.pop("at", ()), top=function + "\n\n", **more)
 
 
 def parameter(name: str, define: str) -> Case:
-    """A case of a parameter of graph()."""
+    """Return a case of a parameter of graph()."""
     return Case(name, define=define + "  # here")
 
 
 def data(name: str, content: str | bytes | None, source: str = FILE, at: tuple[str, ...] = ()) -> Case:
-    """A case of a data file."""
+    """Return a case of a data file."""
     return Case(name, {"source": source}, at=at, files={} if content is None else {"train.jsonl": content})
 
 
@@ -207,7 +207,7 @@ REWARDS = [
 
 
 def returning(name: str, value: str) -> Case:
-    """A case of a reward that gives something else than a number, while the graph runs."""
+    """Return a case of a reward that returns something other than a number during the run."""
     body = f"def score(prompt: str, answer: str):  # here\n    return {value}\n\n\n"
     return Case(name, text=live_text(body), args=("--executor", "local", "--run-dir", "run"), code=3)
 

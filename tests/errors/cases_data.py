@@ -1,4 +1,4 @@
-"""Data files, data sets, mixtures and held-out prompts that are wrong, as a check finds them."""
+"""Invalid data files, data sets, mixtures and held-out prompts that a check finds."""
 
 import gzip
 
@@ -15,12 +15,12 @@ IMAGE = "Field('image', dtype='uint8', dims='N B')"
 def drawn(
     name: str, parameters: str, files: dict[str, str | bytes], at: tuple[str, ...] = ("source",), code: int = 2
 ) -> Case:
-    """A case of Prompts, which the error must point at; where it points at a file, `at` is empty."""
+    """Return a case of Prompts, which the error must point at; if it points at a file instead, `at` is empty."""
     return Case(name, {"source": f"Prompts({parameters}, batch=batch)"}, at=at, top=IMPORT, files=files, code=code)
 
 
 def row(name: str, content: str | bytes, parameters: str = "", file: str = "train.jsonl") -> Case:
-    """A case of what a data file holds."""
+    """Return a case of the content of a data file."""
     given = ", ".join(part for part in (repr(file), parameters) if part)
     return drawn(name, given, {file: content}, at=())
 
@@ -28,7 +28,7 @@ def row(name: str, content: str | bytes, parameters: str = "", file: str = "trai
 def evaluated(
     name: str, source: str, parameters: str = "", files: dict[str, str | bytes] | None = None, **more
 ) -> Case:
-    """A case of Evaluate."""
+    """Return a case of Evaluate."""
     given = ", ".join(
         part for part in ("policy", source, "" if "on=" in parameters else "on=sampler", parameters) if part
     )

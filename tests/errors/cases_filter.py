@@ -1,4 +1,4 @@
-"""Filters and gates that are wrong, as a check finds them."""
+"""Invalid filters and gates that a check finds."""
 
 from tests.errors.harness import SCORE, Case, live_text
 
@@ -7,12 +7,12 @@ LEARNABLE = "def learnable(reward: list[float]) -> bool:\n    return True\n\n\n"
 
 
 def filtered(name: str, text: str, *, at: tuple[str, ...] = ("extra",), top: str = "", **lines: str) -> Case:
-    """A case of a Filter with these arguments."""
+    """Return a case of a Filter with these arguments."""
     return Case(name, {"extra": f"(Filter({text}),)"} | lines, at=at, top=IMPORT + top)
 
 
 def rule(name: str, text: str, at: tuple[str, ...] = ()) -> Case:
-    """A case of a rule `learnable`; the text has `# here` where the error must point."""
+    """Return a case of a rule `learnable`; the text has `# here` where the error must point."""
     return filtered(name, "learnable", at=at, top=text + "\n\n")
 
 

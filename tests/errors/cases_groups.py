@@ -1,4 +1,4 @@
-"""Worker groups, models and the division of a batch that are wrong, as a check finds them."""
+"""Invalid worker groups, models and batch divisions that a check finds."""
 
 from collections.abc import Mapping
 
@@ -38,19 +38,19 @@ class Lengths(Stage):
 
 
 def learner(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **lines: str) -> Case:
-    """A case of the worker group of the learner."""
+    """Return a case of the learner's worker group."""
     made = {"learner": f'WorkerGroup("learner", backend="torch", {parameters})'}
     return Case(name, made | lines, at=at, top=IMPORT)
 
 
 def refit(name: str, transport: str, groups: Mapping[str, str] = NO_GROUPS) -> Case:
-    """A case of how weights travel, between these groups."""
+    """Return a case of a weight transport between these worker groups."""
     stage = f"Refit(policy, source=learner, target=sampler, transport={transport!r})"
     return Case(name, {**groups, "refit": stage}, at=("refit",), top=IMPORT)
 
 
 def own(case: str, transport: str, /, top: str = "", groups: Mapping[str, str] = NO_GROUPS, **parts: str) -> Case:
-    """A case of a transport of the user's own, with these parts other than they should be."""
+    """Return a case of a user's own transport, with some parts replaced."""
     stage = f"Refit(policy, source=learner, target=sampler, transport={transport})"
     given = {"name": "'own'", "sender": "lambda self: Sender()", "receiver": "lambda self: Reads()", **parts}
     lines = "".join(f"    {part} = {value}\n" for part, value in given.items())
@@ -59,7 +59,7 @@ def own(case: str, transport: str, /, top: str = "", groups: Mapping[str, str] =
 
 
 def model(name: str, parameters: str) -> Case:
-    """A case of the policy."""
+    """Return a case of the policy."""
     return Case(name, {"policy": f"Model({parameters})"}, top=IMPORT)
 
 

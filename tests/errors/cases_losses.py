@@ -165,6 +165,8 @@ FORMULAS = [
     own_loss("own_loss_raises", "return -scored.advantages * scored.logprobs_NT  # here"),
     own_loss("own_loss_forgets_an_axis", "return -scored.advantage_N * scored.logprobs_NT  # here"),
     own_loss("own_loss_returns_nothing", GAIN),
+    own_loss("own_loss_reads_no_reference", "return scored.logprobs_NT - scored.ref_logprobs_NT  # here"),
+    own("own_loss_is_a_class", given="Mine", at=("train",)),
     own_loss("own_loss_is_averaged", GAIN, "return gain_NT.mean()"),
     own_loss("own_loss_per_sample", GAIN, "return gain_NT.sum(1)"),
     own_loss("own_loss_is_detached", GAIN, "return gain_NT.detach()"),

@@ -1,15 +1,15 @@
-"""Names that the engine uses itself, and stages that no worker could set up."""
+"""Names that the engine reserves, and stages that no worker could set up."""
 
 from tests.errors.harness import Case
 
 
 def stage(name: str, parameters: str) -> Case:
-    """A case of a further stage."""
+    """Return a case of an additional stage."""
     return Case(name, {"extra": f"(Step({parameters}),)"})
 
 
 def defined(name: str, body: str) -> Case:
-    """A case of a further stage with this body."""
+    """Return a case of an additional stage with this body."""
     return Case(name, {"extra": "(Mine(),)"}, top=f"class Mine(Stage):\n{body}\n\n\n")
 
 

@@ -1,4 +1,4 @@
-"""What the commands that read a record say of one that is not there or not whole, and of flags that do not fit."""
+"""Errors of the commands that read a record: missing or incomplete records, and flags that do not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.errors.resumes import ResumeCase, cut, nothing, remove
 
 
 def reading(name: str, program: str, *args: str, change: Callable[[Path], None] = nothing) -> ResumeCase:
-    """A case of `python -m pipeline.PROGRAM` on a copy of a finished run of two steps, `run`."""
+    """Return a case of `python -m pipeline.PROGRAM` on a copy of a finished run of two steps, `run`."""
     return ResumeCase(name, text=live_text(), graph=None, program=program, args=args, change=change)
 
 

@@ -1,4 +1,4 @@
-"""What only a run finds: rows, rewards, rules, models and stages that go wrong in the middle of it."""
+"""Errors that occur only during a run: bad rows, rewards, rules, models and stages."""
 
 import json
 
@@ -30,7 +30,7 @@ FILTERED = 'Graph(name="live", source=source, stages=(reward, *count), schedule=
 
 
 def policy(**config) -> str:
-    """The policy, of a few thousand weights."""
+    """Return the text of a policy with a few thousand weights."""
     return f'Model("tiny", config={MODEL | config}, alphabet=task.alphabet)'
 
 
@@ -43,24 +43,24 @@ SMALL = {
 
 
 def trained(name: str, lines: dict[str, str], at: tuple[str, ...] = (), top: str = "", **more) -> Case:
-    """A run of a whole graph with a small policy."""
+    """Return a run of a whole graph with a small policy."""
     return Case(name, SMALL | lines, at=at, top=IMPORT + top, args=RUN, code=3, **more)
 
 
 def live(name: str, top: str = "", train: str = "", code: int = 3, **lines: str) -> Case:
-    """A run without a model; a line that ends in `# here` is what the error must point at."""
+    """Return a run without a model; the error must point at a line that ends in `# here`."""
     files = {"train.jsonl": train, "dog.png": b"\x89PNG"} if train else {}
     return Case(name, text=live_text(IMPORT + top + SCORE, **lines), files=files, args=RUN, code=code)
 
 
 def rows(count: int, bad: dict[int, dict], **more: str) -> str:
-    """A file of so many rows; those of `bad`, by their line, have other values."""
+    """Return the text of a file with `count` rows; those in `bad`, by line number, have other values."""
     made = ({"prompt": f"{i}=", "answer": str(i), **more, **bad.get(i, {})} for i in range(1, count + 1))
     return "".join(json.dumps(row) + "\n" for row in made)
 
 
 def staged(name: str, body: str, code: int) -> Case:
-    """A run with a stage `Length` of the user, whose runner does this."""
+    """Return a run with a user's stage `Length` whose runner has this body."""
     top = f"""@dataclass(frozen=True)
 class Length(Stage):
     reads = (Field("prompt", dtype="str"),)
@@ -84,7 +84,7 @@ class Longest(Stage):
 
 
 def ruled(name: str, body: str, parameters: str = "", here: tuple[str, str] = ("  # here", "")) -> Case:
-    """A run with a Filter of this rule; the error points at the rule, or at the stage."""
+    """Return a run with a Filter of this rule; the error points at the rule, or at the stage."""
     top = f"def learnable(reward: list[float]) -> bool:{here[0]}\n    {body}\n\n\n"
     return live(name, top, count=f"(Filter(learnable{parameters}), Count(Model('counter'))){here[1]}", made=FILTERED)
 

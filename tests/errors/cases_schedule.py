@@ -1,4 +1,4 @@
-"""Schedules that cannot be, and stages that say wrong things of runs and versions, as a check finds them."""
+"""Impossible schedules, and stages with wrong claims about runs and versions, that a check finds."""
 
 from tests.errors.harness import Case
 
@@ -27,14 +27,14 @@ class Judge(Stage):
 
 
 def schedule(name: str, text: str, *, at: tuple[str, ...] = ("made",), top: str = "", **lines: str) -> Case:
-    """A case of a Schedule with these arguments, in a graph that corrects for older samples."""
+    """Return a case of a Schedule with these arguments, in a graph that corrects for older samples."""
     return Case(
         name, {"schedule": f"Schedule(steps=steps, {text})", "train": CORRECTED} | lines, at=at, top=IMPORT + top
     )
 
 
 def stamped(name: str, text: str) -> Case:
-    """A case of a rollout that stamps this field."""
+    """Return a case of a rollout that stamps this field."""
     top = f"class Stamped(Rollout):\n    stamps = {text}\n\n\n"
     return Case(
         name, {"rollout": "Stamped(policy, on=sampler, samples_per_prompt=2, max_tokens=3)"}, ("rollout",), top=top

@@ -1,6 +1,6 @@
-"""Graph files that are broken in one place, and what the command line says about them.
+"""Graph files that are broken in one place, and the command line's output for them.
 
-A graph file is put together from named lines. A case replaces some, and expects the error to point at them.
+A graph file consists of named lines. A case replaces some of them and expects the error to point at these.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ LIVE_DEF = "def graph(steps: int = 2, batch: int = 4, seed: int = 0) -> Graph:"
 class Case:
     """One broken input.
 
-    lines   replacements of LINES by name; an error must point at each of them, or at those in `at` where it is given
+    lines   replacements of LINES by name; an error must point at each of them, or at those in `at` if given
     top     code above graph(); a line of it that ends in `# here` must be pointed at
     define  the line with `def graph`; the file of a live graph has LIVE instead of LINES
-    text    the whole graph file instead; None has no file
-    args    of the command, after the graph file; `graph` names another file
-    files   further files, by their path below the case's folder
-    code    of the exit; 0 where only warnings come
+    text    the whole graph file instead; None writes no file
+    args    arguments of the command after the graph file; `graph` names another file
+    files   additional files, by their path below the case's folder
+    code    the exit code; 0 if there are only warnings
     program the command: `python -m pipeline.PROGRAM`
     """
 
@@ -139,7 +139,7 @@ class Case:
     program: str = "run"
 
     def write(self, folder: Path) -> list[str]:
-        """Make the files below `folder`. Returns the places that an error must name."""
+        """Write the files below `folder` and return the places that an error must name."""
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -156,18 +156,18 @@ class Case:
 
 
 def graph_text(top: str, define: str, lines: dict[str, str]) -> str:
-    """A graph file."""
+    """Return the text of a graph file."""
     body = "".join(f"    {name} = {value}\n" for name, value in lines.items())
     return f"{top}{define}\n{body}    return made\n"
 
 
 def live_text(score: str = SCORE, **lines: str) -> str:
-    """A graph that runs without a model: prompts, a reward and a counter."""
+    """Return a graph that runs without a model: prompts, a reward and a counter."""
     return graph_text(LIVE_TOP + score, LIVE_DEF, LIVE | lines)
 
 
 def command(folder: Path, *argv: str, program: str = "run") -> tuple[int, str, str]:
-    """Run the command line in this process, from `folder`. Returns exit code, stdout and stderr."""
+    """Run the command line in this process from `folder` and return exit code, stdout and stderr."""
     main = importlib.import_module(f"pipeline.{program}").main
     out, err, before, path = io.StringIO(), io.StringIO(), Path.cwd(), list(sys.path)
     os.chdir(folder)
@@ -181,5 +181,5 @@ def command(folder: Path, *argv: str, program: str = "run") -> tuple[int, str, s
 
 
 def normal(text: str, folder: Path) -> str:
-    """The text without what differs between machines."""
+    """Return the text without machine-specific parts."""
     return text.replace(str(folder), "DIR").replace(str(REPOSITORY), "REPO")

@@ -1,4 +1,4 @@
-"""Run directories, checkpoints and saved inputs that are not what a run wrote."""
+"""Run directories, checkpoints and saved inputs that were changed after a run wrote them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ResumeCase(Case):
-    """A case that starts from a copy of a finished run of two steps, in which `change` breaks something."""
+    """A case on a copy of a finished run of two steps in which `change` breaks something."""
 
     change: Callable[[Path], None] = nothing
 
@@ -30,7 +30,7 @@ class ResumeCase(Case):
 
 
 def resume(name: str, change: Callable[[Path], None] = nothing, *flags: str, code: int = 6) -> ResumeCase:
-    """A case of --resume of `run`, with one more step to do."""
+    """Return a case of --resume of `run` with one more step to run."""
     args = ("--executor", "local", "--steps", "3", *(flags or ("--run-dir", "run", "--resume")))
     return ResumeCase(name, text=live_text(), args=args, code=code, change=change)
 

@@ -1,4 +1,4 @@
-"""A reward that raises in the middle of a run: what is said, what is kept, and both ways on."""
+"""A reward that raises in the middle of a run: the error text, what is kept, and how to replay or resume."""
 
 import os
 import re
@@ -20,13 +20,13 @@ GOOD = """def score(prompt: str, answer: str) -> float:
 
 
 def failing(prompt):
-    """A reward that raises at one prompt."""
+    """Return a reward that raises at one prompt."""
     check = f"    if prompt == {prompt!r}:\n        raise RuntimeError('no unit')\n"
     return GOOD.replace("    return", f"{check}    return")
 
 
 def argv_after(label, stderr):
-    """The arguments of the command that a failed run printed."""
+    """Return the arguments of the command that a failed run printed."""
     line = next(line for line in stderr.splitlines() if line.startswith(label))
     words = shlex.split(line.removeprefix(label).partition("   (")[0])
     assert words[:3] == ["python", "-m", "pipeline.run"]
@@ -91,7 +91,7 @@ def test_resume_goes_on_from_the_last_checkpoint_to_the_same_end(failed):
 
 
 def in_a_process(folder, *argv):
-    """The command as a user runs it."""
+    """Run the command as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "pipeline.run", *argv],
         cwd=folder,

@@ -1,6 +1,6 @@
-"""What the command line says about a broken input: the exit code, the place, and the whole text.
+"""Command-line output for broken inputs: the exit code, the place, and the whole text.
 
-UPDATE_GOLDEN=1 rewrites golden.txt; read the difference before keeping it.
+UPDATE_GOLDEN=1 rewrites golden.txt; read the diff before keeping it.
 """
 
 import difflib
@@ -41,20 +41,20 @@ SUBJECTS = (
 )
 BY_SUBJECT = [case for subject in SUBJECTS for case in subject.CASES]
 ALL = [*cases.CHECKED, *cases.RUNNING, *BY_SUBJECT, *resumes.CASES]
-NEEDS = {"jsonl_named_parquet": ("data", "pyarrow"), "math_verify": ("math", "math_verify")}  # by start of the name
+NEEDS = {"jsonl_named_parquet": ("data", "pyarrow"), "math_verify": ("math", "math_verify")}  # by prefix of the name
 WAY_ON = ("replay: ", "resume: ")
 OF_A_MACHINE = re.compile(r" at 0x[0-9a-f]+|REPO|site-packages|lib/python|/tmp/")
 
 
 def sections(text):
-    """name -> body of a golden file."""
+    """Return the bodies of a golden file by name."""
     parts = [part.partition("\n") for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
     return {name: body.rstrip("\n") for name, _, body in parts}
 
 
 @pytest.fixture(scope="module")
 def golden():
-    """The texts by case; what the tests put into `new` is written where the environment asks for it."""
+    """The golden texts by case, and a dict `new`, which is written to the file if UPDATE_GOLDEN is set."""
     new: dict[str, str] = {}
     yield sections(GOLDEN.read_text() if GOLDEN.exists() else ""), new
     if os.environ.get("UPDATE_GOLDEN") == "1" and len(new) == len(ALL):
@@ -62,7 +62,7 @@ def golden():
 
 
 def assert_nothing_is_lost(folder, problems, stderr):
-    """The run directory says what ended the run, and holds its graph, its log and what failed, for the way on."""
+    """Check that the run directory records why the run ended and keeps its graph, its log and the failed inputs."""
     run, printed = folder / "run", stderr.splitlines()
     last = [event for _, event in trace.read(run / "events.jsonl")][-1]
     assert isinstance(last, trace.Failed)
@@ -77,7 +77,7 @@ def assert_nothing_is_lost(folder, problems, stderr):
     assert not saved or "Error: " in "".join(log.read_text() for log in (run / "logs").iterdir())
 
 
-@pytest.mark.journal_expected("I8", "record")  # some cases are runs whose files were damaged
+@pytest.mark.journal_expected("I8", "record")  # damaged run directories
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_text(case, golden, tmp_path, finished_run):
     for start, package in NEEDS.items():

@@ -1,4 +1,4 @@
-"""Runs functions in processes that see one GPU each, like workers."""
+"""Run functions in processes that each see one GPU, like workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DEADLINE_S = 180.0
 def each(
     function: Callable[..., Any], gpus: Sequence[str], *given: Any, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """The results or exceptions of `function(rank, *given)` in one process per GPU. The processes are killed
-    afterwards,
-    even if something in them hangs."""
+    """Return the results or exceptions of `function(rank, *given)`, run in one process per GPU.
+
+    The processes are killed afterwards, even if something in them hangs."""
     with ExitStack() as ended:
         answers = []
         for rank, gpu in enumerate(gpus):

@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def went_round(rank: int, ranks: int, ports: tuple[int, int]) -> list[list[float]]:
-    """What a rank receives from its neighbor and from the last rank, through each of two groups."""
+    """Return what a rank receives from its neighbor and from the last rank, through each of two groups."""
     groups = [StatelessGroup.join(HOST, port, rank=rank, ranks=ranks, device=CUDA) for port in ports]
     own = [torch.full((1 << 20,), 10.0 * number + rank, device=CUDA) for number in range(2)]
     got = [torch.full_like(tensor, -1.0) for tensor in own]
@@ -49,7 +49,7 @@ def test_ranks_send_to_each_other_in_two_groups(gpus: list[str]) -> None:
 
 
 def error_of(rank: int, port: int, deadline_s: float, absent: int | None = None) -> str:
-    """The error of one of two ranks that cannot meet. An absent rank announces itself and exits."""
+    """Return the error of one of two ranks that cannot meet. An absent rank announces itself and exits."""
     if rank == absent:
         store = dist.TCPStore(HOST, port, 2, False, timedelta(seconds=60))
         dist.PrefixStore("group ", store).set(f"rank {rank}", "")

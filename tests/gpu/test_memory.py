@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 def read_by_another(rank: int) -> list[str]:
-    """What another process reads from this one's memory after each of three writes."""
+    """Return what another process reads from this one's memory after each of three writes."""
     device = torch.device("cuda", 0)
     before = torch.zeros(SIZE, dtype=torch.uint8, device=device)  # keeps `memory` off the start of a segment
     memory = SharedMemory(SIZE, device)

@@ -18,9 +18,9 @@ NEAR = {"before": 0.01, "gradient": 0.1, "weight": 0.02, "after": 0.1}
 
 
 def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """The results of `megatron_cases.measure`, and whether a checkpoint restores the same run. Of two processes, the
-    first
-    uses Megatron-core's own layers."""
+    """Return the results of `megatron_cases.measure` and whether a checkpoint restores the same run.
+
+    Of two processes, the first uses Megatron-core's own layers."""
     from stages.backends.megatron import network
     from tests.engines import megatron_cases as cases
 

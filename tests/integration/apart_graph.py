@@ -1,4 +1,4 @@
-"""The numbers on two samplers, of which the second takes `late_s` seconds to take a version."""
+"""The async graph with two samplers, of which the second takes `late_s` seconds to receive a version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLERS = WorkerGroup("sampler", backend="torch", workers=2)
 
 @dataclass(frozen=True)
 class PublishApart(Publish):
-    """To one after the other."""
+    """Serves the samplers one after the other."""
 
     late_s: float = 0.0
 
@@ -35,7 +35,7 @@ class PublishApart(Publish):
 def graph(
     late_s: float = 1.0, token_s: float = 0.01, max_staleness: int = 0, refit: Literal["drain", "in_flight"] = "drain"
 ) -> Graph:
-    """Three steps."""
+    """Run three steps."""
     stages = (Sample(on=SAMPLERS, token_s=token_s, tail=1), Score(), Learn(0.0), PublishApart(late_s=late_s))
     schedule = Schedule(steps=3, max_staleness=max_staleness, refit=refit, keep_groups=0)
     return Graph(name="apart", source=Numbers(4), stages=stages, schedule=schedule)

@@ -1,6 +1,7 @@
 """A graph that samples, learns and publishes without a model: only its timing is real. Loaded by path, as users' are.
 
-A group takes so many tokens as its admission number says; every token is stamped with the version served just then.
+The admission number of a group determines how many tokens it takes; each token is stamped with the version served at
+that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEARNER = WorkerGroup("learner", backend="torch")
 
 @dataclass(frozen=True)
 class Numbers(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the group numbers."""
 
     batch: int
     name: str = "numbers"
@@ -39,7 +40,7 @@ class Numbers(Stage):
 
 @dataclass(frozen=True)
 class Samples(Stage):
-    """Samples groups of two; which tokens, and when, is for others to say."""
+    """Samples groups of two; subclasses define the tokens and the timing."""
 
     name: str = "sample"
     per: str = "group"
@@ -57,14 +58,14 @@ class Samples(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Samples):
-    """A token every `token_s` seconds; one group in ten has `tail` times as many."""
+    """One token every `token_s` seconds; one group in ten has `tail` times as many."""
 
     token_s: float
     tail: int
     shape: str = "stream"
 
     def length(self, group: int) -> int:
-        """Tokens of each sample of a group."""
+        """Return the number of tokens per sample of a group."""
         draw = random.Random(group)
         return draw.randint(1, 4) * (self.tail if draw.random() < 0.1 else 1)
 
@@ -118,7 +119,7 @@ class Score(Stage):
 
 @dataclass(frozen=True)
 class Learn(Stage):
-    """Looks at a batch for `learn_s` seconds."""
+    """Spends `learn_s` seconds on a batch."""
 
     learn_s: float
     name: str = "learn"
@@ -150,7 +151,7 @@ class Learn(Stage):
 
 @dataclass(frozen=True)
 class Publish(Stage):
-    """Sends the number of the version."""
+    """Sends the version number."""
 
     name: str = "publish"
     per: str = "batch"
@@ -190,7 +191,7 @@ def graph(
     learn_s: float = 0.0,
     tail: int = 10,
 ) -> Graph:
-    """Numbers are sampled, scored, learned from and published."""
+    """Sample, score, learn from and publish numbers."""
     return Graph(
         name="numbers",
         source=Numbers(batch),

@@ -1,4 +1,4 @@
-"""What several suites compare their runs with."""
+"""Fixtures shared by several integration tests."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.integration.test_lost_workers import FLAGS
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights after all steps where no worker is lost; in process, which Ray repeats bit for bit."""
+    """The weights after all steps if no worker is lost; from an in-process run, which Ray repeats bit for bit."""
     return weights(execute(QUICKSTART, FLAGS, tmp_path_factory.mktemp("undisturbed") / "run"), 8)

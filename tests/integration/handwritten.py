@@ -1,8 +1,8 @@
-"""GRPO on a tiny model as one would write it by hand: torch and transformers, one process, one loop.
+"""GRPO on a tiny model, written by hand: torch and transformers, one process, one loop.
 
 The oracle for the stages: the same model, data, random numbers and hyperparameters give the same losses and weights,
-bit for bit, with one thread. It imports nothing of the engine or the stages; the random numbers are those of
-`ops.random`, because they are part of the input.
+bit for bit, with one thread. It imports nothing of the engine or the stages. The random numbers are those of
+`ops.random` because they are part of the input.
 """
 
 import math
@@ -20,13 +20,13 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What both sides of the comparison are given."""
+    """The settings of both sides of the comparison."""
 
     config: dict[str, Any]
     embedding_std: float
     alphabet: str
     example: Callable[[int], tuple[str, str]]  # training prompt and answer by number, all prompts of one length
-    stream: int  # of the random numbers of sampling
+    stream: int  # of the random numbers for sampling
     max_tokens: int
     warm_steps: int
     warm_batch: int
@@ -41,7 +41,7 @@ class Settings:
 
 
 def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Trains; returns the mean loss of each step and the final weights."""
+    """Train, and return the mean loss of each step and the final weights."""
     ids_of = {character: i + 2 for i, character in enumerate(s.alphabet)}
 
     def encode(texts: list[str]) -> torch.Tensor:
@@ -124,7 +124,7 @@ def warm_start(model: Any, s: Settings, encode: Callable[[list[str]], torch.Tens
 
 
 def logprobs_of(model: Any, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-    """Logprobs of the response tokens; padding at the end is there too, and masked by the caller."""
+    """Return the logprobs of the response tokens, including trailing padding, which the caller masks."""
     inputs = torch.cat([prompts, responses[:, :-1]], dim=1)
     logits = model(input_ids=inputs, use_cache=False, logits_to_keep=responses.shape[1]).logits
     return logits.gather(-1, responses[..., None])[..., 0] - logits.logsumexp(-1)
@@ -132,7 +132,7 @@ def logprobs_of(model: Any, prompts: torch.Tensor, responses: torch.Tensor) -> t
 
 @torch.no_grad()
 def sample(model: Any, prompts: torch.Tensor, count: int, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` responses to each prompt: ids padded on the right, and lengths with the closing token."""
+    """Return `count` responses per prompt: ids padded on the right, and lengths including the closing token."""
     cache = DynamicCache(config=model.config)
     logits = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
     cache.batch_repeat_interleave(count)

@@ -1,4 +1,4 @@
-"""A process that is no part of any graph: joins Ray, attaches to TransferQueue, writes one field, says when.
+"""A process outside any graph: joins Ray, attaches to TransferQueue, writes one field, prints when.
 
 python outside.py ADDRESS PARTITION ROW FIELD VALUE...
 """

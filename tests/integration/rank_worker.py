@@ -1,6 +1,6 @@
-"""One rank of a data-parallel learner, without Ray: the update of a frozen batch, in every way of cutting it.
+"""One rank of a data-parallel learner, without Ray: the update of a frozen batch for every way of splitting it.
 
-Run by `torch.multiprocessing`; rank 0 writes, for each way, metrics, gradients and weights.
+Run by `torch.multiprocessing`; rank 0 writes metrics, gradients and weights for each way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Way:
-    """How the batch is cut, and whether the weights are divided."""
+    """How the batch is split, and whether the weights are sharded."""
 
     name: str
     microbatching: Microbatching
@@ -53,7 +53,7 @@ WAYS = (
 
 
 def frozen_batch(network: Any) -> Batch:
-    """Prompts and responses of very different lengths, and logprobs that drifted away from the network's."""
+    """Return prompts and responses of very different lengths, and logprobs that drifted away from the network's."""
     random = torch.Generator().manual_seed(5)
 
     def ragged(low: int, high: int) -> Ragged:
@@ -73,7 +73,7 @@ def shares(batch: Batch, way: Way, ranks: int) -> list[Any]:
 
 
 def run_way(pristine: Any, batch: Batch, way: Way, ranks: Ranks) -> dict[str, Any]:
-    """Two updates of the batch; what came out of the first and the last."""
+    """Update twice on the batch and return the results of the first and the last update."""
     network = copy.deepcopy(pristine)
     if way.fully_sharded and ranks.connected:
         divide(network, ranks, torch.float32)
@@ -122,9 +122,9 @@ def main(rank: int, size: int, port: int, out: str) -> None:
 
 
 def pack_alone(rank: int, size: int, port: int, out: str) -> None:
-    """What must not be done: each rank cuts its own share, and they meet in every layer of every microbatch.
+    """Show the mistake: each rank splits its own share, although ranks meet in every layer of every microbatch.
 
-    Writes what became of it: "done", or the error.
+    Writes the outcome: "done", or the error.
     """
     result = Path(out) / f"alone-{rank}.txt"
     learner, mine, _ = _divided(rank, size, port, deadline_s=6.0)
@@ -134,11 +134,11 @@ def pack_alone(rank: int, size: int, port: int, out: str) -> None:
         result.write_text("done")
     except RuntimeError as error:
         result.write_text(str(error))
-    os._exit(0)  # the process group is not whole any more
+    os._exit(0)  # the process group is incomplete
 
 
 def pack_together(rank: int, size: int, port: int, out: str) -> None:
-    """The same batch, cut by the driver."""
+    """Update on the same batch, split by the driver."""
     learner, _, ranks = _divided(rank, size, port, deadline_s=240.0)
     batch = _long_and_short()
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
@@ -149,7 +149,7 @@ def pack_together(rank: int, size: int, port: int, out: str) -> None:
 
 
 def ask_first(rank: int, size: int, port: int, out: str) -> None:
-    """Ranks that packed alone: they may score, where they do not meet, and the preflight keeps them from training."""
+    """Ranks that packed alone may score, because they do not meet there; the preflight keeps them from training."""
     _, mine, ranks = _divided(rank, size, port, deadline_s=240.0)
     shard = one_shard(mine.prompt_ids, mine.response_ids, Sharding.of(Packed(40)))
     network = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
@@ -165,7 +165,7 @@ def ask_first(rank: int, size: int, port: int, out: str) -> None:
 
 
 def _long_and_short() -> Batch:
-    """Four long samples, then four short ones: half a batch each is 4 rows of 40 tokens, or 1."""
+    """Return four long samples, then four short ones: packed, half a batch takes 4 rows of 40 tokens, or 1."""
     rows = [torch.arange(2, 2 + length) % 10 + 2 for length in (30,) * 4 + (4,) * 4]
     responses, prompts = Ragged.of(rows), Ragged.of([torch.tensor([3, 4, 5])] * 8)
     zero = Ragged(torch.zeros(len(responses.values)), responses.lengths)
@@ -184,7 +184,7 @@ def _divided(rank: int, size: int, port: int, deadline_s: float) -> tuple[TorchL
 
 
 def share_columns(rank: int, size: int, port: int, out: str) -> None:
-    """Two siblings of one replica: the leader fetches, and fails the second time."""
+    """Two siblings of one replica: the leader fetches, and fails on the second call."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = reach_store("127.0.0.1", port, size, deadline_s=240.0)

@@ -1,4 +1,4 @@
-"""The quickstart's settings, as the hand-written loop takes them. The loop itself imports nothing of the project's."""
+"""The quickstart's settings as input of the handwritten loop. The loop itself imports nothing of the project."""
 
 from graphs.quickstart import TINY_QWEN3
 from stages import Generated, Supervised
@@ -9,7 +9,7 @@ from tests.integration.handwritten import Settings
 def reverse_settings(
     *, steps: int, prompts: int, samples: int, minibatches: int, lr: float, warm_steps: int, seed: int
 ) -> Settings:
-    """What the loop needs to do the same as `quickstart.graph` with these parameters on the task `reverse`."""
+    """Return settings that make the loop equal `quickstart.graph` with these parameters on the task `reverse`."""
     task = Generated("reverse", digits=4)
     return Settings(
         config={key: value for key, value in TINY_QWEN3.items() if key != "embedding_std"},

@@ -1,4 +1,4 @@
-"""A graph whose workers are busy for `busy_s` at a time, each in another way. Loaded by path, as users' are."""
+"""A graph whose workers are busy for `busy_s` at a time, each in its own way. Loaded by path, as users' graphs are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPUN = Field("spun", dtype="float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep(Samples):
-    """One token each, after a call that gives Python's lock away."""
+    """Writes one token per sample after a call that releases the GIL."""
 
     busy_s: float
 
@@ -50,7 +50,7 @@ class Sleep(Samples):
 
 @dataclass(frozen=True)
 class Spin(Stage):
-    """A stream that computes in Python and lets nothing else into its event loop."""
+    """A stream that computes in Python and blocks its event loop."""
 
     busy_s: float
     name: str = "spin"
@@ -74,7 +74,7 @@ class Spin(Stage):
 
 @dataclass(frozen=True)
 class Wait(Publish):
-    """The first weights are long in coming; where there is no file `hung` yet, their source makes it and stops."""
+    """Delays the first weights. If the file `hung` does not exist, their source creates it and stops its process."""
 
     busy_s: float = 0.0
     hung: str = ""
@@ -88,7 +88,7 @@ class Wait(Publish):
                 if not Path(self.hung).exists():
                     Path(self.hung).touch()
                     os.kill(os.getpid(), signal.SIGSTOP)
-                    time.sleep(60.0)  # a thread runs on until the signal reaches it
+                    time.sleep(60.0)  # a thread keeps running until the signal arrives
             return transfer(rendezvous, task)
 
         return run
@@ -96,12 +96,12 @@ class Wait(Publish):
 
 @dataclass(frozen=True)
 class Read(Score):
-    """Reads what was spun too."""
+    """Reads the output of `Spin` as well."""
 
     reads: Sequence[Field] = (TOKENS, SPUN)
 
 
 def graph(busy_s: float = 1.0, hung: str = "hung") -> Graph:
-    """One step."""
+    """Run one step."""
     stages = (Sleep(busy_s=busy_s), Spin(busy_s), Read(), Learn(0.0), Wait(busy_s=busy_s, hung=hung))
     return Graph(name="slow", source=Numbers(4), stages=stages, schedule=Schedule(steps=1, keep_groups=0))

@@ -16,7 +16,7 @@ SCORE = Field("score", dtype="float32")
 
 @dataclass(frozen=True)
 class Numbers(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the group numbers."""
 
     batch: int
     name: str = "numbers"
@@ -29,7 +29,7 @@ class Numbers(Stage):
 
 @dataclass(frozen=True)
 class Shout(Stage):
-    """Doubles each prompt; raises at the group `bad`."""
+    """Doubles each prompt; raises an error at the group `bad`."""
 
     bad: int = -1
     name: str = "shout"
@@ -61,7 +61,7 @@ class Listen(Stage):
 
 
 def graph(steps: int = 3, batch: int = 4, bad: int = -1, workers: int = 1, external: bool = False) -> Graph:
-    """Numbers, shouted; with `external`, a process outside the graph writes a score to each sample."""
+    """Double numbers as text; with `external`, a process outside the graph writes a score for each sample."""
     group = WorkerGroup("shouters", workers=workers)
     stages: tuple[Stage, ...] = (Shout(bad=bad, on=group),)
     if external:

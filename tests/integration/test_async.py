@@ -1,4 +1,4 @@
-"""Runs that are ahead of themselves: the bound holds for every trained token, nothing is lost, nothing piles up."""
+"""Runs ahead of the weights: every trained token respects the staleness bound, nothing is lost, nothing accumulates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against learning that only looks like it: what must not learn does not, and what was logged is what happened."""
+"""Negative controls: what must not learn does not learn, and what is logged is what happened."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def one_thread():
 
 
 def reverse(**changes: Any) -> Graph:
-    """The quickstart's graph on `reverse`, evaluated before and after."""
+    """Return the quickstart's graph on `reverse`, evaluated before and after training."""
     return quickstart.graph(**({"steps": STEPS, "evaluate_every": 1000} | changes))
 
 
 def with_stage(graph: Graph, name: str, other: Stage | None) -> Graph:
-    """The graph with the stage `name` replaced, or one added."""
+    """Return the graph with the stage `name` replaced or removed."""
     kept = tuple(stage for stage in graph.stages if stage.name != name)
     return replace(graph, stages=(*kept, other) if other else kept)
 
@@ -59,14 +59,14 @@ def run(graph: Graph, folder: Path) -> tuple[RunDir, list[dict[str, float]]]:
 
 
 def gain(metrics: list[dict[str, float]]) -> float:
-    """Exact match on held-out prompts after training less before."""
+    """Return exact match on held-out prompts after training minus before."""
     scores = [line["eval/exact_match"] for line in metrics if "eval/exact_match" in line]
     assert len(scores) == 2
     return scores[1] - scores[0]
 
 
 def coin(response: str, prompt: str) -> float:
-    """A reward that knows nothing of the answer."""
+    """A reward that is independent of the answer."""
     return float(uniform(0, 99, [abs(hash_of(prompt + response)) % 2**32], [0], 1)[0, 0])
 
 
@@ -76,7 +76,7 @@ def hash_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class Shuffled(Stage):
-    """Group-relative advantages, dealt to other samples of the batch."""
+    """Group-relative advantages, shuffled over the samples of the batch."""
 
     name: str = "advantage"
     per: str = "batch"
@@ -159,7 +159,7 @@ def test_rollout_logprobs_are_those_of_the_version_that_they_name(tmp_path):
 
 
 def recomputed(weights: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logprobs of the response tokens, one sample at a time, with nothing of ours."""
+    """Return the logprobs of the response tokens, one sample at a time, without code of this project."""
     settings = {key: value for key, value in quickstart.TINY_QWEN3.items() if key != "embedding_std"}
     alphabet = Generated("reverse", digits=4).alphabet
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, vocab_size=len(alphabet) + 2)

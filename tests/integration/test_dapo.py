@@ -1,4 +1,4 @@
-"""The DAPO recipe: groups without spread are replaced, ratios are clipped, a resume and Ray change no bit."""
+"""The DAPO recipe: groups without spread are replaced, ratios are clipped, resuming and Ray change no bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def weights(run_dir):
 
 
 def check_batches(run_dir):
-    """Every batch is whole, of kept groups only, the first ones; the others were recorded, and nothing is left."""
+    """Check that every batch has the first kept groups, the other groups were recorded, and no rows are left."""
     dropped = {group for event in events(run_dir, trace.Dropped) for group in event.groups}
     admitted = {step: set() for step in range(STEPS)}
     for event in events(run_dir, trace.Admitted):
@@ -87,7 +87,7 @@ def test_several_updates_of_a_batch_make_clipping_happen(whole):
 
 
 def test_the_mean_reward_is_that_of_all_sampled_groups(whole):
-    """Summed up from the spans of the reward's tasks."""
+    """Recomputed from the spans of the reward's tasks."""
     for line in lines(whole):
         spans = [
             event for event in events(whole, trace.Ran) if (event.stage, event.step) == ("reward", line["step"] - 1)

@@ -1,4 +1,4 @@
-"""A user's own loss and correction on Ray: the class travels from the user's folder to the workers."""
+"""A user's own loss, correction and backend on Ray: classes travel from the user's folder to the workers."""
 
 from pipeline.cli.load import load
 from pipeline.executors.ray import RayExecutor, user_modules

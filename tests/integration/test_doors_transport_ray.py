@@ -1,4 +1,4 @@
-"""A transport of the user's own reaches the workers on Ray, by the graph's file alone."""
+"""A user's own transport reaches the workers on Ray with nothing but the graph file."""
 
 from pathlib import Path
 from typing import Any

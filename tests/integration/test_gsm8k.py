@@ -1,4 +1,4 @@
-"""The GSM8K recipe as a user runs it: on files of that shape; on the real where SLUICE_GSM8K names their folder."""
+"""The GSM8K recipe as a user runs it: on files of the same shape, and on the real ones if SLUICE_GSM8K is set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "graphs" / "gsm8k.py"
 
 
 def write(folder: Path, name: str, count: int) -> None:
-    """A file in the shape of GSM8K's."""
+    """Write a file in the shape of GSM8K's."""
     rows = [
         {
             "question": f"Ana\u2019s {name} box holds {i} pens at \u00a3{i % 7} each. How much is it?",
@@ -65,7 +65,7 @@ def test_two_steps_on_the_real_files(tmp_path: Path) -> None:
 
 
 def test_the_reward_reads_what_the_real_files_say() -> None:
-    """Every answer of the real files is right for itself, and wrong with one added."""
+    """Every answer of the real files is correct for itself, and wrong with one added."""
     need("math", "math_verify")
     folder = os.environ.get("SLUICE_GSM8K")
     if not folder:

@@ -1,6 +1,6 @@
-"""Workers that hang without dying: they are killed, and all goes on as with those that die; slow ones are left alone.
+"""Hung workers are killed and the run continues as after a death; slow workers are left alone.
 
-A stopped process stands for all that hang. What a worker writes that was only taken for lost changes nothing.
+A stopped process stands in for any hang. Writes of a worker that was wrongly taken for lost change nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.executors import heartbeat
 
     monkeypatch.setattr(heartbeat, "DEADLINE_S", SILENT_S)
-    monkeypatch.setattr(heartbeat, "LOOKS", int(SILENT_S))  # the driver looks once per second at most
+    monkeypatch.setattr(heartbeat, "LOOKS", int(SILENT_S))  # the driver checks at most once per second
 
 
 def is_gone(pid: int, within_s: float = 20.0) -> bool:
-    """Whether a process ends in time. One that is stopped is still there."""
+    """Return whether a process ends in time. A stopped process still counts as running."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def is_gone(pid: int, within_s: float = 20.0) -> bool:
 
 
 def stopped(run_dir: Path, group: str, at: int, *, woken: int | None = None) -> Callable[[int, dict[str, float]], None]:
-    """Stops the worker of a group after step `at`, and lets what is left of it go on after step `woken`."""
+    """Stop the worker of a group after step `at`, and resume the process, if it still exists, after step `woken`."""
     hung: list[int] = []
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -97,7 +97,7 @@ def test_a_trainer_that_is_stopped_takes_the_run_back_to_a_checkpoint(
 
 
 def test_only_who_hangs_is_replaced(tmp_path, ray_session, impatient):
-    """Not who sleeps, holds up its event loop or waits for another one for longer than the deadline."""
+    """Not a worker that sleeps, blocks its event loop or waits for another one for longer than the deadline."""
     from pipeline.executors.ray import RayExecutor, user_modules
 
     executor = RayExecutor(modules=user_modules(load(SLOW).module))
@@ -120,7 +120,7 @@ def test_who_does_not_answer_a_call_of_the_driver_is_lost_too(ray_session):
 
 
 class LateWrites(MemoryPlane):
-    """Behind the second attempt at anything the first one writes too, other values, and again when it is told to."""
+    """After a second attempt's put, the first attempt puts different values too, and again on each call of `again`."""
 
     def put(self, keys: Sequence[str], columns: Columns, *, attempt: int = 0, **how: Any) -> KVBatchMeta:
         handle = super().put(keys, columns, attempt=attempt, **how)
@@ -138,7 +138,7 @@ def flipped(column: Any) -> Any:
 
 
 class LosesStream(LocalExecutor):
-    """The worker of the stream of step 3 is taken for lost."""
+    """Treats the worker of the third step's stream as lost."""
 
     def __init__(self) -> None:
         super().__init__()

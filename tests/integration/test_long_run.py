@@ -1,4 +1,4 @@
-"""Runs in this process: a thousand steps leave nothing behind; columns from outside are cut like the graph's own."""
+"""In-process runs: a thousand steps leave nothing behind, and outside columns are split like the graph's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 1000
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -53,7 +53,7 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_steps():
 
 
 def test_ragged_columns_from_outside_are_cut_by_the_lengths_of_the_graph():
-    """The graph writes tokens; a process outside writes a number for each token, as one row a group."""
+    """The graph writes tokens; an outside process writes a number per token, as one row per group."""
     module = load(Path(__file__).parent / "small_graph.py").module
     tokens = Field("tokens", dtype="int64", dims="N T")
     marks = Field("marks", dtype="float32", dims="N T")

@@ -1,6 +1,6 @@
-"""Workers that are killed during a run: a sampler is replaced and nothing changes, a trainer goes back to a checkpoint.
+"""Workers killed during a run: a sampler is replaced and nothing changes, a trainer resumes from a checkpoint.
 
-The record of every run here is judged by tests/journal, which knows attempts.
+The record of every run here is checked by tests/journal, which covers attempts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {"steps": 8, "evaluate_every": 8, **FAST}
 
 
 def killed(run_dir: Path, group: str, steps: set[int]) -> Callable[[int, dict[str, float]], None]:
-    """Kills the worker that a group has just then, after each of these steps."""
+    """Kill the current worker of a group after each of these steps."""
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         if step in steps:
@@ -38,7 +38,7 @@ def killed(run_dir: Path, group: str, steps: set[int]) -> Callable[[int, dict[st
 def killed_until_written_again(
     run_dir: Path, is_short: Callable[[int], bool]
 ) -> Callable[[int, dict[str, float]], None]:
-    """Kills the sampler while short groups are under way; again, where all that it had begun was dropped meanwhile."""
+    """Kill the sampler while short groups are in flight, and again if all its groups were dropped meanwhile."""
     killed: set[int] = set()
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -58,12 +58,12 @@ def killed_until_written_again(
 
 
 def groups_of(found: Iterable[Any]) -> set[int]:
-    """All groups that these events name."""
+    """Return all groups that these events name."""
     return {group for event in found for group in event.groups}
 
 
 def pids(run_dir: Path, group: str) -> list[int]:
-    """The processes of a group so far; the last one is there now."""
+    """Return the process ids of a group so far; the last one is the current process."""
     return [event.pid for event in events(RunDir(run_dir), trace.Placed) if event.group == group]
 
 
@@ -83,7 +83,7 @@ def test_a_sampler_that_dies_is_replaced_and_its_samples_are_made_again(
     assert len(placed) == len(set(placed)) == 1 + len(after)
     retried = events(run_dir, trace.Retried)
     assert retried and {event.reason for event in retried} == {"worker sampler.0 died"}
-    if not flags:  # running ahead, a second attempt may sample with newer weights than the first
+    if not flags:  # ahead, a second attempt may sample with newer weights than the first
         assert weights(run_dir, 8) == undisturbed
     assert [line["step"] for line in lines(run_dir)] == list(range(1, 1 + (FLAGS | flags)["steps"]))
     assert not check(run_dir.path)
@@ -143,7 +143,7 @@ def graph(steps: int = 8, every: int = 3) -> Graph:
 def in_command(
     graph: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int, dict[str, float]], None]
 ) -> int:
-    """What the command returns, in this process and on its Ray, where something is done after each step."""
+    """Return the exit code of the command, run in this process and on its Ray, calling `on_step` after each step."""
     step = console.Progress.step
 
     def and_more(progress: console.Progress, number: int, metrics: dict[str, float]) -> None:

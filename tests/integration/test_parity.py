@@ -1,6 +1,6 @@
-"""A hand-written loop, the in-process executor and Ray with TransferQueue give the same losses and weights.
+"""A handwritten loop, the in-process executor and Ray with TransferQueue give the same losses and weights.
 
-Bit for bit; and so does a run that was resumed half-way.
+Bit for bit, and so does a run that was resumed halfway.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def by_hand():
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """The whole run in this process."""
+    """The complete run in this process."""
     run_dir = RunDir(tmp_path_factory.mktemp("whole") / "run")
     execute(LocalExecutor(), run_dir)
     assert_sound(run_dir.path)
@@ -69,7 +69,7 @@ def local(tmp_path_factory):
 
 
 def cut(steps: int):
-    """The same graph with two other kinds of microbatches, for some steps."""
+    """Return the same graph with two other kinds of microbatches, for this number of steps."""
     graph, ways = described(), {Train: Packed(tokens=96), PrevLogprobs: Dynamic(tokens=128)}
     stages = [replace(s, microbatch=ways[type(s)]) if type(s) in ways else s for s in graph.stages]
     return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, steps=steps, checkpoint_every=0))
@@ -100,13 +100,13 @@ def assert_same(run_dir: RunDir, expected) -> None:
 
 
 def resumed(run_dir: RunDir, to: Path) -> RunDir:
-    """A copy of a run as it was when the first checkpoint had been written."""
+    """Return a copy of a run as of its first checkpoint."""
     copy = RunDir(to).create()
     shutil.copytree(run_dir.checkpoint(STEPS // 2), copy.checkpoint(STEPS // 2))
     return copy
 
 
-@pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
+@pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
 def test_local_equals_the_handwritten_loop_and_so_does_its_resumption(by_hand, local, tmp_path):
     run_dir = local
     assert len(losses(run_dir)) == STEPS
@@ -132,7 +132,7 @@ def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ra
     assert [event.rows_left for event in events if isinstance(event, trace.Ended)] == [0]
 
 
-@pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
+@pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
 def test_a_resumed_ray_run_equals_the_handwritten_loop(by_hand, local, tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor
 

@@ -1,4 +1,4 @@
-"""Several ranks without Ray: what comes out does not depend on how many there are, nor on how the batch is cut."""
+"""Several ranks without Ray: results depend neither on the number of ranks nor on how the batch is split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> Iterator[None]:
-    """Ranks are forked from a process that has imported torch; tests of vLLM may have started it already."""
+    """Fork ranks from a process that has imported torch, unless tests of vLLM have already started one."""
     if forkserver._forkserver._forkserver_pid is not None:
         yield
         return
@@ -36,7 +36,7 @@ def start(task: Callable[..., None], ranks: int, *args: Any) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """By number of ranks and way of cutting."""
+    """The results by number of ranks and way of splitting."""
     out = tmp_path_factory.mktemp("ranks")
     for size in SIZES:
         store = open_store("127.0.0.1", size, deadline_s=rank_worker.DEADLINE_S)
@@ -78,7 +78,7 @@ def test_state_is_the_same_files_for_any_number_of_ranks(results: Any) -> None:
 
 
 def spawned(task: Any, out: Path) -> list[str]:
-    """What the two ranks of a task wrote."""
+    """Return what the two ranks of a task wrote."""
     store = open_store("127.0.0.1", 2, deadline_s=240.0)
     start(task, 2, 2, store.port, str(out))
     return [path.read_text() for path in sorted(out.iterdir())]

@@ -45,13 +45,13 @@ PIXELS = Field("pixel_values", dtype="float32", dims="N Q 2")
 
 
 def pixels_of(prompt: str) -> list[list[float]]:
-    """An image of its own for each prompt, of its own size."""
+    """Return an image of its own content and size for each prompt."""
     return [[float(prompt), float(i)] for i in range(1 + int(prompt) % 3)]
 
 
 @dataclass(frozen=True)
 class Lengths(Stage):
-    """Response lengths, by a worker group whose ranks hold something together. Other columns come along."""
+    """Writes response lengths, on a worker group whose ranks gather together, and checks the other columns."""
 
     on: WorkerGroup
     name: str = "lengths"
@@ -75,7 +75,7 @@ class Lengths(Stage):
 
 @dataclass(frozen=True)
 class Compare(Stage):
-    """Every length belongs to its own sample. Beside streams, by ranks that know each other when they are set up."""
+    """Checks that every length belongs to its sample, on ranks that are connected from setup on and beside streams."""
 
     on: WorkerGroup
     name: str = "compare"
@@ -96,7 +96,7 @@ class Compare(Stage):
 
 @dataclass(frozen=True)
 class Speak(Stage):
-    """Prompts and responses without a model."""
+    """Writes prompts and responses without a model."""
 
     name: str = "speak"
     reads = (PROMPT,)

@@ -1,4 +1,4 @@
-"""Whole runs on Ray and TransferQueue: presence from outside, fan-out, failure that leaves nothing behind."""
+"""Whole runs on Ray and TransferQueue: outside presence, fan-out, and failures that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def events_of(engine: Engine, kind: type) -> list:
 
 
 def listened(engine: Engine) -> dict[int, float]:
-    """When the reader of the field from outside began, by group."""
+    """Return when the reader of the outside field began, by group."""
     return {group: ran.start_s for ran in events_of(engine, trace.Ran) if ran.stage == "listen" for group in ran.groups}
 
 
 def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts(tmp_path, ray_session):
-    """Nothing in the graph makes `score`: two rows of it are written straight into TransferQueue, one by one."""
+    """Nothing in the graph writes `score`: two rows of it are written directly to TransferQueue, one by one."""
     engine = engine_of(tmp_path, steps=1, batch=2, external=True)
     thread = threading.Thread(target=engine.execute)
     thread.start()
@@ -132,7 +132,7 @@ def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session
 
 
 def test_a_task_goes_out_to_all_workers_before_any_answers():
-    """One round trip, however many shards: 32 calls are on their way when submit returns."""
+    """One round trip for any number of shards: 32 calls are in flight when submit returns."""
     from pipeline.declare.handle import KVBatchMeta
     from pipeline.declare.ranks import Layout
     from pipeline.declare.task import Task
@@ -168,7 +168,7 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
 
 
 def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp_path):
-    """In a process of its own, with a Ray of its own; the graph's folder is gone before any worker starts."""
+    """In its own process with its own Ray; the graph's folder is deleted before any worker starts."""
     done = subprocess.run(
         [sys.executable, str(HERE / "two_nodes.py"), str(tmp_path)],
         capture_output=True,
@@ -184,7 +184,7 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
 
 
 def test_workers_import_what_the_driver_does(tmp_path):
-    """A real command from a folder with files named like ours and Python's; the reward imports the user's own late."""
+    """A real command in a folder with files named like ours and Python's; the reward imports the user's modules."""
     wrong = "raise RuntimeError('the wrong module was imported')\n"
     body = "    import beside\n    import here\n\n    return beside.B + here.H\n"
     score = f"def score(prompt: str, answer: str) -> float:\n{body}\n\n"

@@ -1,4 +1,4 @@
-"""The recipes run as a user runs them: by the command, on a Hugging Face folder and a JSONL file."""
+"""The recipes as a user runs them: by the command, on a Hugging Face folder and a JSONL file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """A tiny random Qwen3 with its tokenizer, as transformers saves one."""
+    """A tiny random Qwen3 with its tokenizer, saved as by transformers."""
     model = Model("tiny", config=quickstart.TINY_QWEN3, alphabet="0123456789 +=?abcdefghijklmnopqrstuvwxyz")
     tokenizer = load_tokenizer(model)
     network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Several samplers: one that has a version samples with it while others are still being sent theirs."""
+"""Several samplers: each samples with a version as soon as it has it, while others are still receiving it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_sampler_begins_with_a_version_before_all_of_them_have_it(tmp_path, ra
 
 
 def test_a_sampler_that_dies_when_it_has_a_version_is_sent_it_again(tmp_path, ray_session):
-    """While the other one still waits for it: who takes its place has the version before."""
+    """While the other sampler is still waiting for it; the replacement starts with the previous version."""
     run_dir = RunDir(tmp_path / "run")
 
     def kill() -> None:

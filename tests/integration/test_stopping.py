@@ -35,7 +35,7 @@ COMMAND = [sys.executable, "-m", "pipeline.run", str(NUMBERS)]
 
 
 def stopped(file: Path, flags: dict[str, Any], folder: Path, *, at: int, after_s: float = 0.0) -> tuple[RunDir, int]:
-    """A run in this process that gets SIGTERM so long after a step was done; and how many steps its checkpoint has."""
+    """Run in this process, send SIGTERM `after_s` after step `at`; return the run and its checkpoint's step count."""
     graph, run_dir = load(file).build(flags), RunDir(folder).create()
 
     def done(step: int, metrics: dict[str, float]) -> None:
@@ -60,7 +60,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_where_it_was(tmp_path, schedule, s
     run_dir, behind = stopped(NUMBERS, flags, tmp_path / "run", at=at, after_s=rng.uniform(0, 0.05))
     assert behind >= at + 1 and [line["step"] for line in lines(run_dir)] == list(range(1, behind + 1))
     last = [event.step for event in events(run_dir, trace.Trained)][-1]
-    assert last == behind - 1  # nothing was trained that is not saved
+    assert last == behind - 1  # everything trained is saved
     cut_metrics(run_dir, behind)
     run_dir = execute(NUMBERS, flags | {"steps": behind + 3}, tmp_path / "run", start=behind)
     assert [line["step"] for line in lines(run_dir)] == list(range(1, behind + 4))
@@ -68,7 +68,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_where_it_was(tmp_path, schedule, s
 
 
 def test_what_is_being_given_up_as_a_run_stops_is_accounted_for(tmp_path):
-    """The worker has not yet acknowledged that it lets go of these groups, and no checkpoint has them."""
+    """The worker has not yet acknowledged that it dropped these groups, and no checkpoint has them."""
     run_dir = RunDir(tmp_path / "run").create()
     graph = load(NUMBERS).build({"steps": 10_000, **SLOW_TAIL, **SCHEDULES[2]})
     given_up: set[int] = set()
@@ -95,7 +95,7 @@ def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
 
 
 def started(folder: Path, *flags: str, steps: int = 3) -> tuple[subprocess.Popen, RunDir]:
-    """The command in a process of its own, once its first steps are done."""
+    """Return the command as a process of its own, once its first steps are done."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*COMMAND, "--run-dir", str(folder), *flags], cwd=ROOT, env=ENVIRONMENT, **pipes)
     run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
@@ -144,7 +144,7 @@ def test_a_second_signal_ends_a_run_now(tmp_path):
 
 
 def test_a_run_that_is_asked_to_stop_before_it_begins_trains_nothing(tmp_path):
-    """As when SIGTERM comes after a trainer was lost, before the run goes on from its checkpoint."""
+    """As if SIGTERM arrives after a trainer was lost, before the run continues from its checkpoint."""
     asked = Termination()
     with asked:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Whole runs by each transport: the same weights, and a record that says how they came; workers that die within one."""
+"""Whole runs with each transport: the same weights, refit records, and workers that die during a refit."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ TOGETHER = ("gloo", "broadcast", "tree")
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run in this process by the transport that it chooses."""
+    """A run in this process with the default transport."""
     return execute(GRAPH, {}, tmp_path_factory.mktemp("pulled") / "run")
 
 
 def refits(run_dir: RunDir) -> list[dict[str, float]]:
-    """What the steps say of theirs, without the stage's name."""
+    """Return the refit metrics of each step, without the stage's name."""
     return [
         {name.removeprefix("refit/"): value for name, value in line.items() if name.startswith("refit/")}
         for line in lines(run_dir)
@@ -78,7 +78,7 @@ def test_a_version_that_does_not_get_through_though_nobody_died_ends_the_run(tmp
 def test_between_machines_it_is_gloo_and_a_sampler_that_dies_in_it_changes_nothing(
     tmp_path, ray_session, pulled, monkeypatch
 ):
-    """Once before it meets the trainer, and once when a message comes."""
+    """It dies once before it meets the trainer, and once while a message arrives."""
     from pipeline.executors.ray import RayExecutor
 
     monkeypatch.setattr(RayExecutor, "_is_near", lambda self, stage: False)

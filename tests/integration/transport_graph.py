@@ -1,5 +1,4 @@
-"""The quickstart with another transport, in which the sampler can die in the middle of a refit. Loaded by path, as
-users' graphs are."""
+"""The quickstart with another transport, whose sampler can die during a refit. Loaded by path, as users' graphs are."""
 
 import os
 import signal
@@ -16,8 +15,10 @@ from stages import Refit, TransportName
 
 @dataclass(frozen=True)
 class Fatal(Refit):
-    """Kills the first worker of the target twice, if it `dies`: in the refit behind the first step, before it meets the
-    source, and in the next one, when a message comes. Files whose names begin with `done` say that it has."""
+    """Kills the first worker of the target twice, if `dies`.
+
+    In the refit after the first step it dies before it meets the source, and in the next one when a message arrives.
+    Files whose names begin with `done` record this."""
 
     _: KW_ONLY
     dies: bool = False
@@ -39,14 +40,14 @@ class Fatal(Refit):
 
 
 def end(*_: Any) -> None:
-    """End this process."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def graph(
     transport: TransportName = "auto", workers: int = 1, dies: bool = False, done: str = "", max_staleness: int = 0
 ) -> Graph:
-    """Three steps."""
+    """Run three steps."""
     made = quickstart.graph(
         steps=3, evaluate_every=3, warm_start_steps=20, prompts_per_step=8, samples_per_prompt=4, threads=1,
         max_staleness=max_staleness, refit="in_flight" if max_staleness else "drain",

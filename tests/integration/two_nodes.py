@@ -2,7 +2,7 @@
 
 python two_nodes.py FOLDER   copies the small graph to FOLDER with a helper beside it, loads it, deletes FOLDER, runs.
 
-On the workers the graph's code can only come from the driver. Prints where the workers ran, as JSON.
+On the workers, the graph's code can only come from the driver. Prints where the workers ran, as JSON.
 """
 
 import json

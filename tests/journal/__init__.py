@@ -1,1 +1,1 @@
-"""An independent judge of finished runs: it reads their files and shares no code with what made them."""
+"""An independent checker of finished runs: it reads their files and shares no code with the engine that wrote them."""

@@ -1,4 +1,4 @@
-"""python -m tests.journal RUN_DIR [--stall-s SECONDS]: what is wrong in the record of a run, or what was looked at."""
+"""python -m tests.journal RUN_DIR [--stall-s SECONDS]: print the violations in a run's record and what was checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.journal.checker import audit
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where nothing is wrong, 1 where something is."""
+    """Return 0 if there are no violations, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.journal", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--stall-s", type=float, metavar="SECONDS", help="the longest time in which nothing may happen")

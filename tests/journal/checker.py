@@ -1,21 +1,21 @@
-"""The judge: replays the journal of a run against the invariants I1 to I10 and says where it breaks them.
+"""The checker: replays the journal of a run against the invariants I1 to I10 and reports violations.
 
     violations = check(Path("runs/quickstart-20260101-120000"))
-    report = audit(run_dir, stall_s=60.0)         # also counts of what was looked at
+    report = audit(run_dir, stall_s=60.0)         # also counts of what was checked
 
 Reads events.jsonl, plan.json, metrics.jsonl and checkpoints/*/manifest.json, with the standard library only. It knows
-nothing of the code that made them. The invariants:
+nothing of the code that wrote them. The invariants:
 
     I1   every trained token: 0 <= version of the weights - version of the token <= max_staleness
     I2   admitted = trained + dropped + in flight, 0 at a clean end; each group is claimed and trained once, whole
-    I3   groups that somebody holds <= capacity; with on_stale="drop", asked <= (ahead + version + 1) * batch
+    I3   groups held <= capacity; with on_stale="drop", asked <= (ahead + version + 1) * batch
     I4   published versions rise by one, each with a hash; no token of a version that its worker did not serve
-    I5   a step ends when all of it is behind; a clean end leaves no step and no task; no gap above `stall_s`
+    I5   a step ends when all of it is done; a clean end leaves no step and no task; no gap above `stall_s`
     I6   tasks have whole groups, and fetch and put all samples of them; a stage per batch has the batch
-    I7   put once an attempt, read after it was put, never after it was cleared; fences are kept
-    I8   a resume goes on from its checkpoint: nothing that it has behind it is trained again, nothing else is lost
+    I7   put once per attempt, read only after it was put, never after it was cleared; fences hold
+    I8   a resume continues from its checkpoint: nothing before it is trained again, nothing else is lost
     I9   as many logprobs as tokens as versions
-    I10  what belongs to a lost attempt counts for nothing
+    I10  nothing from a lost attempt counts
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tests.journal.rules import RULES, named, stranger
 
 @dataclass
 class Report:
-    """What was found, and how much was looked at."""
+    """The violations found, and counts of what was checked."""
 
     violations: list[Violation] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)  # versions -> trained groups, by their oldest token
-    clean: bool = False  # the run says that it ended
+    clean: bool = False  # the record says that the run ended
 
 
 def check(run_dir: Path, *, stall_s: float | None = None) -> list[Violation]:
-    """Every violation in the record of a run, in order. `stall_s` bounds the time between two events of the driver."""
+    """Return every violation in the record of a run, in order. `stall_s` bounds the time between two driver events."""
     return audit(run_dir, stall_s=stall_s).violations
 
 
 def audit(run_dir: Path, *, stall_s: float | None = None) -> Report:
-    """`check`, with counts. A run that is going on, or was killed, is judged by what it has written so far."""
+    """Do as `check`, with counts. A run that is still going on or was killed is checked as far as it is written."""
     report = Report()
     plan = read_object(run_dir / "plan.json")
     if plan is None:
@@ -96,7 +96,7 @@ def _starts(line: Line, before: Ledger | None, history: History) -> Iterator[Vio
 def _resumes(
     line: Line, plan: dict[str, Any], before: Ledger | None, history: History, manifest: dict[str, Any] | None
 ) -> Iterator[Violation]:
-    """Cut the history at a resume, and look whether what it leaves is all that a resume may forget."""
+    """Cut the history at a resume, and check that no more is cut than a resume may forget."""
     start = line["start"]
     if not start or before is None:
         return
@@ -120,14 +120,14 @@ def _resumes(
 
 
 class _Manifests:
-    """The manifests of the checkpoints. One that was written again later says nothing of the first time."""
+    """The checkpoint manifests. A manifest that was written again cannot be checked against its first checkpoint."""
 
     def __init__(self, run_dir: Path, lines: list[Line]) -> None:
         self._folder = run_dir / "checkpoints"
         self._last = {line["step"]: line.number for line in lines if line.type == "checkpointed"}
 
     def of_resume(self, line: Line) -> dict[str, Any] | None:
-        """What the run goes on from."""
+        """Return the manifest that the run resumes from."""
         start = line["start"]
         if not start or self._last.get(start - 1, 0) > line.number:
             return None
@@ -135,7 +135,7 @@ class _Manifests:
         return manifest if manifest and isinstance(manifest.get("next_group"), int) else None
 
     def check(self, line: Line, ledger: Ledger) -> Iterator[Violation]:
-        """Whether a checkpoint says where the run stood when it was written."""
+        """Check that a checkpoint holds the state of the run at the time it was written."""
         step = line["step"]
         if self._last[step] != line.number:
             return
@@ -164,12 +164,12 @@ class _Manifests:
 
 
 def _stalls(lines: list[Line], stall_s: float) -> Iterator[Violation]:
-    """Gaps between what the driver did; the time before its first decision is that of loading."""
+    """Yield gaps between driver events; loading time before the first decision does not count."""
     before: float | None = None
     for line in lines:
         if line.type == "started":
             before = None
-        at_s = line.event.get("at_s") if line.type != "trained" else None  # a worker's clock
+        at_s = line.event.get("at_s") if line.type != "trained" else None  # on a worker's clock
         if at_s is None:
             continue
         if before is not None and at_s - before > stall_s:
@@ -178,7 +178,7 @@ def _stalls(lines: list[Line], stall_s: float) -> Iterator[Violation]:
 
 
 def _metrics(run_dir: Path, history: History, *, clean: bool, transfers: bool) -> Iterator[Violation]:
-    """metrics.jsonl has one line a step that counts, and says what StepEnded says."""
+    """Check that metrics.jsonl has one line per step that counts, with the metrics of its StepEnded."""
     lines, violations = read_metrics(run_dir / "metrics.jsonl")
     yield from violations
     seen: set[int] = set()

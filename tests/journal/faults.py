@@ -1,7 +1,7 @@
-"""Faults to plant in made-up runs that are sound, each with the invariant that it breaks, and no other.
+"""Faults to plant in valid made-up runs; each breaks one invariant and no other.
 
 fault = FAULTS["doubled"]
-run = fault.run(seed=0)                       # made up, and spoiled
+run = fault.run(seed=0)                       # made up, with the fault
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTLY = Setup(partly=True, max_staleness=1)
 
 @dataclass(frozen=True)
 class Fault:
-    """`plant` spoils a run of `setup`; with `resumed`, one that was killed after its first checkpoint and went on."""
+    """`plant` breaks a run of `setup`; with `resumed`, one that was killed after its first checkpoint and continues."""
 
     invariant: str
     setup: Setup
@@ -32,7 +32,7 @@ class Fault:
     resumed: bool = False
 
     def run(self, seed: int) -> MadeUp:
-        """A spoiled run."""
+        """Return a run with the fault."""
         run = MadeUp(self.setup, seed)
         if self.resumed:
             run.segment(stop=lambda run: bool(run.manifests))
@@ -56,7 +56,7 @@ def _fault(invariant: str, setup: Setup, *, resumed: bool = False) -> Callable[[
 
 
 def at(run: MadeUp, kind: str, position: int = 0, **like: object) -> int:
-    """Where the event of a type is that has these values: the first one, or (-1) the last."""
+    """Return the index of an event with this type and these values: the first, or the last with position -1."""
     places = [
         i
         for i, event in enumerate(run.events)
@@ -66,7 +66,7 @@ def at(run: MadeUp, kind: str, position: int = 0, **like: object) -> int:
 
 
 def event(run: MadeUp, kind: str, position: int = 0, **like: object) -> Event:
-    """That event."""
+    """Return the event that `at` finds."""
     return run.events[at(run, kind, position, **like)]
 
 
@@ -95,13 +95,13 @@ def future_token(run: MadeUp) -> None:
 
 @_fault("I1", DROP)
 def laxer_than_its_plan(run: MadeUp) -> None:
-    """The run was scheduled with 2, and the plan says 1."""
+    """The run is scheduled with 2, and the plan says 1."""
     run.plan["max_staleness"] = 1
 
 
 @_fault("I1", AHEAD)
 def sampled_too_early(run: MadeUp) -> None:
-    """Sampling of a batch starts with weights that are three versions before its own."""
+    """Sampling of a batch starts with weights three versions before its own."""
     places = [i for i, one in enumerate(run.events) if one["type"] == "submitted" and one["stage"] == "rollout"]
     early = next(run.events[i] for i in places if run.events[i]["step"] == 5)
     early["version"] = 2
@@ -163,7 +163,7 @@ def never_cleared(run: MadeUp) -> None:
 
 @_fault("I3", AHEAD)
 def capacity_exceeded(run: MadeUp) -> None:
-    """A batch enters while four others are held."""
+    """A batch is admitted while four others are held."""
     place = at(run, "claimed", step=3) + 1
     version = event(run, "admitted", step=3)["version"]
     event(run, "admitted", step=4)["version"] = version
@@ -173,7 +173,7 @@ def capacity_exceeded(run: MadeUp) -> None:
 
 @_fault("I3", DROP)
 def asked_too_early(run: MadeUp) -> None:
-    """The last groups of the run enter when the version allows those of the step before."""
+    """The last groups of the run are admitted at a version that allows only those of the step before."""
     event(run, "admitted", -1)["version"] = run.setup.steps - run.setup.ahead - 2
 
 
@@ -194,7 +194,7 @@ def never_published(run: MadeUp) -> None:
 
 @_fault("I4", PARTLY)
 def sampled_where_the_version_is_not(run: MadeUp) -> None:
-    """On the other replica than the one that has it."""
+    """A task samples on the replica that does not have the version yet."""
     start = at(run, "served", step=0)
     task = next(one for one in run.events[start:] if one["type"] == "submitted" and one["stage"] == "rollout")
     task["replica"] = 1 - task["replica"]
@@ -208,7 +208,7 @@ def served_in_no_transfer(run: MadeUp) -> None:
 
 @_fault("I4", DROP)
 def worker_goes_back(run: MadeUp) -> None:
-    """Tokens of a version that is fresh enough to be trained, and older than what their worker was given."""
+    """Tokens of a version that is fresh enough to train, but older than the version its worker was given."""
     tasks = {one["task"]: one for one in run.events if one["type"] == "submitted" and one["stage"] == "rollout"}
     given = {group: one["version"] for one in tasks.values() for group in one["groups"]}
     for trained in (one for one in run.events if one["type"] == "trained"):
@@ -251,7 +251,7 @@ def torn_when_put(run: MadeUp) -> None:
 
 @_fault("I6", SYNC)
 def half_a_batch(run: MadeUp) -> None:
-    """The logprobs are computed in two tasks, of a stage that wants the batch."""
+    """A stage per batch computes the logprobs in two tasks."""
     first = at(run, "submitted", stage="prev", step=1)
     number = 1 + max(one.get("task", 0) for one in run.events)
     for place in range(len(run.events) - 1, first - 1, -1):
@@ -281,7 +281,7 @@ def share_put_twice(run: MadeUp) -> None:
 
 @_fault("I7", SYNC)
 def read_after_clear(run: MadeUp) -> None:
-    """The rows of a step are removed before the last stage that reads them starts."""
+    """The rows of a step are cleared before the last stage that reads them starts."""
     group = event(run, "claimed", step=2)["groups"][0]
     cleared = next(i for i, one in enumerate(run.events) if one["type"] == "cleared" and group in one["groups"])
     move(run, cleared, at(run, "submitted", stage="samples", step=2))
@@ -301,7 +301,7 @@ def started_too_early(run: MadeUp) -> None:
 
 @_fault("I7", AHEAD)
 def fence_crossed(run: MadeUp) -> None:
-    """A step is trained while the weights of the one before are still on their way."""
+    """A step is trained before the weights of the previous one have arrived."""
     move(run, at(run, "submitted", stage="train", step=1), at(run, "acknowledged", stage="refit", step=0))
 
 
@@ -312,7 +312,7 @@ def acknowledged_twice(run: MadeUp) -> None:
 
 @_fault("I7", SYNC)
 def handed_out_twice(run: MadeUp) -> None:
-    """Two tasks have the same groups of one stage."""
+    """Two tasks have the same groups of a stage."""
     place = at(run, "submitted", stage="reward", step=1)
     task = run.events[place]
     number = 1 + max(one.get("task", 0) for one in run.events)
@@ -328,7 +328,7 @@ def handed_out_twice(run: MadeUp) -> None:
 
 @_fault("I8", AHEAD)
 def trained_before_the_checkpoint(run: MadeUp) -> None:
-    """The checkpoint of the second step is written after the third has begun to train."""
+    """The checkpoint of the second step is written after training of the third has started."""
     move(run, at(run, "checkpointed", step=1), at(run, "submitted", stage="train", step=2) + 1)
 
 
@@ -339,7 +339,7 @@ def checkpoint_forgets(run: MadeUp) -> None:
 
 @_fault("I8", DROP)
 def pending_lost(run: MadeUp) -> None:
-    """What was admitted and not trained is missing from a checkpoint."""
+    """A checkpoint lacks a group that was admitted and not trained."""
     told = next(manifest for manifest in run.manifests.values() if manifest["pending"])
     del told["pending"][0]
 
@@ -354,7 +354,7 @@ def trained_again(run: MadeUp) -> None:
 
 @_fault("I8", AHEAD, resumed=True)
 def resumed_too_late(run: MadeUp) -> None:
-    """A resume says that it has a step behind it which was never trained."""
+    """A resume starts after a step that was never trained."""
     run.manifests[3] = {**run.manifests.pop(2), "steps": 3, "version": 3, "next_group": 12}
     run.segment(3)
     run.manifests[2] = {**run.manifests[3], "steps": 2, "version": 2, "next_group": 8}
@@ -367,7 +367,7 @@ def fewer_logprobs_than_tokens(run: MadeUp) -> None:
 
 @_fault("I10", DIES)
 def zombie_acknowledged(run: MadeUp) -> None:
-    """The worker that was given up reports after all, and its report is taken."""
+    """A lost worker reports after all, and its report is accepted."""
     place = at(run, "retried")
     lost = run.events[place]
     told = {name: lost[name] for name in ("task", "stage", "step", "attempt", "groups", "at_s")}
@@ -376,7 +376,7 @@ def zombie_acknowledged(run: MadeUp) -> None:
 
 @_fault("I10", DIES)
 def same_attempt_again(run: MadeUp) -> None:
-    """What is handed out again does not count as another attempt."""
+    """A retried task has the attempt number of the lost one."""
     lost = event(run, "retried")
     next_one = next(
         one

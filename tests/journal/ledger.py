@@ -1,6 +1,6 @@
-"""What the events so far say of groups, tasks and versions. It takes every event at its word; `rules` judge them first.
+"""The state of groups, tasks and versions after the events so far. It trusts every event; `rules` check them first.
 
-A resume starts a new ledger; what the steps before it have left behind is in `History`.
+A resume starts a new ledger; the outcome of earlier steps is kept in `History`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from tests.journal.planned import Planned
 from tests.journal.record import Line
 
-WHOLE = -1  # stands for all that a task without groups has
+WHOLE = -1  # stands for the work of a task without groups
 
 
 @dataclass
 class Group:
-    """The samples of one prompt. `began` is the version with which the sampling of its present attempt started."""
+    """The samples of one prompt. `began` is the version with which sampling of the current attempt started."""
 
     step: int
     claimed: int | None = None
     dropped: str | None = None
     dropped_by: str = ""
     began: int | None = None
-    versions: tuple[int, int] | None = None  # oldest and newest, as the columns said when they were put
+    versions: tuple[int, int] | None = None  # oldest and newest, as put in the columns
     cleared: bool = False
     stored: bool = False
     present: dict[str, int] = field(default_factory=dict)  # field -> attempt that put it
-    attempts: Counter[str] = field(default_factory=Counter)  # stage -> attempts that were lost
+    attempts: Counter[str] = field(default_factory=Counter)  # stage -> lost attempts
     working: dict[str, int] = field(default_factory=dict)  # stage -> task that has it
     acknowledged: set[str] = field(default_factory=set)
     trained: dict[str, dict[int, tuple[int, int, int]]] = field(default_factory=dict)
@@ -37,20 +37,20 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version among its tokens, or the least that they may have; None before it is sampled."""
+        """Return the oldest version of its tokens, or the lowest they may have; None before it is sampled."""
         return self.versions[0] if self.versions else self.began
 
 
 @dataclass
 class Task:
-    """One attempt. `left` are groups that it has neither acknowledged nor lost."""
+    """One attempt. `left` holds groups that it has neither acknowledged nor lost."""
 
     line: Line
     left: set[int]
-    floor: int  # no token that it samples may be of an older version
+    floor: int  # no token that it samples may be older than this version
     lost: set[int] = field(default_factory=set)
     ran: set[tuple[str, int]] = field(default_factory=set)  # worker group, worker
-    put: Counter[str] = field(default_factory=Counter)  # field -> samples, of a task that is divided over ranks
+    put: Counter[str] = field(default_factory=Counter)  # field -> samples, for a task that is divided over ranks
 
     @property
     def groups(self) -> list[int]:
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass
 class History:
-    """What the segments of a journal before a resume have left behind: step by step, as far as it still counts."""
+    """What the journal segments before a resume have achieved per step, as far as it still counts."""
 
     trained: dict[int, int] = field(default_factory=dict)  # group -> step
     dropped: set[int] = field(default_factory=set)
@@ -67,7 +67,7 @@ class History:
     saved: set[int] = field(default_factory=set)  # steps after which there is a checkpoint
 
     def cut(self, start: int, next_group: int | None) -> None:
-        """A resume at `start` makes everything void that came later."""
+        """Drop everything from step `start` on, where a resume continues."""
         self.trained = {group: step for group, step in self.trained.items() if step < start}
         self.ended = {step: told for step, told in self.ended.items() if step < start}
         self.saved = {step for step in self.saved if step < start}
@@ -76,7 +76,7 @@ class History:
 
 
 def units(groups: Iterable[int]) -> tuple[int, ...]:
-    """Groups, or what stands for those of a task that has none."""
+    """Return the groups, or the stand-in for a task without groups."""
     return tuple(groups) or (WHOLE,)
 
 
@@ -91,32 +91,32 @@ class Ledger:
             self.next_group = manifest["next_group"] if manifest else None
         self.groups: dict[int, Group] = {}
         self.tasks: dict[int, Task] = {}
-        self.held: set[int] = set()  # groups that somebody still holds
+        self.held: set[int] = set()  # groups still held by a stage
         self.admitted: defaultdict[int, list[int]] = defaultdict(list)  # step -> groups
         self.claims: dict[int, list[int]] = {}
         self.version = start - 1 if planned.transfers else start
         self.published: dict[tuple[str, int], int] = {}  # stage, step -> version
-        self.reached = self.version  # the newest version that is published, or that a replica had before that
-        self.sending = self.version  # the newest version that a transfer is about
+        self.reached = self.version  # the newest version published, or served by a replica before it was published
+        self.sending = self.version  # the newest version in transfer
         self.served: Counter[tuple[str, int | None]] = Counter()  # worker group, replica -> newest version seen
         self.single: dict[tuple[str, int], str] = {}  # stage, step of tasks without groups -> "out", "done" or "lost"
         self.lost: Counter[tuple[str, int]] = Counter()
         self.fetched: Counter[tuple[str, int]] = Counter()  # stage, step -> samples
         self.submitted: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # stage, step -> tasks
         self.clean = False
-        self.stopping = False  # it was asked to stop
+        self.stopping = False  # the run was asked to stop
 
     @property
     def next_claim(self) -> int:
-        """The next batch that will be claimed."""
+        """Return the next batch that will be claimed."""
         return self.start + len(self.claims)
 
     def task_of(self, line: Line) -> Task | None:
-        """The task that a report is of."""
+        """Return the task that a report belongs to."""
         return self.tasks.get(line["task"])
 
     def released(self, number: int) -> bool:
-        """Whether nobody will read or write a group any more."""
+        """Return whether no stage will read or write a group any more."""
         group = self.groups[number]
         if group.dropped is not None:
             return all(stage == group.dropped_by for stage in group.working)
@@ -124,7 +124,7 @@ class Ledger:
         return step is not None and group.acknowledged >= self.planned.holders(step)
 
     def finished(self, stage: str, step: int) -> bool:
-        """Whether a stage has acknowledged all that it has in a step."""
+        """Return whether a stage has acknowledged all groups that it has at a step."""
         if step < self.start or stage not in self.planned.holding:
             return self.single.get((stage, step)) == "done"
         claimed = self.claims.get(step)
@@ -137,7 +137,7 @@ class Ledger:
         return all(stage in g.acknowledged or (g.dropped is not None and stage not in g.working) for g in groups)
 
     def apply(self, line: Line) -> None:
-        """Take an event into account."""
+        """Update the state with an event."""
         handler = getattr(self, f"_{line.type}", None)
         if handler:
             handler(line)
@@ -208,7 +208,7 @@ class Ledger:
         self._put_share(line)
 
     def is_divided(self, line: Line, task: Task) -> bool:
-        """Whether a put has one rank's share of a task, which may have some samples of a group and not others."""
+        """Return whether a put has one rank's share of a task, which may hold only some samples of a group."""
         whole = len(task.groups) * self.planned.group_size
         return bool(self.planned.stages[line["stage"]]["sharding"]) and line["samples"] < whole
 
@@ -291,7 +291,7 @@ class Ledger:
             self.reached = max(self.reached, line["version"])
 
     def _published(self, line: Line) -> None:
-        version = line["step"] + 1  # what it says of itself was judged
+        version = line["step"] + 1  # checked by the rules
         self.published[line["stage"], line["step"]] = version
         self.version = max(self.version, version)
         self.reached = max(self.reached, version)

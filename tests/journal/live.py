@@ -1,6 +1,6 @@
-"""A graph without a model whose samples take long now and then: real runs in which groups get too old and are dropped.
+"""A graph without a model that samples slowly at times, for real runs in which groups become stale and are dropped.
 
-Its policy is a version number: the trainer adds one, the refit hands it over, and the sampler stamps tokens with it.
+Its policy is a version number: the trainer adds one, the refit sends it, and the sampler stamps tokens with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZE = 2
 
 @dataclass(frozen=True)
 class Count(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the group numbers."""
 
     batch: int
     name: str = "count"
@@ -46,7 +46,7 @@ class Count(Stage):
 
 @dataclass(frozen=True)
 class Sample(Stage):
-    """Three tokens each. Every `slow`-th group takes long; the group `late` does not end before version 3 is served."""
+    """Three tokens per sample. Every `slow`-th group is slow; the group `late` ends only after version 3 is served."""
 
     slow: int
     late: int
@@ -96,7 +96,7 @@ class Sample(Stage):
 
 @dataclass(frozen=True)
 class Score(Stage):
-    """A random number for each sample, the same in every run."""
+    """A random number per sample, the same in every run."""
 
     name: str = "score"
     reads: Sequence[Field] = (TOKENS,)
@@ -134,7 +134,7 @@ class Sieve(Stage):
 
 @dataclass(frozen=True)
 class Look(Stage):
-    """Uses the trainer's weights, as logprobs of a batch do: no step may be trained before it, or while it runs."""
+    """Uses the trainer's weights, as logprobs of a batch do: no step may train before it ends."""
 
     name: str = "look"
     per: Per = "batch"
@@ -150,7 +150,7 @@ class Look(Stage):
 
 
 class _Trainer:
-    """Counts; `fails_at` is the step that raises."""
+    """Counts steps; raises at the step `fails_at`."""
 
     def __init__(self, shared: dict[Any, Any], fails_at: int) -> None:
         self._shared, self._fails_at = shared, fails_at
@@ -195,7 +195,7 @@ class Learn(Stage):
 
 @dataclass(frozen=True)
 class Send(Stage):
-    """Hands the version over, and, with `serves`, sees to it that it is sampled with."""
+    """Sends the version and, with `serves`, makes the sampler use it."""
 
     serves: bool = True
     name: str = "send"
@@ -227,6 +227,6 @@ class Send(Stage):
 def graph(
     schedule: Schedule, *, slow: int = 0, late: int = -1, sieve: bool = False, fails_at: int = -1, serves: bool = True
 ) -> Graph:
-    """Four groups a step."""
+    """Run four groups per step."""
     stages = (Sample(slow, late), Score(), *((Sieve(),) if sieve else ()), Look(), Learn(fails_at), Send(serves))
     return Graph(name="live", source=Count(batch=4), stages=stages, schedule=schedule)

@@ -1,9 +1,9 @@
-"""Blind changes to sound journals: how many of them does the checker notice?
+"""Random changes to valid journals: how many does the checker notice?
 
 python -m tests.journal.mutations [--each 200]      # a table: kind of change, type of event, share noticed
 
-A line is deleted, repeated, or one value in it that an invariant speaks of is changed. Times and sizes are left alone,
-and so is what no invariant can know: a lower policy version in an Admitted or Submitted was published too.
+A line is deleted, repeated, or edited in a value that an invariant covers. Times and sizes are left alone, and so is
+what no invariant can detect: a lower policy version in an Admitted or Submitted was published too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.journal.world import Event, MadeUp
 
 SETUPS = (SYNC, AHEAD, DROP, GATE, RANKS, DIES, PARTLY)
 _TASK = ("task", "stage", "step", "attempt", "groups")
-EDITED = {  # the values that are changed, by type of event
+EDITED = {  # the edited values, by type of event
     "started": ("start", "steps"),
     "admitted": ("groups", "step"),
     "claimed": ("groups", "step"),
@@ -46,9 +46,9 @@ KINDS = ("delete", "repeat", "edit")
 
 
 def changed(events: list[Event], kind: str, draw: random.Random) -> tuple[list[Event], str]:
-    """The events with one change, and the type of event that was changed."""
+    """Return the events with one change, and the type of the changed event."""
     events = list(events)
-    name = draw.choice(sorted({one["type"] for one in events}))  # rare types as often as others
+    name = draw.choice(sorted({one["type"] for one in events}))  # rare types as often as frequent ones
     place = draw.choice([i for i, one in enumerate(events) if one["type"] == name])
     if kind == "delete":
         del events[place]
@@ -63,7 +63,7 @@ def changed(events: list[Event], kind: str, draw: random.Random) -> tuple[list[E
 
 
 def _other(value: Any, draw: random.Random) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same kind."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -80,7 +80,7 @@ def _other(value: Any, draw: random.Random) -> Any:
 
 
 def survey(each: int, seed: int = 0) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """So many changes of each kind: those that were noticed and all, by kind and type of event."""
+    """Make `each` changes of each kind and count (noticed, all) by kind and type of event."""
     draw = random.Random(seed)
     noticed: Counter[tuple[str, str]] = Counter()
     tried: Counter[tuple[str, str]] = Counter()
@@ -102,7 +102,7 @@ def survey(each: int, seed: int = 0) -> tuple[Counter[tuple[str, str]], Counter[
 
 
 def shares(noticed: Counter[tuple[str, str]], tried: Counter[tuple[str, str]]) -> dict[str, float]:
-    """The share that was noticed, by kind of change."""
+    """Return the noticed share, by kind of change."""
     return {
         kind: sum(noticed[key] for key in tried if key[0] == kind) / sum(tried[key] for key in tried if key[0] == kind)
         for kind in KINDS

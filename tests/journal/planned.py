@@ -1,4 +1,4 @@
-"""What plan.json says of a run, as the questions that its record is checked with; derived from reads and writes."""
+"""A view of plan.json for checking a record; derived from reads and writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Planned:
-    """A plan, and for how many steps its run was started.
+    """A plan, and the number of steps its run was started for.
 
-    holding   stages that read or write samples: what they are handed are groups
+    holding   stages that read or write samples: their tasks have groups
     pool      stages that run before a group is claimed
     """
 
@@ -35,56 +35,56 @@ class Planned:
         self._before_gate = {name for name in self.holding if self.gate and self.gate["field"] not in self.waits(name)}
 
     def sample_reads(self, stage: str) -> set[str]:
-        """The fields of samples that a stage is given."""
+        """Return the sample fields that a stage reads."""
         return set(self.stages[stage]["reads"]) - self._weights
 
     def waits(self, stage: str) -> set[str]:
-        """The fields of samples that must be present for a group before a stage starts on it."""
+        """Return the sample fields that must be present for a group before a stage starts on it."""
         return self.sample_reads(stage) | set(self.stages[stage]["awaits"])
 
     def sample_writes(self, stage: str) -> set[str]:
-        """The fields of samples that a stage writes."""
+        """Return the sample fields that a stage writes."""
         return set(self.stages[stage]["writes"]) - self._weights
 
     def weights_reads(self, stage: str) -> set[str]:
-        """The weights of its own step that a stage waits for."""
+        """Return the weights of the same step that a stage waits for."""
         return set(self.stages[stage]["reads"]) & self._weights
 
     def runs_at(self, stage: str, step: int) -> bool:
-        """Whether a stage sees the batch of a step."""
+        """Return whether a stage runs at a step."""
         return (step + 1) % self.stages[stage]["every"] == 0 or step == self.steps - 1
 
     def opens(self, stage: str, start: int) -> bool:
-        """Whether a stage runs once before the first step: what publishes weights, and what reads nothing but them."""
+        """Return whether a stage runs once before the first step: one that publishes weights or reads nothing else."""
         reads = set(self.stages[stage]["reads"])
         published = {field for name in self.transfers for field in self.stages[name]["writes"]}
         return stage in self.transfers or (start == 0 and bool(reads) and reads <= published)
 
     def holders(self, step: int) -> set[str]:
-        """The stages that see the groups of a step."""
+        """Return the stages that run on the groups of a step."""
         return {name for name in self.holding if self.runs_at(name, step)}
 
     def is_before_gate(self, stage: str) -> bool:
-        """Whether a stage also sees what the gate drops."""
+        """Return whether a stage also gets groups that the gate drops."""
         return stage in self._before_gate
 
     def replicas(self, stage: str) -> int:
-        """Tasks that the worker group of a stage can run side by side."""
+        """Return how many tasks the worker group of a stage can run at the same time."""
         group = self.worker_groups[self.stages[stage]["groups"][0]]
         return max(1, group["workers"] // group["model_parallel"])
 
     def siblings(self, stage: str) -> int:
-        """Workers that hold one model together."""
+        """Return how many workers hold one model together."""
         return self.worker_groups[self.stages[stage]["groups"][0]]["model_parallel"]
 
     def fetched(self, stage: str, groups: int) -> int:
-        """Samples whose columns a task on so many groups fetches."""
+        """Return the number of samples whose columns a task on this many groups fetches."""
         if not self.sample_reads(stage):
             return 0
         first, looked_at = self.stages[stage]["first_groups"], groups if self.stages[stage]["chooses"] else 0
         return (looked_at + (groups if first is None else min(first, groups))) * self.group_size
 
     def checkpoints_before(self, step: int, start: int) -> Iterator[int]:
-        """The steps, from `start` on and before `step`, after which a checkpoint is due."""
+        """Yield the steps, from `start` to before `step`, after which a checkpoint is due."""
         every = self.checkpoint_every
         return (done for done in range(start, step) if self.trainers and every and (done + 1) % every == 0)

@@ -1,11 +1,11 @@
-"""A pytest plugin: after a test that passed, every run that it left below its `tmp_path` is judged.
+"""A pytest plugin: after a passed test, every run below its `tmp_path` is checked.
 
     pytest_plugins = ["tests.journal.plugin"]                 # in tests/conftest.py
 
     @pytest.mark.journal_expected("I5", "record")             # a test that breaks its run in these ways, on purpose
-    @pytest.mark.journal_expected                             # a test whose runs are not to be judged
+    @pytest.mark.journal_expected                             # a test whose runs are not checked
 
-A run that a fixture of a session keeps lies elsewhere: `assert_sound(run_dir)` judges it.
+A session fixture keeps its run elsewhere: check it with `assert_sound(run_dir)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Judge what the test has left behind, where it raised nothing itself."""
+    """Check the runs that a test has left, unless it raised an error."""
     result = yield
     folder = getattr(item, "funcargs", {}).get("tmp_path")
     marker = item.get_closest_marker("journal_expected")
@@ -46,7 +46,7 @@ def run_dirs(folder: Path) -> list[Path]:
 
 
 def assert_sound(run_dir: Path, *, expected: Iterable[str] = ()) -> None:
-    """Raise AssertionError where the record of a run breaks an invariant, other than those that are expected."""
+    """Raise AssertionError if the record of a run breaks an invariant that is not in `expected`."""
     allowed = set(expected)
     violations = [violation for violation in check(run_dir) if violation.invariant not in allowed]
     if violations:

@@ -1,4 +1,4 @@
-"""The files of a run directory as plain values, read with the standard library. Knows their format, not their meaning.
+"""Read the files of a run directory as plain values, with the standard library. Knows the format, not its meaning.
 
 lines, violations = read_events(run_dir / "events.jsonl")
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECORD = "record"  # what is no invariant of the run, but of its files
+RECORD = "record"  # a violation of the file format, not of an invariant
 
 
 @dataclass(frozen=True)
 class Violation:
-    """`invariant` is "I1" to "I10", or "record"; `where` is a file and the number of its line, where it has lines."""
+    """`invariant` is "I1" to "I10", or "record"; `where` is a file, with a line number if it has lines."""
 
     invariant: str
     where: str
@@ -28,7 +28,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Line:
-    """One event. `type` says which."""
+    """One event of type `type`."""
 
     number: int
     type: str
@@ -42,7 +42,7 @@ class Line:
         return f"events.jsonl:{self.number}"
 
 
-# What each type of event has: its fields, each with the kind of its value. "?" is a field that may be left out.
+# Fields of each event type, with the kind of their values. "?" marks an optional field.
 _TASK = {"task": "i", "stage": "s", "step": "i", "attempt": "i"}
 _SPAN = {"start_s": "f", "end_s": "f"}
 _KINDS: dict[str, dict[str, str]] = {
@@ -99,7 +99,7 @@ _IS = {
 
 
 def read_events(path: Path) -> tuple[list[Line], list[Violation]]:
-    """The events of a run, in order. A last line without its newline is still being written, and left out."""
+    """Return the events of a run in order. A last line without newline is still being written and left out."""
     lines, violations = [], []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         event = _decoded(text)
@@ -111,7 +111,7 @@ def read_events(path: Path) -> tuple[list[Line], list[Violation]]:
 
 
 def read_metrics(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Violation]]:
-    """The lines of metrics.jsonl with their numbers; none where there is no such file."""
+    """Return the numbered lines of metrics.jsonl; none if the file does not exist."""
     lines, violations = [], []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), start=1):
         value = _decoded(text)
@@ -123,7 +123,7 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Vio
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """A file that holds one JSON object; None where it is not there or holds something else."""
+    """Return the JSON object in a file; None if the file does not exist or holds something else."""
     value = _decoded(path.read_bytes()) if path.is_file() else None
     return value if isinstance(value, dict) else None
 

@@ -1,4 +1,4 @@
-"""The register of rules. A rule looks at one event, before the ledger takes it, and yields what is wrong with it.
+"""The rule registry. A rule checks one event before the ledger applies it and yields violations.
 
 @rule("admitted")
 def room(ledger: Ledger, line: Line) -> Found:
@@ -22,7 +22,7 @@ RULES: defaultdict[str, list[Rule]] = defaultdict(list)  # type of event -> rule
 
 
 def rule(*types: str) -> Callable[[Rule], Rule]:
-    """Have a function look at events of these types."""
+    """Register a function for events of these types."""
 
     def register(function: Rule) -> Rule:
         for name in types:
@@ -33,7 +33,7 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
 
 
 def stranger(ledger: Ledger, line: Line) -> str | None:
-    """What an event names that the plan does not have; such an event is not looked at any further."""
+    """Return what an event names that the plan does not have, or None. Such an event is not checked further."""
     planned = ledger.planned
     stage, group = line.event.get("stage"), line.event.get("group")
     known = planned.stages if line.type == "put" else planned.internal
@@ -45,7 +45,7 @@ def stranger(ledger: Ledger, line: Line) -> str | None:
 
 
 def named(groups: object) -> str:
-    """A few groups by number."""
+    """Return a text that names the first few groups."""
     numbers = list(groups)  # type: ignore[call-overload]
     shown = ", ".join(map(str, numbers[:6]))
     return f"group{'s' if len(numbers) > 1 else ''} {shown}{' ...' if len(numbers) > 6 else ''}"

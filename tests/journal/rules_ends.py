@@ -1,4 +1,4 @@
-"""Ends: of steps (I5, I6), of checkpoints (I8), and of the run, when nothing is left in flight (I2, I5, I6)."""
+"""Rules for the end of a step (I5, I6), of a checkpoint (I8), and of a run, with nothing in flight (I2, I5, I6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.journal.rules import Found, named, rule
 
 @rule("step_ended")
 def all_stages_behind(ledger: Ledger, line: Line) -> Found:
-    """A step ends once, when every stage has acknowledged all that it has there."""
+    """A step ends once, after every stage has acknowledged all groups that it has there."""
     planned, step = ledger.planned, line["step"]
     if step in ledger.history.ended:
         yield "I5", f"step {step + 1} ended twice"
@@ -25,7 +25,7 @@ def all_stages_behind(ledger: Ledger, line: Line) -> Found:
 
 @rule("step_ended")
 def runs_of_groups(ledger: Ledger, line: Line) -> Found:
-    """A stage per batch has had the whole batch at once, or runs of it, in order."""
+    """A stage per batch got the whole batch at once, or runs of it, in order."""
     planned, step = ledger.planned, line["step"]
     batch = sorted(ledger.claims.get(step, ()))
     for stage in sorted(planned.holding):
@@ -42,7 +42,7 @@ def runs_of_groups(ledger: Ledger, line: Line) -> Found:
 
 @rule("checkpointed")
 def weights_are_settled(ledger: Ledger, line: Line) -> Found:
-    """A checkpoint has the weights after its step: trained, and served."""
+    """A checkpoint holds the weights after its step: trained and served."""
     planned, step = ledger.planned, line["step"]
     last = step == planned.steps - 1 or ledger.stopping
     if step < ledger.start or not (last or step in planned.checkpoints_before(step + 1, ledger.start)):
@@ -58,14 +58,14 @@ def weights_are_settled(ledger: Ledger, line: Line) -> Found:
 
 @rule("admitted", "claimed")
 def nothing_enters_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
-    """A run that was asked to stop takes in nothing."""
+    """A run that was asked to stop admits nothing."""
     if ledger.stopping:
         yield "I5", f"{named(line['groups'])} were {line.type} after the run was asked to stop"
 
 
 @rule("submitted")
 def no_training_begins_in_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
-    """A run that was asked to stop finishes what it was training, and begins no other step."""
+    """A run that was asked to stop finishes the step in training and starts no other."""
     stage, step = line["stage"], line["step"]
     if ledger.stopping and stage in ledger.planned.trainers and not ledger.submitted[stage, step]:
         yield "I5", f"{stage} of step {step + 1} began after the run was asked to stop"
@@ -73,7 +73,7 @@ def no_training_begins_in_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
 
 @rule("ended")
 def nothing_in_flight(ledger: Ledger, line: Line) -> Found:
-    """At a clean end every group is trained or dropped, and its rows are gone."""
+    """At a clean end every group is trained or dropped, and its rows are cleared."""
     planned = ledger.planned
     if line["rows_left"]:
         yield "I2", f"{line['rows_left']} rows were left in the data plane"
@@ -92,7 +92,7 @@ def nothing_in_flight(ledger: Ledger, line: Line) -> Found:
 
 @rule("ended")
 def no_step_left(ledger: Ledger, line: Line) -> Found:
-    """At a clean end every step has ended, every due checkpoint is written, and no task is out."""
+    """At a clean end every step has ended, every due checkpoint is written, and no task is running."""
     planned = ledger.planned
     for step in range(ledger.start, planned.steps):
         if step not in ledger.history.ended:

@@ -1,4 +1,4 @@
-"""Groups: how they enter (I2, I3, I8), are claimed (I1, I2, I7), are dropped (I2), are trained (I2) and leave (I7)."""
+"""Rules for groups: admission (I2, I3, I8), claim (I1, I2, I7), drop (I2), training (I2) and clearing (I7)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOO_OLD = ("stale", "cancelled")
 
 @rule("admitted")
 def in_turn(ledger: Ledger, line: Line) -> Found:
-    """Admission numbers count up without a gap; after a resume, from where the checkpoint says."""
+    """Admission numbers count up without a gap; after a resume, from the checkpoint on."""
     invariant = "I8" if ledger.start else "I2"
     pending, expected = list(ledger.pending), ledger.next_group
     for number in line["groups"]:
@@ -31,7 +31,7 @@ def in_turn(ledger: Ledger, line: Line) -> Found:
 
 @rule("admitted")
 def room(ledger: Ledger, line: Line) -> Found:
-    """No more groups than the data plane has room for, and no further ahead than the schedule allows."""
+    """No more groups than the data plane's capacity, and no further ahead than the schedule allows."""
     planned, fresh = ledger.planned, len(line["groups"])
     held = len(ledger.held) + fresh
     if held > planned.capacity:
@@ -49,7 +49,7 @@ def room(ledger: Ledger, line: Line) -> Found:
 
 
 def _qualifies(ledger: Ledger, number: int) -> bool:
-    """Whether a group could still be claimed: one that is too old is let go, and perhaps not yet recorded."""
+    """Return whether a group could still be claimed. A stale one is about to be dropped, perhaps not yet recorded."""
     group = ledger.groups[number]
     if group.claimed is not None or group.dropped is not None:
         return False
@@ -58,7 +58,7 @@ def _qualifies(ledger: Ledger, number: int) -> bool:
 
 @rule("claimed")
 def batch(ledger: Ledger, line: Line) -> Found:
-    """One batch after the other, each of as many groups as the plan says, each group once."""
+    """Batches are claimed in order, each with as many groups as the plan says and no group twice."""
     planned, groups, step = ledger.planned, line["groups"], line["step"]
     if step != ledger.next_claim:
         yield "I2", f"step {step + 1} was claimed where step {ledger.next_claim + 1} was next"
@@ -80,7 +80,7 @@ def batch(ledger: Ledger, line: Line) -> Found:
 
 @rule("claimed")
 def ready_and_fresh(ledger: Ledger, line: Line) -> Found:
-    """What is claimed has been through every stage that comes before the claim, and is not too old for the step."""
+    """Claimed groups were acknowledged by every pool stage and are not too old for the step."""
     planned = ledger.planned
     for number in line["groups"]:
         group = ledger.groups.get(number)
@@ -96,7 +96,7 @@ def ready_and_fresh(ledger: Ledger, line: Line) -> Found:
 
 @rule("dropped")
 def with_cause(ledger: Ledger, line: Line) -> Found:
-    """Groups leave by the gate, or because they are too old for the batch that comes next; and they leave once."""
+    """Groups are dropped once, by the gate or because they are too old for the next batch."""
     planned, stage, reason = ledger.planned, line["stage"], line["reason"]
     gate = planned.gate["stage"] if planned.gate else None
     by_age = not stage and planned.drops and reason in TOO_OLD
@@ -121,7 +121,7 @@ def with_cause(ledger: Ledger, line: Line) -> Found:
 
 @rule("trained")
 def exactly_once(ledger: Ledger, line: Line) -> Found:
-    """Only what is claimed for the step is trained, by one task, each sample on one rank."""
+    """Only groups claimed for the step are trained, by one task, each sample on one rank."""
     planned, stage, step = ledger.planned, line["stage"], line["step"]
     for number, samples in zip(line["groups"], line["samples"]):
         group = ledger.groups.get(number)
@@ -142,7 +142,7 @@ def exactly_once(ledger: Ledger, line: Line) -> Found:
 
 @rule("acknowledged")
 def trained_whole(ledger: Ledger, line: Line) -> Found:
-    """When the trainer is done with a group, all of its samples were seen on some rank."""
+    """When the trainer is done with a group, its ranks have trained all of its samples."""
     planned, stage = ledger.planned, line["stage"]
     if stage not in planned.trainers or not planned.stamps & planned.sample_reads(stage):
         return
@@ -158,7 +158,7 @@ def trained_whole(ledger: Ledger, line: Line) -> Found:
 
 @rule("cleared")
 def nobody_needs_them(ledger: Ledger, line: Line) -> Found:
-    """Rows are removed once, and only when every stage that reads or writes them has acknowledged."""
+    """Rows are cleared once, after every stage that reads or writes them has acknowledged."""
     for number in line["groups"]:
         group = ledger.groups.get(number)
         if group is None:

@@ -1,4 +1,4 @@
-"""Tasks: what they may start on (I6, I7, I8), what they put and acknowledge (I6, I7), and lost attempts (I10)."""
+"""Rules for tasks: when they may start (I6, I7, I8), what they put and acknowledge (I6, I7), lost attempts (I10)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.journal.rules import Found, rule
 
 @rule("submitted")
 def well_formed(ledger: Ledger, line: Line) -> Found:
-    """A task has a number of its own, whole groups, and the replica that its stage asks for."""
+    """A task has its own number, whole groups, and the replica that its stage requires."""
     planned, stage, number = ledger.planned, line["stage"], line["task"]
     if number in ledger.tasks:
         yield "I10", f"task {number} was handed out twice"
@@ -34,7 +34,7 @@ def well_formed(ledger: Ledger, line: Line) -> Found:
 
 @rule("submitted")
 def weights_are_there(ledger: Ledger, line: Line) -> Found:
-    """A stage that reads weights of its step starts after they were made."""
+    """A stage that reads weights of its step starts after they were written."""
     planned, stage, step = ledger.planned, line["stage"], line["step"]
     for field in planned.weights_reads(stage):
         writer = planned.writer[field]
@@ -48,7 +48,7 @@ def weights_are_there(ledger: Ledger, line: Line) -> Found:
 
 @rule("submitted")
 def groups_are_there(ledger: Ledger, line: Line) -> Found:
-    """A stage starts on a group when all that it reads is present; once an attempt; never after it was cleared."""
+    """A stage starts on a group once per attempt, after all it reads is present, and never after it was cleared."""
     planned, stage, step = ledger.planned, line["stage"], line["step"]
     if not line["groups"]:
         yield from _single(ledger, line)
@@ -92,7 +92,7 @@ def _handed_once(line: Line, number: int, group: Group) -> Found:
 
 @rule("submitted")
 def fences(ledger: Ledger, line: Line) -> Found:
-    """What must not overlap does not: `after` starts when `before` is behind at the step that the fence says."""
+    """Fenced stages do not overlap: `after` starts once `before` is done at the step that the fence refers to."""
     planned, step = ledger.planned, line["step"]
     for fence in planned.fences:
         if fence["after"] != line["stage"]:
@@ -108,7 +108,7 @@ def fences(ledger: Ledger, line: Line) -> Found:
 
 @rule("submitted")
 def after_the_checkpoint(ledger: Ledger, line: Line) -> Found:
-    """The weights do not change before a checkpoint of them that is due."""
+    """The weights do not change before a due checkpoint of them is written."""
     planned = ledger.planned
     if line["stage"] in planned.trainers:
         for done in planned.checkpoints_before(line["step"], ledger.start):
@@ -118,7 +118,7 @@ def after_the_checkpoint(ledger: Ledger, line: Line) -> Found:
 
 @rule("got")
 def fetched(ledger: Ledger, line: Line) -> Found:
-    """Columns are fetched by a task, and are those that its stage reads."""
+    """Fetched columns belong to a task and are those that its stage reads."""
     planned, stage = ledger.planned, line["stage"]
     if set(line["fields"]) not in (planned.sample_reads(stage), set(planned.stages[stage]["chooses"])):
         yield RECORD, f"{stage} fetched {', '.join(line['fields'])}"
@@ -128,7 +128,7 @@ def fetched(ledger: Ledger, line: Line) -> Found:
 
 @rule("put")
 def put_once(ledger: Ledger, line: Line) -> Found:
-    """Columns are put by the task that has the group, once an attempt; what an attempt that was lost puts is void."""
+    """The task that has a group puts its columns once per attempt; puts of a lost attempt are void."""
     planned, stage, size = ledger.planned, line["stage"], ledger.planned.group_size
     external = stage not in planned.internal
     written, declared = set(line["fields"]), planned.sample_writes(stage)
@@ -143,7 +143,7 @@ def put_once(ledger: Ledger, line: Line) -> Found:
         if group is None:
             yield "I7", f"{stage} put group {number}, which was never admitted"
         elif not external and line["attempt"] < group.attempts[stage]:
-            continue  # of a lost attempt
+            continue  # put by a lost attempt
         elif line["attempt"] > group.attempts[stage]:
             yield "I10", f"{stage} put group {number} as attempt {line['attempt']}; {group.attempts[stage]} were lost"
         elif group.cleared:
@@ -156,7 +156,7 @@ def put_once(ledger: Ledger, line: Line) -> Found:
 
 @rule("put")
 def shares_fit(ledger: Ledger, line: Line) -> Found:
-    """The shares of the ranks together are the task's samples."""
+    """The shares of all ranks together are the samples of the task."""
     group = next((ledger.groups[n] for n in line["groups"] if n in ledger.groups), None)
     task = ledger.tasks.get(group.working.get(line["stage"], -1)) if group else None
     if task is None or task.line["attempt"] != line["attempt"] or not ledger.is_divided(line, task):
@@ -169,7 +169,7 @@ def shares_fit(ledger: Ledger, line: Line) -> Found:
 
 @rule("acknowledged", "ran", "trained", "retried", "fenced")
 def of_a_task(ledger: Ledger, line: Line) -> Found:
-    """Every report is of a task that was handed out, and says the same of it."""
+    """Every report belongs to a task that was handed out and agrees with it."""
     task = ledger.task_of(line)
     if task is None:
         yield "I10", f"{line.type} of task {line['task']}, which was never handed out"
@@ -186,7 +186,7 @@ def of_a_task(ledger: Ledger, line: Line) -> Found:
 
 @rule("ran")
 def on_its_workers(ledger: Ledger, line: Line) -> Found:
-    """A task runs on workers of its group, or of both groups of a transfer."""
+    """A task runs on workers of its worker group; a transfer runs on workers of both."""
     task = ledger.task_of(line)
     if task:
         groups = ledger.planned.stages[line["stage"]]["groups"]
@@ -201,7 +201,7 @@ def on_its_workers(ledger: Ledger, line: Line) -> Found:
 
 @rule("acknowledged")
 def all_is_present(ledger: Ledger, line: Line) -> Found:
-    """What is acknowledged was neither acknowledged nor lost before, and all that the stage writes of it is there."""
+    """Acknowledged groups were not acknowledged or lost before, and all fields that the stage writes are present."""
     planned, stage, task = ledger.planned, line["stage"], ledger.task_of(line)
     if task is None:
         return

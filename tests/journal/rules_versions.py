@@ -1,4 +1,4 @@
-"""Versions: of the weights that are published (I4), of tokens (I1, I4), and that every token has all it should (I9)."""
+"""Rules for versions: of published weights (I4) and of tokens (I1, I4); every token has all its values (I9)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @rule("published")
 def rise_by_one(ledger: Ledger, line: Line) -> Found:
-    """Each transfer publishes the version after its last one, with the hash of what is served."""
+    """Each transfer publishes the version after its previous one, with the hash of the served weights."""
     stage, step, version = line["stage"], line["step"], line["version"]
     if stage not in ledger.planned.transfers:
         yield RECORD, f"{stage} publishes nothing in this plan"
@@ -30,7 +30,7 @@ def rise_by_one(ledger: Ledger, line: Line) -> Found:
 
 @rule("served")
 def reached(ledger: Ledger, line: Line) -> Found:
-    """A replica has the version of a transfer that is under way, once."""
+    """A replica gets the version of a running transfer, once."""
     planned, stage, step, version = ledger.planned, line["stage"], line["step"], line["version"]
     if stage not in planned.transfers:
         yield RECORD, f"{stage} publishes nothing in this plan"
@@ -47,7 +47,7 @@ def reached(ledger: Ledger, line: Line) -> Found:
 
 @rule("submitted")
 def started_with(ledger: Ledger, line: Line) -> Found:
-    """A task names a version that is published; sampling does not start with weights that its batch is too far from."""
+    """A task names a published version; sampling does not start with weights that are too old for its batch."""
     planned, stage, version = ledger.planned, line["stage"], line["version"]
     if not planned.transfers:
         return
@@ -66,7 +66,7 @@ def started_with(ledger: Ledger, line: Line) -> Found:
 
 @rule("put")
 def stamps(ledger: Ledger, line: Line) -> Found:
-    """No token is of weights that were not served, and no worker goes back to older ones."""
+    """No token has a version that was not served, and no worker goes back to an older version."""
     planned, stage = ledger.planned, line["stage"]
     versions, groups = line["versions"], line["groups"]
     if stage not in planned.stamping:
@@ -75,7 +75,7 @@ def stamps(ledger: Ledger, line: Line) -> Found:
         return
     if len(versions) != len(groups):
         yield RECORD, f"{stage} put {len(groups)} groups and the versions of {len(versions)}"
-    newest = ledger.reached if planned.drains else ledger.sending  # a swap in flight is served before it is published
+    newest = ledger.reached if planned.drains else ledger.sending  # an in-flight swap is served before it is published
     for number, (low, high) in zip(groups, versions):
         group = ledger.groups.get(number)
         task = ledger.tasks.get(group.working.get(stage, -1)) if group else None
@@ -93,7 +93,7 @@ def stamps(ledger: Ledger, line: Line) -> Found:
 
 @rule("trained")
 def fresh_enough(ledger: Ledger, line: Line) -> Found:
-    """0 <= version of the weights - version of a token <= max_staleness; as the columns that were put say."""
+    """0 <= version of the weights - version of a token <= max_staleness, according to the columns that were put."""
     planned, version = ledger.planned, line["version"]
     if version != line["step"]:
         yield "I4", f"step {line['step'] + 1} trained the weights of version {version}"
@@ -113,7 +113,7 @@ def fresh_enough(ledger: Ledger, line: Line) -> Found:
 
 @rule("acknowledged")
 def all_ages_seen(ledger: Ledger, line: Line) -> Found:
-    """The ranks together have seen the oldest and the newest token of each group."""
+    """The ranks together have trained the oldest and the newest token of each group."""
     task = ledger.task_of(line)
     if line["stage"] not in ledger.planned.trainers or task is None:
         return

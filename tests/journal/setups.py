@@ -1,4 +1,4 @@
-"""Plans of made-up runs, as plan.json has them: written by hand, so that no change of the planner changes them."""
+"""Plans of made-up runs in the format of plan.json: written by hand, so that the planner cannot change them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a made-up run is like. `dies` is the chance that a task is lost instead of going on."""
+    """Parameters of a made-up run. `dies` is the chance that a task is lost instead of proceeding."""
 
     steps: int = 4
     batch: int = 4
@@ -17,7 +17,7 @@ class Setup:
     pipeline_depth: int | None = None
     drop: bool = False
     in_flight: bool = False
-    partly: bool = False  # a replica of the sampler has weights before the other
+    partly: bool = False  # one replica of the sampler gets weights before the other
     gate: bool = False
     ranks: int = 1
     run_groups: int | None = None
@@ -33,7 +33,7 @@ class Setup:
         return (self.max_staleness + 2) * self.batch
 
     def plan(self) -> dict[str, Any]:
-        """The plan of a GRPO step, from prompts to refit, with an evaluation and kept samples."""
+        """Return the plan of a GRPO step, from prompts to refit, with an evaluation and kept samples."""
         sharding = {"mode": "plain"} if self.ranks > 1 else None
         kept = ["kept"] if self.gate else []
         stages = [

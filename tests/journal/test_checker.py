@@ -1,4 +1,4 @@
-"""The judge itself: sound runs pass, and each planted fault is found under its own invariant and no other."""
+"""The checker itself: valid runs pass, and each planted fault is found under its own invariant and no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.journal.plugin import assert_sound, run_dirs
 from tests.journal.setups import Setup
 from tests.journal.world import MadeUp
 
-pytestmark = pytest.mark.journal_expected  # runs that are broken on purpose
+pytestmark = pytest.mark.journal_expected  # runs broken on purpose
 
 pytest_plugins = ["pytester"]
 
@@ -40,7 +40,7 @@ SETUPS = {
 
 
 def texts(run: MadeUp, folder: Path) -> list[str]:
-    """What the judge says of a made-up run."""
+    """Return the checker's violations of a made-up run, as texts."""
     return [str(violation) for violation in check(run.write(folder))]
 
 
@@ -56,7 +56,7 @@ def test_sound_runs_pass(name, tmp_path):
 
 
 def test_the_made_up_runs_show_what_they_are_for(tmp_path):
-    """Otherwise passing says nothing: groups are dropped and cancelled, attempts lost and fenced, tokens old."""
+    """Empty runs would pass too: groups must be dropped and cancelled, attempts lost and fenced, tokens old."""
     kinds, reasons, ages = set(), set(), set()
     for number, setup in enumerate((DROP, SETUPS["drop, drained"], SETUPS["dies, gate, drop"])):
         for seed in range(5):
@@ -83,7 +83,7 @@ def test_a_killed_run_and_its_resume_pass(name, tmp_path):
 
 
 def test_a_resume_from_an_earlier_checkpoint_passes(tmp_path):
-    """The later checkpoint is written again, and says nothing of the first time."""
+    """The later checkpoint is written again and cannot be checked against its first time."""
     run = MadeUp(SETUPS["drop, drained"], 3)
     run.segment(stop=lambda run: len(run.manifests) == 2)
     run.segment(2, stop=lambda run: len(run.saved) == 2)
@@ -161,7 +161,7 @@ def _line_of(run: MadeUp, *, step: int) -> int:
 
 
 def test_blind_changes_are_noticed():
-    """What is not noticed cannot be known: a missing Ended looks like a killed run, a Fenced is only told."""
+    """The rest cannot be noticed: a missing Ended looks like a killed run, and a Fenced has no consequences."""
     noticed = shares(*survey(each=40))
     assert noticed["delete"] > 0.75 and noticed["repeat"] > 0.85 and noticed["edit"] > 0.85, noticed
 

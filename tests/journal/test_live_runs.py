@@ -1,4 +1,4 @@
-"""Runs of the engine, judged: what the schedule promises holds in what really happened."""
+"""Real runs of the engine, checked: the schedule's guarantees hold for what happened."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_groups_that_get_too_old_are_given_up(tmp_path):
     events = [msgspec.json.decode(line) for line in run_dir.events.read_text().splitlines()]
     reasons = {group: event["reason"] for event in events if event["type"] == "dropped" for group in event["groups"]}
     assert reasons[1] == "cancelled"
-    assert set(reasons.values()) <= {"cancelled", "stale"}  # on a slow machine others get too old beside it
+    assert set(reasons.values()) <= {"cancelled", "stale"}  # on a slow machine, other groups become stale besides
 
 
 @pytest.mark.parametrize("name", ["wait", "drop"])
@@ -110,7 +110,7 @@ def _much(**_: int) -> int:
 )
 def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invariant, tmp_path, monkeypatch):
     monkeypatch.setattr(what, broken)
-    late, slow = (1, 0) if name == "drop" else (-1, 100)  # one group, of the first batch
+    late, slow = (1, 0) if name == "drop" else (-1, 100)  # one group of the first batch
     with suppress(Exception):
         execute(tmp_path, graph(SCHEDULES[name], late=late, slow=slow))
     assert invariant in {violation.invariant for violation in audit(tmp_path).violations}
@@ -118,6 +118,6 @@ def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invari
 
 @pytest.mark.journal_expected
 def test_a_sampler_that_is_not_served_is_found_out(tmp_path):
-    """The refit says that it has published, and the worker goes on with the old weights."""
+    """The refit reports a version as published, but the worker keeps the old weights."""
     execute(tmp_path, graph(SCHEDULES["sync"], serves=False))
     assert {violation.invariant for violation in audit(tmp_path).violations} == {"I1", "I4"}

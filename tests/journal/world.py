@@ -1,10 +1,10 @@
-"""Made-up runs: an engine that keeps the rules in the plainest way there is, and does what it may in random order.
+"""Made-up runs: a minimal engine that follows the rules and otherwise acts in random order.
 
     run = MadeUp(Setup(max_staleness=2), seed=7)
     run.segment()                             # to the end
     run.write(folder)                         # events.jsonl, plan.json, metrics.jsonl, checkpoints/
 
-It shares nothing with the checker: here a rule says what may happen next, there what must have happened before.
+It shares no code with the checker: here a rule says what may happen next, there what must have happened before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Event = dict[str, Any]
 
 @dataclass
 class Row:
-    """A group: which fields it has, which stages are behind, which tasks have it."""
+    """A group: which fields it has, which stages have finished it, which stages it was handed to."""
 
     step: int | None
     fields: set[str] = field(default_factory=set)
-    out: set[str] = field(default_factory=set)  # stages that were handed it
+    out: set[str] = field(default_factory=set)  # stages it was handed to
     behind: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     began: int | None = None
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass
 class Job:
-    """A task that runs."""
+    """A running task."""
 
     number: int
     stage: str
@@ -60,7 +60,7 @@ class Job:
 
 
 class MadeUp:
-    """A run directory in the making."""
+    """A run directory that is being made up."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
         self.setup, self.plan, self.random = setup, setup.plan(), random.Random(seed)
@@ -71,7 +71,7 @@ class MadeUp:
         self.clock = 100.0
 
     def segment(self, start: int = 0, *, stop: Callable[[MadeUp], bool] = lambda run: False) -> None:
-        """Run from `start` to the end, or until `stop`, as if the process was killed then."""
+        """Run from `start` to the end, or until `stop` as if the process was killed then."""
         self._begin(start)
         self.log("started", graph="made_up", start=start, steps=self.setup.steps, executor="local", wall_s=0.0,
                  monotonic_s=self.now())  # fmt: skip
@@ -87,7 +87,7 @@ class MadeUp:
         self.log("ended", steps=self.setup.steps, rows_left=0)
 
     def write(self, folder: Path) -> Path:
-        """The files of the run."""
+        """Write the files of the run."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").write_text(json.dumps(self.plan))
         for name, lines in (("events.jsonl", self.events), ("metrics.jsonl", self.metrics)):
@@ -113,7 +113,7 @@ class MadeUp:
     def _begin(self, start: int) -> None:
         manifest = self.manifests.get(start, {"next_group": 0, "pending": []})
         self.start, self.version = start, start - 1
-        self.quick: tuple[int, int] | None = None  # a replica of the sampler, and the version that only it has
+        self.quick: tuple[int, int] | None = None  # a replica of the sampler, and the version that it alone has
         self.rows: dict[int, Row] = {}
         self.jobs: list[Job] = []
         self.batches: dict[int, list[int]] = {}
@@ -126,7 +126,7 @@ class MadeUp:
         self.numbers = 0
         self.metrics = [line for line in self.metrics if line["step"] <= start]
 
-    # Admission and the claim.
+    # Admission and claim.
 
     def _held(self) -> int:
         return sum(not self._released(number) for number in self.rows)
@@ -240,7 +240,7 @@ class MadeUp:
         return any(job.stage == "rollout" for job in self.jobs)
 
     def _fenced(self, name: str, step: int) -> bool:
-        """Whether the fences before it are behind."""
+        """Return whether the fences of a stage allow it to start."""
         for fence in self.plan["fences"]:
             at = step - fence["lag"]
             if fence["after"] == name and at >= self.start - 1:
@@ -329,7 +329,7 @@ class MadeUp:
         ranks = self.setup.ranks if stage["sharding"] else 1
         return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
 
-    # What tasks come to.
+    # Progress of tasks.
 
     def _go_on(self, job: Job) -> None:
         if job.groups and self.random.random() < self.setup.dies and job.stage != "train":
@@ -359,7 +359,7 @@ class MadeUp:
             self.over.add((job.stage, job.step))
 
     def _serve(self, job: Job) -> None:
-        """One replica has the weights before the other."""
+        """One replica gets the weights before the other."""
         self.quick = self.random.randint(0, 1), job.step + 1
         self.log("served", **job.head, replica=self.quick[0], version=self.quick[1])
 
@@ -370,7 +370,7 @@ class MadeUp:
         return [number for number in job.groups if number not in dropped]
 
     def _sample(self, job: Job) -> None:
-        """Some groups of a stream end: they are put, or were given up."""
+        """Some groups of a stream end: they are put, or were cancelled."""
         left = [number for number in job.groups if "rollout" not in self.rows[number].behind]
         quick = [n for n in left if n % 5 < 4 or self.rows[n].unwanted or self.random.random() < 0.03]
         if not quick:
@@ -425,7 +425,7 @@ class MadeUp:
         self.log("acknowledged", **job.head, groups=groups)
 
     def _die(self, job: Job) -> None:
-        """The attempt is lost; what it still had is handed out again. Now and then it reports once more."""
+        """The attempt is lost and its remaining groups are handed out again. Sometimes it reports once more."""
         self.jobs.remove(job)
         left = [number for number in job.groups if job.stage not in self.rows[number].behind]
         for number in [number for number in left if self.rows[number].unwanted]:

@@ -1,4 +1,4 @@
-"""Batches for the checks: rows of differing length with an empty one, by two policies, with NaN behind the mask."""
+"""Batches for the checks: rows of differing length, one of them empty, from two policies, with NaN beyond the mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def near(actual: torch.Tensor, expected: list | float, tolerance: float = 1e-11)
 
 
 def same(actual: torch.Tensor, expected: list) -> None:
-    """The same flags, as bool."""
+    """Check that the flags are bool and equal."""
     assert actual.dtype == torch.bool
     assert actual.tolist() == expected
 
@@ -33,7 +33,7 @@ def refuses(message: str, call: Callable[[], object]) -> None:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of no token, of one, and of more, and columns after the longest row."""
+    """Rows of zero, one and more tokens, and columns beyond the longest row."""
 
     rng: random.Random
     lengths: list[int]
@@ -70,7 +70,7 @@ def ragged(seed: int) -> Ragged:
 
 @dataclass(frozen=True)
 class Policies:
-    """Log-probabilities of one batch by two policies, and advantages of both signs and 0."""
+    """Log-probabilities of one batch under two policies, and advantages that are positive, negative and 0."""
 
     case: Ragged
     new: list[list[float]]
@@ -82,7 +82,7 @@ class Policies:
         return new, self.case.tensor(self.old, math.inf), torch.tensor(self.advantage, dtype=DOUBLE)
 
     def token_advantage(self, weights: list[list[float]] | None) -> list[list[float]]:
-        """Of each token, times the weight of its loss: the loss is linear in that product."""
+        """Return each token's advantage times the weight of its loss: the loss is linear in that product."""
         if weights is None:
             return [[advantage] * len(row) for advantage, row in zip(self.advantage, self.new)]
         return [[advantage * weight for weight in row] for advantage, row in zip(self.advantage, weights)]

@@ -1,8 +1,8 @@
-"""Checks of `ops` against the loops. A check takes the module that it judges, so that it runs on broken copies too.
+"""Checks of `ops` against the loops. A check takes the module to test, so that it also runs on broken copies.
 
     check_token_loss(ops.loss)
 
-Masked entries hold NaN and infinities in every check, so a mask that is dropped shows.
+Masked entries hold NaN and infinities in every check, so an ignored mask is noticed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_advantages(ops: ModuleType) -> None:
             near(actual, loop(rewards, size))
             assert actual[-size:].tolist() == [0.0] * size
     for ours, _ in formulas:
-        tenths = torch.full((6,), 0.1)  # float32: the mean of three of them is not one of them
+        tenths = torch.full((6,), 0.1)  # in float32, the mean of three of them differs from each
         assert ours(tenths, 3).tolist() == [0.0] * 6
         assert ours(torch.tensor([1.0, 2.0]), 1).tolist() == [0.0] * 2
         assert ours(torch.tensor([]), 3).tolist() == []
@@ -136,7 +136,7 @@ def check_clip_of_zero(ops: ModuleType) -> None:
 
 
 def check_overflow(ops: ModuleType) -> None:
-    """Where the loss does not move, the gradient is 0 even if the ratio is infinite."""
+    """If the loss does not change, the gradient is 0 even if the ratio is infinite."""
     for level in ("token", "sequence"):
         for advantage, dual, expected in ((1.0, None, -1.2), (0.0, None, 0.0), (-1.0, 3.0, 3.0), (0.0, 3.0, 0.0)):
             lp = torch.zeros(1, 2, requires_grad=True)
@@ -146,7 +146,7 @@ def check_overflow(ops: ModuleType) -> None:
             torch.testing.assert_close(loss.detach(), torch.full((1, 2), expected))
             assert lp.grad.tolist() == [[0.0, 0.0]]
             assert flags.tolist() == [[advantage != 0] * 2]
-            weight = torch.zeros(1, 2)  # takes a token out, and then its ratio does not matter
+            weight = torch.zeros(1, 2)  # removes a token, so its ratio does not matter
             loss, _ = ops.clipped_policy_loss(lp, *args[:-2], 0.2, math.inf, level=level, weight_NT=weight)
             assert torch.autograd.grad(loss.sum(), lp)[0].tolist() == loss.tolist() == [[0.0, 0.0]]
     lp = torch.full((1, 2), -3.0, requires_grad=True)
@@ -288,7 +288,7 @@ def check_corrections(ops: ModuleType) -> None:
 
 
 def check_moments(ops: ModuleType) -> None:
-    """Of the weights prev / rollout, summed up by hand, in float64 whatever the columns are."""
+    """Moments of the weights prev / rollout, summed by hand, in float64 for any dtype of the columns."""
     prev = torch.tensor([-0.1, -2.0, -0.7, -3.0], dtype=torch.float32)
     rollout = torch.tensor([-0.4, -1.0, -0.7, -3.5], dtype=torch.float32)
     weights = [math.exp(a - b) for a, b in zip(prev.tolist(), rollout.tolist())]
@@ -298,7 +298,7 @@ def check_moments(ops: ModuleType) -> None:
 
 
 def check_correction_bounds(ops: ModuleType) -> None:
-    """A weight on a bound is kept as it is."""
+    """A weight on a bound is kept."""
     log2 = torch.tensor([[math.log(2.0)]], dtype=DOUBLE)
     zero, mask = torch.zeros(1, 1, dtype=DOUBLE), torch.ones(1, 1, dtype=torch.bool)
     for prev, rollout, w in ((log2, zero, log2.exp().item()), (zero, log2, (-log2).exp().item())):

@@ -1,4 +1,4 @@
-"""The mechanical mutants that no check can catch, because they compute the same thing, each with its reason."""
+"""Mechanical mutants that no check can catch because they compute the same thing, each with its reason."""
 
 _SHAPES_ONLY = "only the shapes of the two are compared there"
 _ALREADY_MASKED = "what it is used for masks again"

@@ -1,4 +1,4 @@
-"""Checks of what turns logits and lengths into numbers: `ops.logprobs`, `ops.masks` and `ops.rewards.length`."""
+"""Checks of the functions of logits and lengths: `ops.logprobs`, `ops.masks` and `ops.rewards.length`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def check_entropy(ops: ModuleType) -> None:
             h = loops.entropy(row)
             slopes.append([-math.exp(lp) * (lp + h) for lp in loops.log_softmax(row)])
         near(leaf.grad, [slopes])
-    row = [0.25, -1.5, 2.0]  # large logits in float32, whose differences are exact
+    row = [0.25, -1.5, 2.0]  # large logits in float32 with exact differences
     far = ops.entropy(torch.tensor([row]) + 1e5)
     assert far.item() == pytest.approx(loops.entropy(row), abs=1e-6)
 
 
 def check_ruled_out(ops: ModuleType) -> None:
-    """A logit of -inf is a token of probability 0: it adds nothing to the entropy, and gets no gradient."""
+    """A logit of -inf is a token of probability 0: it adds nothing to the entropy and gets no gradient."""
     rows = [[0.0, -math.inf, 1.5], [5.0, -math.inf, -math.inf]]
     leaf = torch.tensor([rows], dtype=DOUBLE, requires_grad=True)
     entropy = ops.entropy(leaf)
@@ -62,7 +62,7 @@ def check_ruled_out(ops: ModuleType) -> None:
 
 
 def check_blocks(ops: ModuleType) -> None:
-    """Rows are taken in blocks, and the result does not depend on how many there are, even none."""
+    """Rows are processed in blocks, and the result does not depend on the number of blocks; no rows work too."""
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
     ids = torch.tensor([0, 2, 1, 1, 0])
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def _compare_with_autograd(ops: ModuleType, logits: torch.Tensor, ids: torch.Ten
 
 
 def check_half_precision(ops: ModuleType) -> None:
-    """Reduced in float32: 4096 equal bfloat16 logits would not add up in bfloat16."""
+    """Sums are in float32: 4096 equal bfloat16 logits would not add up in bfloat16."""
     for dtype in (torch.bfloat16, torch.float16):
         logits = torch.ones(1, 1, 4096, dtype=dtype, requires_grad=True)
         lp, entropy = ops.selected_logprobs(logits, torch.zeros(1, 1).long()), ops.entropy(logits)

@@ -1,7 +1,7 @@
-"""Every formula of the GRPO family over Python floats, written from the papers and without a tensor.
+"""Every formula of the GRPO family on Python floats, written from the papers and without tensors.
 
 Rows hold the unmasked tokens only: `rows[i][t]` is token t of sample i. Each `*_slope` is the derivative of the value
-in the token's log-probability.
+with respect to the token's log-probability.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def clipped(ratio: float, advantage: float, low: float, high: float, dual: float
 
 
 def is_clipped(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> bool:
-    """Whether the loss is not the unclipped one, and so does not move with the ratio."""
+    """Return whether the loss differs from the unclipped one, and so is constant in the ratio."""
     return advantage != 0 and clipped(ratio, advantage, low, high, dual) != -ratio * advantage
 
 
@@ -69,7 +69,7 @@ def token_ratios(new: Row, old: Row) -> Row:
 
 
 def sequence_ratios(new: Row, old: Row) -> Row:
-    """The ratio of the whole response to the power of 1 / its length, once for each token."""
+    """Return the ratio of the whole response to the power of 1 / its length, repeated for each token."""
     product = math.prod(token_ratios(new, old))
     return [product ** (1 / len(new)) for _ in new] if new else []
 
@@ -84,16 +84,16 @@ def cispo_slope(lp: float, old: float, advantage: float, low: float | None, high
 
 
 def is_bounded(lp: float, old: float, low: float | None, high: float) -> bool:
-    """Whether CISPO's weight is one of its bounds."""
+    """Return whether CISPO's weight is one of its bounds."""
     ratio = math.exp(lp - old)
     return ratio > 1 + high or (low is not None and ratio < 1 - low)
 
 
-# The four ways to make one number of all tokens: DAPO 2503.14476, GRPO 2402.03300, Dr. GRPO 2503.20783.
+# The four ways to aggregate tokens to one number: DAPO 2503.14476, GRPO 2402.03300, Dr. GRPO 2503.20783.
 
 
 def shares(lengths: Sequence[int], mode: str, max_tokens: int | None = None) -> Row:
-    """By sample, what one of its tokens weighs in the loss of the minibatch."""
+    """Return, per sample, the weight of one of its tokens in the loss of the minibatch."""
     samples, tokens = len(lengths), sum(lengths)
     weight: dict[str, Callable[[int], float]] = {
         "token": lambda length: 1 / tokens,
@@ -125,7 +125,7 @@ def kl_slope(lp: float, ref: float, kind: str, importance: bool = False, clamp: 
 
 
 # Corrections: truncated IS (Yao et al. 2025), IcePop 2510.18855, NeMo-RL's seq-mask-tis, decoupled PPO 2505.24298.
-# Each gives the weight of every token of one response, and where it is not the plain ratio.
+# Each returns the weight of every token of one response, and whether it differs from the plain ratio.
 
 Weights = tuple[Row, list[bool]]
 
@@ -192,7 +192,7 @@ def objective(
     entropies: Rows | None = None,
     bonus: float = 0.0,
 ) -> float:
-    """`policy(row, i)` gives the losses of the tokens of sample i, `penalty` what is added to them unweighted."""
+    """Return the loss. `policy(row, i)` returns the token losses of sample i, `penalty` what is added unweighted."""
     rows = []
     for i, row in enumerate(new):
         losses = [weight * loss for weight, loss in zip(weights[i], policy(row, i))]
@@ -202,7 +202,7 @@ def objective(
 
 
 def numeric_gradient(function: Callable[[Rows], float], rows: Rows, step: float = 1e-6) -> Rows:
-    """By central differences, entry by entry."""
+    """Return central differences, entry by entry."""
 
     def moved(i: int, t: int, by: float) -> float:
         return function([[x + by * (i == j and t == u) for u, x in enumerate(row)] for j, row in enumerate(rows)])

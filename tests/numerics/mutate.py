@@ -1,14 +1,14 @@
-"""Mechanical mutants of a module: one small change each, of what formulas are usually wrong in.
+"""Mechanical mutants of a module: one small change each, of the kinds that formulas usually get wrong.
 
     for name, source in mutants(inspect.getsource(ops.kl)):
         ...
 
 Changed are arithmetic, bitwise, boolean and comparison operators, the order of a difference and of a quotient, unary
-minus and not, numbers, booleans and texts, every use of a mask or of `detach` and `clamp` (replaced by what it is
-of), sums and means, all and any, min and max (one for the other), the branches of `torch.where` and of `if`
-expressions (swapped), the first two arguments of a call (swapped), and its named arguments (dropped). Docstrings,
-annotations, decorators and what is raised are left alone. A name is the function, what stood there, and what stands
-there now; equal ones are numbered.
+minus and not, numbers, booleans and texts, every use of a mask or of `detach` and `clamp` (replaced by the operand),
+sums and means, all and any, min and max (one for the other), the branches of `torch.where` and of `if` expressions
+(swapped), the first two arguments of a call (swapped), and its named arguments (dropped). Docstrings, annotations,
+decorators and raised errors are left alone. A name consists of the function, the original and the replacement; equal
+ones are numbered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SWAPPED = {"sum": "mean", "mean": "sum", "all": "any", "any": "all", "min": "ma
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Each mutant's name and source. Raises SyntaxError where the source is not Python."""
+    """Yield each mutant's name and source. Raises SyntaxError if the source is not Python."""
     tree, seen = ast.parse(source), Counter[str]()
     for place, where in _places(tree):
         for changed in _changes(place):
@@ -57,7 +57,7 @@ def mutants(source: str) -> Iterator[tuple[str, str]]:
 
 
 def load(source: str, original: ModuleType) -> ModuleType:
-    """A module of that source, under the name of the original and known to nobody else."""
+    """Return a module with that source and the original's name, not registered anywhere."""
     module = ModuleType(original.__name__)
     module.__file__ = original.__file__
     exec(compile(source, f"<mutant of {original.__name__}>", "exec"), module.__dict__)
@@ -123,7 +123,7 @@ def _changed_calls(node: ast.Call) -> Iterator[ast.expr]:
             yield _with(node, func=_with(function, attr=_SWAPPED[name]))
         case ast.Call(func=ast.Name(id=name)) if name in _SWAPPED:
             yield _with(node, func=ast.Name(_SWAPPED[name]))
-            return  # the order of the arguments does not matter
+            return  # the order of these arguments does not matter
     match node.args:
         case [first, second, *rest] if not any(isinstance(arg, ast.Starred) for arg in (first, second)):
             yield _with(node, args=[second, first, *rest])
@@ -132,10 +132,10 @@ def _changed_calls(node: ast.Call) -> Iterator[ast.expr]:
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
-    """A copy with other fields."""
+    """Return a copy with other fields."""
     return type(node)(**{**dict(ast.iter_fields(node)), **fields})
 
 
 def _replaced(tree: ast.Module, place: ast.expr, by: ast.expr) -> ast.Module:
-    # The copies of the other nodes are new, that of `place` is the new expression.
+    # Other nodes are copied; `place` is replaced by the new expression.
     return copy.deepcopy(tree, {id(place): copy.deepcopy(by)})

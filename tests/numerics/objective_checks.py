@@ -1,4 +1,4 @@
-"""Checks of `stages.backends.objective`: descriptions of losses against the loops, whole and cut into microbatches.
+"""Checks of `stages.backends.objective`: losses against the loops, whole and split into microbatches.
 
 check_objective(stages.backends.objective)
 """
@@ -48,7 +48,7 @@ LOSSES: tuple[PolicyLoss, ...] = (
 
 @dataclass(frozen=True)
 class Batch:
-    """What the policies say of one minibatch."""
+    """One minibatch with the log-probabilities of each policy."""
 
     case: Ragged
     new: list[list[float]]
@@ -63,7 +63,7 @@ class Batch:
         return sum(self.case.lengths)
 
     def scored(self, ops: ModuleType, loss: PolicyLoss, rows: slice = slice(None)) -> object:
-        """Columns that the loss does not need are left out where that is allowed."""
+        """Return the columns, without those that the loss does not need and may lack."""
         tensor, mask = self.case.tensor, self.case.mask[rows]
         return ops.Scored(
             logprobs_NT=tensor(self.new, math.nan)[rows].requires_grad_(),
@@ -101,14 +101,14 @@ def weights(loss: PolicyLoss, made: Batch) -> list[loops.Weights]:
 
 
 def token_losses(loss: PolicyLoss, made: Batch, row: list[float], i: int) -> list[float]:
-    """Of sample i, whose log-probabilities are `row` now; what no gradient flows through is as the batch has it."""
+    """Return the token losses of sample i with log-probabilities `row`; detached values come from the batch."""
     old, advantage = made.old[i], made.advantage[i]
     if isinstance(loss, CispoLoss):
         fixed = [loops.cispo_slope(*pair, advantage, *loss.clip) for pair in zip(made.new[i], old)]
         return [slope * lp for slope, lp in zip(fixed, row)]
     assert isinstance(loss, ClippedLoss)
     ratios = loops.token_ratios(row, old)
-    if loss.ratio == "sequence":  # GSPO-token: the ratio of the response, whose gradient is that of the token
+    if loss.ratio == "sequence":  # GSPO-token: the response's ratio, with each token's own gradient
         fixed = loops.sequence_ratios(made.new[i], old)
         ratios = [ratio * moved for ratio, moved in zip(fixed, loops.token_ratios(row, made.new[i]))]
     return [loops.clipped(ratio, advantage, *loss.clip, loss.dual_clip) for ratio in ratios]
@@ -138,7 +138,7 @@ def expected(loss: PolicyLoss, made: Batch, new: list[list[float]], entropies: l
 
 
 def sums(loss: PolicyLoss, made: Batch) -> dict[str, float]:
-    """The metrics, as sums over tokens."""
+    """Return the metrics, as sums over tokens."""
     corrected = weights(loss, made)
     pairs = [list(zip(*rows)) for rows in zip(made.new, made.old)]
     if isinstance(loss, CispoLoss):
@@ -179,13 +179,13 @@ def check_objective(ops: ModuleType) -> None:
 
 
 def check_formulas(losses: ModuleType) -> None:
-    """The formulas of the descriptions: `losses` is `stages.losses`, or a mutant of it."""
+    """Check the formulas of the descriptions; `losses` is `stages.losses` or a mutant of it."""
     ops = SimpleNamespace(objective=objective.objective, Scored=losses.Scored)
     check_losses(ops, tuple(twin(loss, losses) for loss in LOSSES))
 
 
 def twin(made: PolicyLoss | Correction, losses: ModuleType) -> object:
-    """The same description, as that module has it. It is also one of ours, so that the loops know it."""
+    """Return the same description with that module's formula. It subclasses ours, so that the loops accept it."""
     kind = type(made)
     formula = "policy_loss" if isinstance(made, PolicyLoss) else "weights"
     other = type(kind.__name__, (kind,), {formula: getattr(getattr(losses, kind.__name__), formula)})
@@ -216,7 +216,7 @@ def check_losses(ops: ModuleType | SimpleNamespace, losses: tuple[PolicyLoss, ..
 
 
 def check_microbatches(ops: ModuleType) -> None:
-    """The values and the sums of the parts add up to those of the whole; the largest ratio is the largest."""
+    """Values and sums of the parts add up to those of the whole; the largest ratio is their maximum."""
     made = batch(1)
     counts = {"tokens": made.tokens, "samples": len(made.new)}
     for loss in LOSSES:
@@ -250,7 +250,7 @@ def check_objective_input(ops: ModuleType) -> None:
     plain = made.scored(ops, ClippedLoss())
     value, got = ops.objective(ClippedLoss(), replace(plain, entropy_NT=None), tokens=1, samples=1)
     assert "entropy" not in got
-    # A reference that is at hand is measured, and has no part in a loss without a KL term.
+    # A given reference is measured, but has no effect on a loss without a KL term.
     for reference in (plain.old_logprobs_NT, plain.old_logprobs_NT + 1e4):
         given = replace(plain, ref_logprobs_NT=reference)
         measured, got = ops.objective(ClippedLoss(), given, tokens=1, samples=1)
@@ -260,7 +260,7 @@ def check_objective_input(ops: ModuleType) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Halves(Correction):
-    """Half of each token, by way of the policy's own logprobs, and nothing sensible in padding."""
+    """Halves each token's weight through the policy's own logprobs, with meaningless values in padding."""
 
     says: bool
 
@@ -271,7 +271,7 @@ class Halves(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(PolicyLoss):
-    """The policy gradient; every token counts as clipped, also padding, where it says so."""
+    """The policy gradient; with `says`, it reports every token as clipped, including padding."""
 
     says: bool
 
@@ -281,7 +281,7 @@ class Plain(PolicyLoss):
 
 
 def check_own_formulas(ops: ModuleType) -> None:
-    """Of a user: a weight with a gradient and with numbers in padding is a number, and 0 there."""
+    """A user's weight that has a gradient and values in padding acts as a constant, and as 0 in padding."""
     made = batch(0)
     for says, correction in ((False, None), (True, None), (False, Halves(says=False)), (True, Halves(says=True))):
         loss = Plain(says=says, correction=correction)

@@ -38,11 +38,11 @@ MADE = batch(98, spread=0.7)
 
 
 def agrees(loss, theirs, made=MADE):
-    """The objective and its gradient are those of `theirs`, a function of all rows of logprobs."""
+    """Check that the objective and its gradient equal those of `theirs`, a function of all rows of logprobs."""
     scored = made.scored(ours, loss)
     value, _ = ours.objective(loss, scored, tokens=made.tokens, samples=len(made.new))
     value.backward()
-    near(value.detach(), theirs(made.new), 1e-7)  # their denominators have 1e-8 added
+    near(value.detach(), theirs(made.new), 1e-7)  # their denominators add 1e-8
     near(scored.logprobs_NT.grad, made.case.list(loops.numeric_gradient(theirs, made.new)), 1e-7)
 
 
@@ -56,7 +56,7 @@ def clamp(x, low, high):
 
 
 def by_token(loss_of, **parameters):
-    """Rows of losses from a function of lp, old and advantage."""
+    """Return a function from rows of logprobs to rows of losses, given a loss of lp, old and advantage."""
 
     def rows(new):
         return [
@@ -75,7 +75,7 @@ def weighted(rows_of, weights):
 
 
 def verl_agg(rows, mode, scale=None):
-    """agg_loss with the global counts given, as its engines give them."""
+    """verl's agg_loss with the global counts that its engines pass."""
     tokens, samples = sum(map(len, rows)), len(rows)
     if mode == "token-mean":
         return sum(map(sum, rows)) / tokens
@@ -86,14 +86,14 @@ def verl_agg(rows, mode, scale=None):
 
 
 def nemo_agg(rows, token_level):
-    """masked_mean with global_valid_toks or global_valid_seqs."""
+    """NeMo-RL's masked_mean with global_valid_toks or global_valid_seqs."""
     if token_level:
         return sum(map(sum, rows)) / (sum(map(len, rows)) + 1e-8)
     return sum(sum(row) / (len(row) + 1e-8) for row in rows) / (len(rows) + 1e-8)
 
 
 def trl_agg(rows, loss_type):
-    """One process, one microbatch."""
+    """TRL's aggregation for one process and one microbatch."""
     tokens, samples = sum(map(len, rows)), len(rows)
     if loss_type == "grpo":
         return sum(sum(row) / max(len(row), 1) for row in rows) / samples
@@ -110,7 +110,7 @@ FIXED = {"aggregation": "fixed_length", "max_tokens": MAX_TOKENS}
         ({}, lambda rows: verl_agg(rows, "token-mean")),
         ({"aggregation": "sequence"}, lambda rows: verl_agg(rows, "seq-mean-token-mean")),
         ({"aggregation": "sequence_sum"}, lambda rows: verl_agg(rows, "seq-mean-token-sum")),
-        # loss_scale_factor; without it verl takes the width of the padded rows, and before 0.7.1 the mean is a sum.
+        # loss_scale_factor; without it verl uses the width of the padded rows, and before 0.7.1 the mean is a sum.
         (FIXED, lambda rows: verl_agg(rows, "seq-mean-token-sum-norm", MAX_TOKENS)),
         ({}, lambda rows: nemo_agg(rows, token_level=True)),
         ({"aggregation": "sequence"}, lambda rows: nemo_agg(rows, token_level=False)),
@@ -191,7 +191,7 @@ def test_both_of_nemo_rls_defaults_together_are_another_formula():
 
 
 def test_a_group_of_one():
-    """TRL and NeMo-RL give 0, verl the reward: in its plain RLOO exactly, in GRPO divided by 1 + 1e-6."""
+    """TRL and NeMo-RL return 0, verl the reward: in its plain RLOO exactly, in GRPO divided by 1 + 1e-6."""
     reward = torch.tensor(REWARDS, dtype=torch.float64)
     for theirs in (nemo_grpo(REWARDS, 1, True, True), trl_grpo(REWARDS, 1)):
         for formula in (group_relative, leave_one_out, mean_centred):
@@ -208,7 +208,7 @@ def test_a_group_of_one():
 
 
 def test_the_batch_reaches_every_bound_that_is_compared():
-    """Formulas that differ only where a bound acts agree on a batch that reaches none."""
+    """Formulas that differ only at a bound agree on a batch that reaches none."""
     ratios = [
         (ratio, advantage)
         for *rows, advantage in zip(MADE.new, MADE.old, MADE.advantage)
@@ -247,7 +247,7 @@ def areal_clipped(lp, old, advantage, low, high, c):
 
 @pytest.mark.parametrize("theirs", [verl_vanilla, nemo_clipped, trl_clipped, areal_clipped])
 def test_clip_and_dual_clip(theirs):
-    """On by default in verl, with c = 3; off elsewhere. TRL's delta is c, where it is 1 + the upper clip or more."""
+    """On by default in verl with c = 3; off elsewhere. TRL's delta is c if it is at least 1 + the upper clip."""
     for c in (1.5, 3.0):
         named = {"delta": c} if theirs is trl_clipped else {"c": c}
         rows = by_token(theirs, low=0.2, high=0.28, **named)
@@ -270,8 +270,9 @@ def gspo(new, log_ratio_of, low=0.05, high=0.1):
 
 
 def test_gspo():
-    """TRL and NeMo-RL take the ratio as it is; verl detaches it and lets each token's gradient through its own logprob.
-    With the mean over the tokens of a response, which verl always takes, both have the same gradient."""
+    """TRL and NeMo-RL use the ratio as it is; verl detaches it and routes each token's gradient through its logprob.
+
+    With the mean over the tokens of a response, which verl always uses, both have the same gradient."""
 
     def plain(row, i, t):
         return sum(lp - old for lp, old in zip(row, MADE.old[i])) / len(row)
@@ -302,7 +303,7 @@ def test_cispo(clip, bounded):
 
 
 def with_kl(estimate, weight=0.5):
-    """The clipped loss with `estimate(lp, ref, fixed)` added, `fixed` being what is detached."""
+    """Return the clipped loss plus `estimate(lp, ref, fixed)`, where `fixed` is the detached logprob."""
     policy = by_token(nemo_clipped, low=0.2, high=0.2, c=None)
 
     def total(new):
@@ -331,7 +332,7 @@ def test_kl():
 
 
 def test_limit_of_k3():
-    """verl and NeMo-RL limit an estimate to 10; so far apart no two rows of this batch are, so it is less here."""
+    """verl and NeMo-RL clamp an estimate at 10; this batch never gets there, so the limit is lower here."""
     rows = with_kl(lambda lp, ref, _: clamp(loops.kl(lp, ref, "k3"), -0.02, 0.02))
     agrees(ClippedLoss(kl=0.5, kl_clamp=0.02), rows)
     differs(ClippedLoss(kl=0.5), rows)
@@ -349,7 +350,7 @@ def test_gradient_of_verls_straight_through_k3_is_that_of_k2():
 
 
 def test_entropy_bonus():
-    """verl aggregates the bonus as it does the loss, and so do we; TRL takes the mean over tokens in any case."""
+    """verl aggregates the bonus like the loss, and so do we; TRL always uses the mean over tokens."""
     policy = by_token(nemo_clipped, low=0.2, high=0.2, c=None)
     modes = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
     for aggregation, mode in modes.items():
@@ -394,7 +395,7 @@ CORRECTIONS = {
         lambda *rows: [w * (0.9 <= geometric(*rows) <= 1.1) for w in raw(*rows)],
     ),
     "NeMo-RL, not truncated": (Decoupled(), raw),
-    # AReaL: decoupled with a cap above which a token is taken out of the sum, and not out of the denominator
+    # AReaL: decoupled with a cap above which a token leaves the sum, but not the denominator
     "AReaL mask": (IcePop(low=0.0, high=1.2), lambda *rows: [w if w <= 1.2 else 0.0 for w in raw(*rows)]),
     "AReaL clamp": (TruncatedIS(cap=1.2), lambda *rows: [min(w, 1.2) for w in raw(*rows)]),
 }
@@ -410,7 +411,7 @@ def test_correction(name):
 
 
 def test_trls_sequence_mask_weighs_with_the_whole_response():
-    """Its name is ours for another formula: NeMo-RL's bounds the geometric mean and keeps the tokens' own weights."""
+    """Ours has the same name, but follows NeMo-RL: it bounds the geometric mean and keeps the tokens' own weights."""
     weights = [[w if 0.5 <= w <= 2.0 else 0.0 for w in whole(*rows)] for rows in zip(MADE.old, MADE.rollout)]
     rows = weighted(by_token(trl_clipped, low=0.2, high=0.2, delta=None), weights)
     agrees(ClippedLoss(correction=IcePop(low=0.5, high=2.0, level="sequence")), lambda new: trl_agg(rows(new), "dapo"))

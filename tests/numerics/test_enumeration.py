@@ -1,14 +1,14 @@
 """A policy so small that every sequence can be enumerated: exact gradients against the expectation of the estimators.
 
 What holds exactly, and is shown here:
-- RLOO has the gradient of E[R], Dr. GRPO (G - 1) / G of it; GRPO's division by the standard deviation raises another
+- RLOO has the gradient of E[R], Dr. GRPO (G - 1) / G of it; GRPO's division by the standard deviation optimizes another
   quantity (with two samples, the chance of beating the old policy).
 - As a loss, k2 has the gradient of KL(policy || ref), k1 none, k3 that of KL(ref || policy). With the importance factor
-  k1 and k3 have that of KL(policy || ref), and k2 has not.
-- For more than one token, a KL loss by tokens has that gradient at the prefixes that were sampled, and does not see
-  that an early token decides which prefixes come; as a part of the reward, the detached k1 gives the whole gradient.
+  k1 and k3 have that of KL(policy || ref), and k2 does not.
+- For more than one token, a per-token KL loss has that gradient at the sampled prefixes, but ignores that an early
+  token decides which prefixes occur; as part of the reward, the detached k1 gives the whole gradient.
 - With samples of another policy, the untruncated weight of the whole response gives the on-policy gradient; the weights
-  of its tokens do for responses of one token only.
+  of its tokens do so for responses of one token only.
 
 Legend: S all sequences, T tokens, V vocabulary.
 """
@@ -33,7 +33,7 @@ V = 3
 
 
 class Policy:
-    """Logits of the first token, and of the second one given the first."""
+    """Logits of the first token, and of the second token given the first."""
 
     def __init__(self, seed, tokens):
         generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ class Policy:
         return selected_logprobs(self.logits(), self.ids_ST)
 
     def exact(self):
-        """Log-probability of every sequence, by log_softmax."""
+        """Return the log-probability of every sequence, by log_softmax."""
         first = self.first.log_softmax(-1)[self.ids_ST[:, 0]]
         if self.ids_ST.shape[1] == 1:
             return first
@@ -69,7 +69,7 @@ def rewards(policy):
 
 
 def expected_loss(policy, sampler, advantage, **parameters):
-    """The loss summed over all sequences, each as often as `sampler` draws it: the loss is linear in the advantage."""
+    """Return the loss over all sequences, weighted by `sampler`'s probabilities: it is linear in the advantage."""
     lp = policy.logprobs()
     often = (advantage * sampler.exact().exp()).detach()
     loss, clipped = clipped_policy_loss(lp, lp.detach(), often, policy.mask_ST, 0.2, 0.2, **parameters)
@@ -111,7 +111,7 @@ def test_off_policy_gradient_without_clipping_is_that_of_the_expected_reward():
 
 
 def groups_of(policy, size):
-    """Every group of `size` sequences: their rows, rewards, and how often the group is drawn, once for each sample."""
+    """Return every group of `size` sequences: rows, rewards, and the group's probability, repeated per sample."""
     rows = torch.tensor(list(itertools.product(range(len(policy.ids_ST)), repeat=size)))
     often = policy.exact().detach().exp()[rows].prod(1).repeat_interleave(size)
     return rows.flatten(), rewards(policy)[rows.flatten()], often
@@ -137,7 +137,7 @@ def test_rloo_and_dr_grpo_are_gradients_of_the_expected_reward(tokens, size):
 
 
 def test_group_relative_pairs_raise_the_chance_of_beating_the_old_policy():
-    """In a group of two the advantage is sign(R1 - R2) / sqrt 2, so that is what the gradient raises."""
+    """In a group of two the advantage is sign(R1 - R2) / sqrt 2, so the gradient increases its expectation."""
     policy = Policy(2, 2)
     reward, p = rewards(policy), policy.exact().exp()
     estimated = group_gradient(policy, 2, lambda reward: group_relative(reward, 2, eps=1e-300))
@@ -157,7 +157,7 @@ def test_gspo_on_policy_weighs_a_response_by_one_over_its_length():
 
 
 def kl_exact(policy, ref, myopic=False):
-    """KL(policy || ref) of whole sequences. `myopic` holds fixed how often each prefix comes."""
+    """Return KL(policy || ref) of whole sequences. `myopic` holds the probability of each prefix fixed."""
     first, ref_first = policy.first.log_softmax(-1), ref.first.log_softmax(-1).detach()
     total = (first.exp() * (first - ref_first)).sum()
     if policy.ids_ST.shape[1] == 2:
@@ -168,7 +168,7 @@ def kl_exact(policy, ref, myopic=False):
 
 
 def kl_loss(policy, ref, kind, importance=False):
-    """The estimator as a loss, in expectation over what the policy samples."""
+    """Return the estimator as a loss, in expectation over the policy's samples."""
     often = policy.exact().detach().exp()[:, None]
     estimate = kl_estimate(policy.logprobs(), ref.logprobs().detach(), policy.mask_ST, kind, importance)
     return aggregate(often * estimate, policy.mask_ST, "sequence_sum", 1.0)
@@ -213,7 +213,7 @@ def test_a_kl_loss_by_tokens_does_not_see_which_prefixes_come():
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_detached_k1_in_the_reward_has_the_whole_gradient(tokens):
-    """R - beta * sum over tokens of (prev - ref), by the stage that does it."""
+    """R - beta * sum over tokens of (prev - ref), computed by the advantage stage."""
     policy, ref, beta = Policy(3, tokens), Policy(4, tokens), 0.7
     columns = {"reward": rewards(policy)}
     for name, scorer in (("prev_logprobs", policy), ("ref_logprobs", ref)):
@@ -259,7 +259,7 @@ def test_weights_of_tokens_do_so_for_one_token_only(tokens):
 
 
 def test_rloo_of_another_policys_groups_needs_each_responses_own_weight_only():
-    """The baseline is that of the other responses, and independent of the one that it is subtracted from."""
+    """The baseline uses the other responses only, so it is independent of the response it is subtracted from."""
     policy, behaviour, size = Policy(0, 1), Policy(1, 1), 3
     rows, reward, often = groups_of(behaviour, size)
     lp, mask = policy.logprobs()[rows], policy.mask_ST[rows]
@@ -270,7 +270,7 @@ def test_rloo_of_another_policys_groups_needs_each_responses_own_weight_only():
 
 
 def test_decoupled_loss_is_unbiased_between_updates_too():
-    """pi_prev / pi_rollout times pi / pi_prev is pi / pi_rollout, whatever the proximal policy is."""
+    """pi_prev / pi_rollout times pi / pi_prev is pi / pi_rollout for any proximal policy."""
     policy, prev, behaviour = Policy(0, 1), Policy(5, 1), Policy(1, 1)
     weight, _ = decoupled(prev.logprobs(), behaviour.logprobs(), policy.mask_ST)
     often = (rewards(policy) * behaviour.exact().exp()).detach()

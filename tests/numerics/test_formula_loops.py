@@ -1,4 +1,4 @@
-"""The formulas agree with loops in plain Python, also in their gradients; NaN behind the mask never leaks."""
+"""The formulas and their gradients agree with loops in plain Python; NaN beyond the mask never leaks."""
 
 import importlib
 import math

@@ -11,7 +11,7 @@ ADVANTAGE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
 
 def policy():
-    """Logprobs with a gradient, and old ones: ratios of 0.95, 1.1, 0.55 and 2, none of them on a bound."""
+    """Return logprobs with a gradient, and old ones: ratios of 0.95, 1.1, 0.55 and 2, none of them on a bound."""
     torch.manual_seed(0)
     lp = torch.rand(3, 4, dtype=torch.float64) - 2
     return lp.requires_grad_(), lp.detach() + torch.tensor([0.05, -0.1, 0.6, -0.7], dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_of_gspo():
 
 @pytest.mark.parametrize("low", [None, 0.2])
 def test_of_cispo_whose_weight_is_fixed(low):
-    """The weight of a token holds the policy too, without a gradient: the difference is taken in the factor alone."""
+    """A token's weight depends on the policy too, without a gradient: differences are taken in the factor alone."""
     lp, old = policy()
     value, _ = loss.cispo_loss(lp, old, ADVANTAGE, MASK, low, 0.3)
     slope = value.detach() / lp.detach()
@@ -75,7 +75,7 @@ def test_of_the_aggregation(mode):
 def test_of_the_kl(kind):
     lp, ref = policy()
     assert agrees(lambda x: kl.kl_estimate(x, ref, MASK, kind), lp)
-    # With the factor, the policy of `lp` takes part in the value without a gradient.
+    # With the factor, the policy of `lp` enters the value without a gradient.
     value = kl.kl_estimate(lp, ref, MASK, kind, importance=True)
     fixed = lp.detach().clone()
     slope = torch.autograd.grad(value.sum(), lp)[0]

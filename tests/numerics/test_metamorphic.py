@@ -1,4 +1,4 @@
-"""What must stay the same when the input changes: order, shift, scale, padding, packing, the cut into microbatches."""
+"""Invariances under changes of the input: order, shift, scale, padding, packing, the split into microbatches."""
 
 import math
 
@@ -51,7 +51,7 @@ def choice(named):
 
 
 def batch(seed, lengths):
-    """logprobs, old logprobs, advantage, mask."""
+    """Return logprobs, old logprobs, advantage and mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max([*lengths, 1]))
     lp = -torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -60,14 +60,14 @@ def batch(seed, lengths):
 
 
 def scored(seed, lengths):
-    """All columns of a minibatch, in the order of the fields of Scored."""
+    """Return all columns of a minibatch, in the order of the fields of Scored."""
     lp, old, advantage, mask = batch(seed, lengths)
     near = [old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(seed + i)) for i in (1, 2)]
     return [lp, old, near[0], advantage, mask, near[1], -lp]
 
 
 def run(loss, columns, tokens, samples):
-    """The value of the objective, its sums, and the gradients in the logprobs and in the entropy."""
+    """Return the value of the objective, its sums, and its gradients in the logprobs and in the entropy."""
     lp, *rest, entropy = columns
     lp, entropy = lp.clone().requires_grad_(), entropy.clone().requires_grad_()
     value, sums = objective(loss, Scored(lp, *rest, entropy), tokens=tokens, samples=samples)
@@ -76,7 +76,7 @@ def run(loss, columns, tokens, samples):
 
 
 def filled(columns, mask, fill, pad=0):
-    """The columns with `fill` behind the mask and in `pad` more columns."""
+    """Return the columns with `fill` beyond the mask and in `pad` additional columns."""
     out = []
     for column in columns:
         if column is mask:
@@ -130,7 +130,7 @@ def test_equal_rewards_teach_exactly_nothing(value, size, name, loss_name):
     assert not lp.grad.any()
 
 
-# Padding: what lies behind the mask reaches no value and no gradient
+# Padding: values beyond the mask affect no value and no gradient
 
 
 @EXAMPLES
@@ -210,7 +210,7 @@ def test_masked_sums_ignore_what_is_masked(seed, lengths, fill):
             assert torch.equal(leaf.grad == 0, ~mask)
 
 
-# Order, packing, and the cut into microbatches
+# Order, packing, and the split into microbatches
 
 
 @EXAMPLES
@@ -243,7 +243,7 @@ def test_objective_ignores_the_order_of_samples(seed, lengths, loss):
 @EXAMPLES
 @given(SEEDS, LENGTHS, st.sampled_from(("clipped", "dual clip", "CISPO", "CISPO above")))
 def test_packed_rows_give_the_same_loss(seed, lengths, name):
-    """Losses by tokens know no row: one token a row, in the order of the mask, gives the same numbers."""
+    """Per-token losses are independent of rows: one token per row, in the order of the mask, gives the same numbers."""
     lp, old, advantage, mask = batch(seed, lengths)
     padded, _ = POLICY_LOSSES[name](lp, old, advantage, mask)
     token_advantage = advantage.repeat_interleave(torch.tensor(lengths))

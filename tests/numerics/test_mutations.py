@@ -1,4 +1,4 @@
-"""A formula that is wrong fails its check: every mechanical mutant, and the usual mistakes that are larger than one."""
+"""Checks fail for wrong formulas: every mechanical mutant, and common mistakes that are larger than a mutant."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ CHECKS = checks.CHECKS | {
     "stages.losses": objective_checks.FORMULAS,
 }
 MECHANICAL = (*(name for name in checks.CHECKS if name != "ops.rewards.length"), "stages.backends.objective")
-# What a wrong formula makes a check raise. A NameError would be a mistake of the mutator.
+# What a check may raise for a wrong formula. A NameError would be a mistake of the mutator.
 CAUGHT = (
     AssertionError,
     ArithmeticError,
@@ -59,7 +59,7 @@ def test_of_every_tenth_mutant_only_equivalent_ones_survive(name):
 
 
 def test_no_mutant_of_a_loss_survives():
-    """Of the formulas of the descriptions; what is out of range is the business of tests/errors."""
+    """Only the formulas of the descriptions; out-of-range values are covered by tests/errors."""
     made = list(mutate.mutants(inspect.getsource(importlib.import_module("stages.losses"))))
     formulas = [one for one in made if re.match(r"\w+\.(policy_loss|weights|trained|sampled): ", one[0])]
     assert len(formulas) >= 4
@@ -67,7 +67,7 @@ def test_no_mutant_of_a_loss_survives():
 
 
 def test_the_unchanged_source_passes():
-    """What the mutator writes back is the module itself, so that a mutant is caught for its one change."""
+    """The mutator writes the module back unchanged but for the mutation, so a mutant is caught for that alone."""
     for name in MECHANICAL:
         assert survives(name, inspect.getsource(importlib.import_module(name)))
 
@@ -116,7 +116,7 @@ def f(x, y: int = 2, *, flag: bool = False) -> "a | b":
     )
 
 
-HANDWRITTEN = [  # (module, what stands there once, what is written instead)
+HANDWRITTEN = [  # (module, original text that occurs once, replacement)
     ("ops.loss", "logprobs_NT - old_logprobs_NT\n", "logprobs_NT - old_logprobs_NT.roll(1, 1)\n"),
     ("ops.loss", "logprobs_NT - old_logprobs_NT\n", "logprobs_NT.roll(1, 0) - old_logprobs_NT\n"),
     ("ops.loss", "torch.where(clipped_NT, bound_NT, active_NT)", "active_NT"),

@@ -1,4 +1,4 @@
-"""A table of a refit that is wrong is caught: every mechanical mutant of the three, but those that change nothing."""
+"""Checks fail for wrong refit tables: every mechanical mutant of the three modules, except equivalent ones."""
 
 import importlib
 import inspect
@@ -58,11 +58,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "_stacked: 0 -> -1 #2": _ALIKE,
     },
 }
-RULES = {NAMES: ("parameters", "padded_vocab", "_laid_out", "_grouped", "_whole")}  # the rest is not asked for places
+RULES = {NAMES: ("parameters", "padded_vocab", "_laid_out", "_grouped", "_whole")}  # places do not depend on the rest
 
 
 def check(megatron: ModuleType, vllm: ModuleType) -> None:
-    """What the tables bring is what vLLM's own loader would have made of the same folder, for all families."""
+    """The tables give what vLLM's own loader would produce from the same folder, for all families."""
     for family, decoder in FAMILIES.items():
         model = folder(decoder)
         for training, ranks in PAIRS:
@@ -100,7 +100,7 @@ def survives(name: str, source: str) -> bool:
 
 
 def made_of(name: str) -> dict[str, str]:
-    """The mutants of a module that count: name and source."""
+    """Return the relevant mutants of a module: name and source."""
     source = inspect.getsource(importlib.import_module(name))
     found = {
         mutant: changed

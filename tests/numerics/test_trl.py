@@ -1,12 +1,12 @@
-"""The losses agree with TRL's own code, to rounding in float64, in every mode that both offer.
+"""The losses agree with TRL's own code, up to rounding in float64, in every mode that both offer.
 
-`GRPOTrainer._compute_loss` runs unbound on a stand-in that has the numbers in place of a model; the advantages and the
-importance weights, which TRL computes in the middle of a long method, are the very statements of that method, executed.
+`GRPOTrainer._compute_loss` runs unbound on a stand-in that has the numbers in place of a model. TRL computes the
+advantages and the importance weights in the middle of a long method; those statements are extracted and executed.
 
-How the normalisers map: TRL divides by what one process sees in one accumulation window. With one process and one
-microbatch that is our global count. "dapo" and "cispo" divide by the tokens of the window, and agree for any cut into
-microbatches; "grpo", "dr_grpo" and "luspo" average over microbatches, and agree where these have equally many samples;
-"bnpo" divides by the tokens of each microbatch, and agrees with "token" where there is one.
+How the normalizers map: TRL divides by what one process sees in one accumulation window. With one process and one
+microbatch that is our global count. "dapo" and "cispo" divide by the tokens of the window, and agree for any split into
+microbatches; "grpo", "dr_grpo" and "luspo" average over microbatches, and agree if these have equally many samples;
+"bnpo" divides by the tokens of each microbatch, and agrees with "token" if there is one.
 
 Not offered here: sapo, vespo, the off-policy sequence mask, the top-entropy mask, and a lower bound of truncated IS.
 """
@@ -41,7 +41,7 @@ SAMPLES = len(LENGTHS)
 SEED = 2
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
 
-# What TRL is told, and what we are.
+# TRL's settings, and ours.
 MODES: dict[str, tuple[dict[str, object], PolicyLoss]] = {
     "grpo": ({"loss_type": "grpo"}, ClippedLoss(aggregation="sequence")),
     "bnpo": ({"loss_type": "bnpo"}, ClippedLoss()),
@@ -123,7 +123,7 @@ MODES: dict[str, tuple[dict[str, object], PolicyLoss]] = {
 
 
 def batch(dtype=torch.float64):
-    """Columns of one minibatch; ratios of 0.4 to 2.5, advantages of both signs and one of 0."""
+    """Return the columns of one minibatch; ratios of 0.4 to 2.5, advantages of both signs and 0."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale):
@@ -147,7 +147,7 @@ def batch(dtype=torch.float64):
 
 
 def trainer(lp, entropy, *, accumulation=1, delta=None, beta=0.0, bias_corrected=False, entropy_coef=None, **mode):
-    """What `_compute_loss` reads of a GRPOTrainer, with TRL's defaults, and the policy's numbers for a model."""
+    """Return what `_compute_loss` reads of a GRPOTrainer, with TRL's defaults and numbers in place of a model."""
     accelerator = SimpleNamespace(
         num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
     )
@@ -178,7 +178,7 @@ def trainer(lp, entropy, *, accumulation=1, delta=None, beta=0.0, bias_corrected
 
 
 def statement(found):
-    """The first `if` of TRL's method for which `found` is true, compiled: its own statements, to run on our numbers."""
+    """Compile the first `if` statement of TRL's method for which `found` is true, to run it on our numbers."""
     source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If) and found(node)]
     return compile(ast.Module(body=nodes[:1], type_ignores=[]), grpo_trainer.__file__, "exec")
@@ -193,7 +193,7 @@ def importance_weights(stub, old, rollout, mask):
 
 
 def given(columns, rows=slice(None)):
-    """The inputs of `_compute_loss`: prompts of no token, and responses of which only the mask is looked at."""
+    """Return the inputs of `_compute_loss`: empty prompts, and responses of which only the mask is used."""
     mask = columns.mask[rows].to(columns.lp.dtype)
     return {
         "prompt_ids": mask[:, :0],
@@ -208,7 +208,7 @@ def given(columns, rows=slice(None)):
 
 
 def theirs(mode, columns, cut=SAMPLES):
-    """TRL's loss and its gradients in the logprobs and in the entropy, over microbatches of `cut` samples."""
+    """Return TRL's loss and its gradients in the logprobs and in the entropy, over microbatches of `cut` samples."""
     lp, entropy = (column.clone().requires_grad_() for column in (columns.lp, columns.entropy))
     total = 0.0
     for start in range(0, SAMPLES, cut):
@@ -267,7 +267,7 @@ def test_the_numbers_are_such_that_every_bound_acts(name):
 @pytest.mark.parametrize("name", [name for name in MODES if MODES[name][0]["loss_type"] not in ("bnpo",)])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_microbatches_of_equally_many_samples(name, cut):
-    """TRL's entropy bonus is a mean over each microbatch, and agrees for one microbatch only."""
+    """TRL's entropy bonus is a mean over each microbatch and agrees only for a single microbatch."""
     mode, loss = MODES[name]
     if loss.entropy == 0:
         compare(ours(loss, batch()), theirs(mode, batch(), cut), TOLERANCE[torch.float64])
@@ -279,7 +279,7 @@ def test_bnpo_depends_on_the_cut_into_microbatches_and_ours_does_not():
 
 
 def test_bias_corrected_kl_is_the_importance_factor_on_policy():
-    """TRL multiplies k3 with the ratio to the old policy, which is ours where the old policy is the present one."""
+    """TRL multiplies k3 by the ratio to the old policy, which equals ours if the old policy is the current one."""
     columns = batch()
     mode = {"loss_type": "grpo", "beta": 0.4, "bias_corrected": True}
     loss = ClippedLoss(aggregation="sequence", kl=0.4, kl_importance=True)
@@ -362,7 +362,7 @@ def test_metrics():
     _, sums = objective(loss, scored(loss, columns), tokens=sum(LENGTHS), samples=SAMPLES)
     assert metrics["kl"] == [pytest.approx(sums["kl"] / sum(LENGTHS), rel=1e-13)]
     assert metrics["entropy"] == [pytest.approx(sums["entropy"] / sum(LENGTHS), rel=1e-13)]
-    # TRL's does not count where the two-sided clip acts.
+    # TRL's does not count tokens clipped by delta.
     plain = objective(ClippedLoss(clip=loss.clip), scored(loss, columns), tokens=1, samples=1)[1]["clip_fraction"]
     assert metrics["clip_ratio/region_mean"] == [pytest.approx(plain / sum(LENGTHS))]
     assert sums["clip_fraction"] > plain > 0

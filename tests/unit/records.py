@@ -1,4 +1,4 @@
-"""Records of runs for tests of what is read from them: simulated ones, whole, cut off or resumed."""
+"""Simulated run records for tests that analyze records: complete, cut off or resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = tuple[Plan, list[trace.TraceEvent]]
 
 
 def times(plan_: Plan, costs: Costs = COSTS, **seconds: str) -> Durations:
-    """Seconds of every stage of a plan."""
+    """Return the duration of every stage of a plan; `seconds` overrides single stages."""
     known = SECONDS | seconds
     return Durations({stage.name: Drawn(parse(known.get(stage.name, "0.01"))) for stage in plan_.stages}, costs)
 
@@ -28,7 +28,7 @@ def simulated(
     *, steps: int = 8, batch: int = 4, sampler: int = 1, learner: int = 1, seed: int = 0, costs: Costs = COSTS,
     seconds: dict[str, str] | None = None, faults=None, one_process: bool = False, **schedule,
 ) -> Record:  # fmt: skip
-    """The plan and the events of a run of the toys."""
+    """Return the plan and the events of a simulated run of the toy graph."""
     graph = toy.graph(
         batch=batch, schedule=Schedule(steps=steps, **schedule), **toy.streaming(sampler=sampler, learner=learner)
     )
@@ -38,13 +38,13 @@ def simulated(
 
 
 def resumed(events: list[trace.TraceEvent], at: int, again: list[trace.TraceEvent]) -> list[trace.TraceEvent]:
-    """A record that breaks off after so many events, and what the run wrote when it went on."""
+    """Return the record of a run that stops after `at` events and is then resumed with the events `again`."""
     return [*events[:at], *again]
 
 
 @st.composite
 def records(draw) -> Record:
-    """Runs of every schedule, with lost attempts, several workers, and one process for all; whole or cut off."""
+    """Draw runs of any schedule, with lost attempts, several workers or one process; complete or cut off."""
     staleness = draw(st.integers(0, 2))
     faulty = draw(st.sampled_from([0, 7, 9]))
 

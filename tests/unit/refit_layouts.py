@@ -1,4 +1,4 @@
-"""Random layouts of random tensors, and memory laid out so."""
+"""Random tensor layouts, and memory buffers that match them."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ POISON = 0xEE
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes that a tensor falls into where each dimension is cut at these places."""
+    """Return the boxes of a tensor whose dimensions are split at the positions `cuts`."""
     boxes: list[Box] = [()]
     for extent, at in zip(shape, cuts):
         edges = [0, *sorted({place for place in at if 0 < place < extent}), extent]
@@ -25,7 +25,7 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Two layouts of the same tensors: each cut in its own way, with replicas, padding and strides."""
+    """Draw two layouts of the same tensors, each with its own splits, replicas, padding and strides."""
     tensors = {
         f"t{i}": Tensor(tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))), draw(st.sampled_from(TYPES)))
         for i in range(draw(st.integers(1, 3)))
@@ -44,16 +44,16 @@ def layouts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> Layout:
         for number, box in enumerate(grid(tensor.shape, cuts)):
             for rank in draw(st.lists(st.integers(0, len(ranks) - 1), min_size=1, max_size=3, unique=True)):
                 place = dense(name, box, tensor.item_bytes, f"{name}.{number}", draw(st.integers(0, 5)))
-                if len(box) > 1 and draw(st.booleans()):  # rows are further apart than they are long
+                if len(box) > 1 and draw(st.booleans()):  # the row stride exceeds the row length
                     apart = place.strides[-2] + draw(st.integers(0, 8))
-                    outer = [apart * (box[-2][1] - box[-2][0])] * (len(box) - 2)  # of three dimensions at most
+                    outer = [apart * (box[-2][1] - box[-2][0])] * (len(box) - 2)  # at most three dimensions
                     place = Place(name, box, place.buffer, place.offset, (*outer, apart, place.strides[-1]))
                 ranks[rank].append(place)
     return Layout(tensors, ranks)
 
 
 def buffers(layout: Layout) -> list[dict[str, np.ndarray]]:
-    """Memory of each rank, poisoned, with room behind each place."""
+    """Return each rank's buffers, filled with poison, with spare bytes after each place."""
     made: list[dict[str, np.ndarray]] = []
     for places in layout.ranks:
         made.append({})
@@ -65,7 +65,7 @@ def buffers(layout: Layout) -> list[dict[str, np.ndarray]]:
 
 
 def values(layout: Layout) -> dict[str, np.ndarray]:
-    """Of each tensor, as bytes: every element another one."""
+    """Return random bytes for each tensor."""
     made = {}
     for salt, (name, tensor) in enumerate(layout.tensors.items()):
         rng = np.random.default_rng(salt)
@@ -74,7 +74,7 @@ def values(layout: Layout) -> dict[str, np.ndarray]:
 
 
 def view(memory: np.ndarray, place: Place, item_bytes: int) -> np.ndarray:
-    """A place in memory as an array of its box, bytes last."""
+    """Return a place in memory as an array of its box, with the bytes of an element as last dimension."""
     shape = (*(b - a for a, b in place.box), item_bytes)
     return np.lib.stride_tricks.as_strided(memory[place.offset :], shape, (*place.strides, 1))
 
@@ -84,8 +84,9 @@ def cut(tensor: np.ndarray, box: Box) -> np.ndarray:
 
 
 def filled(layout: Layout, *, mark: bool = False) -> list[dict[str, np.ndarray]]:
-    """Memory of each rank with the values of its tensors; what is in no place is poison. With `mark` 1 instead of
-    values, and 0 instead of poison."""
+    """Return each rank's buffers with the values of its tensors; bytes outside every place are poison.
+
+    With `mark`, bytes inside a place are 1 and all others are 0."""
     model, made = values(layout), buffers(layout)
     if mark:
         made = [{name: np.zeros_like(memory) for name, memory in own.items()} for own in made]
@@ -98,7 +99,7 @@ def filled(layout: Layout, *, mark: bool = False) -> list[dict[str, np.ndarray]]
 
 
 def moves(plan: Plan, rank: int, source: list[dict[str, torch.Tensor]], own: dict[str, torch.Tensor]) -> Moves:
-    """A receiver's part of a plan, between the memory of all senders and its own."""
+    """Return a receiver's part of a plan, reading from the buffers of all senders into its own buffers."""
     return Moves(
         plan.copies(rank),
         lambda copy: source[copy.source][copy.source_buffer],
@@ -107,10 +108,10 @@ def moves(plan: Plan, rank: int, source: list[dict[str, torch.Tensor]], own: dic
 
 
 def on(device: str, memory: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Memory as tensors: of the same bytes on the CPU, of a copy elsewhere."""
+    """Return buffers as tensors: sharing memory on the CPU, copied on any other device."""
     return {name: torch.from_numpy(array).to(device) for name, array in memory.items()}
 
 
 def shifted(array: np.ndarray, shift: int, device: str = "cpu") -> torch.Tensor:
-    """Its bytes as a tensor that begins so many bytes behind a multiple of eight."""
+    """Return the bytes as a tensor that starts `shift` bytes after a multiple of eight."""
     return torch.cat([torch.zeros(shift, dtype=torch.uint8), torch.from_numpy(array)]).to(device)[shift:]

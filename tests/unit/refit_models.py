@@ -1,4 +1,4 @@
-"""Tiny models of four families: their tensors, a Megatron rank's memory and a vLLM rank's, each made of the tensors."""
+"""Tiny models of four families: their tensors, and the memory of a Megatron rank and a vLLM rank built from them."""
 
 from itertools import product
 
@@ -22,12 +22,12 @@ TRAINING = {
     "TP2 PP2": [Part(tensor=t, tensors=2, stage=s, stages=2) for s, t in product(range(2), repeat=2)],
     "EP2": [Part(expert=e, experts=2) for e in range(2)],
 }
-SERVING = {"TP1": (1, 1), "TP2": (2, 1), "DP2": (1, 2), "TP8": (8, 1)}  # ranks of a replica, replicas
+SERVING = {"TP1": (1, 1), "TP2": (2, 1), "DP2": (1, 2), "TP8": (8, 1)}  # ranks per replica, replicas
 ITEM = 2
 
 
 def folder(decoder: Decoder) -> dict[str, np.ndarray]:
-    """Numbers for every tensor, by Hugging Face's names."""
+    """Return distinct values for every tensor, by its Hugging Face name."""
     found: dict[str, np.ndarray] = {}
     for parameter in parameters(decoder, Part()).values():
         for piece in parameter.pieces:
@@ -38,7 +38,7 @@ def folder(decoder: Decoder) -> dict[str, np.ndarray]:
 
 
 def trained(decoder: Decoder, part: Part, model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A rank's memory, as loading a folder leaves it."""
+    """Return a Megatron rank's memory after loading a model folder."""
     memory = {}
     for name, parameter in parameters(decoder, part).items():
         memory[name] = np.full(parameter.shape, 0xDEAD, np.uint16)
@@ -48,7 +48,7 @@ def trained(decoder: Decoder, part: Part, model: dict[str, np.ndarray]) -> dict[
 
 
 def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A rank's memory as vLLM's layers cut it out of a folder, written here once more; padding is poison."""
+    """Return a vLLM rank's memory after loading a folder; reimplements vLLM's slicing. Padding is poison."""
     share = -(-decoder.vocab // 64) * 64 // ranks
     kept = 1 if decoder.groups < ranks else decoder.groups // ranks
     first = rank // (ranks // decoder.groups) if decoder.groups < ranks else rank * kept

@@ -1,4 +1,4 @@
-"""Writes the run directory of a simulated run, as complete as that of a real one."""
+"""Write the run directory of a simulated run, as complete as that of a real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.simulation.virtual_run import Simulation
 
 
 def write_run(folder: Path, plan: Plan, durations: Durations, **options: Any) -> Path:
-    """Simulate a plan and leave plan.json, events.jsonl, metrics.jsonl and the manifests of its checkpoints."""
+    """Simulate a plan and write plan.json, events.jsonl, metrics.jsonl and the checkpoint manifests."""
     writer = trace.TraceWriter(folder / "events.jsonl")
     lines = []
 

@@ -1,4 +1,4 @@
-"""What a stream yielded, as one: the columns of all its outputs in the order of the task's samples."""
+"""Join the outputs of a stream: the columns of all samples in the order of the task."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -8,7 +8,7 @@ from pipeline.declare.columns import Columns, concat, take
 
 
 def collected(stream: AsyncIterator[Output]) -> list[Output]:
-    """All outputs of a stream that runs alone."""
+    """Return all outputs of a stream that runs alone."""
 
     async def collect() -> list[Output]:
         return [output async for output in stream]
@@ -17,7 +17,7 @@ def collected(stream: AsyncIterator[Output]) -> list[Output]:
 
 
 def whole(outputs: Sequence[Output]) -> Columns:
-    """The columns of all samples, in order. Each sample is in one output."""
+    """Return the columns of all samples in order. Each sample must be in exactly one output."""
     made = [output for output in outputs if not output.cancelled]
     index = [sample for output in made for sample in output.index or ()]
     assert len(set(index)) == len(index)

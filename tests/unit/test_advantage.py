@@ -1,4 +1,4 @@
-"""Advantages: the formulas against numbers worked out by hand, and the stage that applies them."""
+"""Advantages: the formulas against hand-computed numbers, and the stage that applies them."""
 
 import math
 
@@ -154,7 +154,7 @@ def test_problems():
         'Fix: write Advantage("group_relative")'
     )
     assert eps.what == "eps=0"
-    assert str(kl).endswith("kl=-1; the KL weight is a number, 0 (none) or more. Fix: write kl=0.0")
+    assert str(kl).endswith("kl=-1; the KL weight must be a number, 0 (none) or more. Fix: write kl=0.0")
     for bad in ("0.1", None, True, math.inf, math.nan):
         assert [problem.what for problem in Advantage(kl=bad).check(graph(Maker()))] == [f"kl={bad!r}"]
     (warning,) = Advantage("rloo").check(graph())

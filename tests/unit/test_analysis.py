@@ -1,4 +1,4 @@
-"""What a record says of a run, on traces written by hand and on simulated ones."""
+"""The analysis report, on handwritten traces and on simulated ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(batch: int = 2, **schedule) -> Plan:
 
 
 class Record:
-    """Writes a trace task by task."""
+    """Builds a trace task by task."""
 
     def __init__(self) -> None:
         self.events: list[trace.TraceEvent] = []
@@ -97,7 +97,7 @@ def test_the_first_steps_are_apart():
     record = Record().published(0, 1.0).published(1, 6.0).published(2, 8.0).published(3, 10.0)
     steps = analyse(record.events, planned()).steps
     assert (steps.warm_up, steps.seconds, steps.mean) == ((5.0,), (2.0, 2.0), 2.0)
-    assert analyse(record.events, planned(max_staleness=3)).steps.warm_up == (5.0,)  # half of them at most
+    assert analyse(record.events, planned(max_staleness=3)).steps.warm_up == (5.0,)  # at most half of them
     assert analyse(record.events, planned(), warm_up=0).steps.seconds == (5.0, 2.0, 2.0)
 
 
@@ -142,7 +142,7 @@ def test_equal_lengths_are_in_one_bucket():
 
 
 def step(record, n, at_s, *, rollout_s=1.0, refit_handed_s=None):
-    """One synchronous step from `at_s` on: rollout, logprobs, train, refit; ref logprobs and reward take no time."""
+    """Record one synchronous step from `at_s`: rollout, logprobs, train, refit. Ref and reward take no time."""
     groups = (2 * n, 2 * n + 1)
     t = at_s + rollout_s
     record.task("prompts", n, at_s, at_s, groups=groups)
@@ -178,7 +178,7 @@ def test_time_on_the_way_is_the_drivers():
 def test_a_stage_that_another_must_not_run_beside_is_waited_for():
     record = Record().task("refit", -1, 0.0, 1.0, group="learner").published(0, 1.0)
     step(record, 0, 1.0)
-    record.task("evaluate", 0, 3.0, 8.0, group="sampler")  # the weights served so far
+    record.task("evaluate", 0, 3.0, 8.0, group="sampler")  # with the weights served so far
     step(record, 1, 3.0, refit_handed_s=8.0)
     path = analyse(record.events, planned(), warm_up=1).critical_path
     assert path.by_stage == pytest.approx({"evaluate": 5.0, "refit": 0.2})
@@ -232,7 +232,7 @@ def test_the_seconds_of_the_path_are_those_of_the_steps(k, drops_stale, refit, s
     assert sum(path.by_stage.values()) == pytest.approx(report.steps.mean)
     assert sum(path.by_cause.values()) == pytest.approx(report.steps.mean)
     assert all(sum(one.values()) == pytest.approx(s) for one, s in zip(path.steps, report.steps.seconds))
-    lost = 0.5 if faulty else 0.2  # the time of an attempt that was lost is of no stage
+    lost = 0.5 if faulty else 0.2  # the time of a lost attempt belongs to no stage
     assert path.by_stage.get("no stage", 0.0) < lost * report.steps.mean
     assert all(0 <= share <= 1 + 1e-9 for share in report.utilisation.values())
     assert sum(report.staleness.samples.values()) == 8 * 4 * 2

@@ -1,4 +1,4 @@
-"""What a worker group must be for each backend, said before anything is loaded."""
+"""What each backend requires of a worker group, checked before any engine is loaded."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_stages_say_what_they_do_there() -> None:
 def test_workers_are_one_a_gpu_unless_said() -> None:
     assert WorkerGroup("g", backend="megatron", gpus=4).workers == 4
     assert WorkerGroup("g", backend="torch").workers == 1
-    assert WorkerGroup("g", gpus=2).workers == 1  # plain functions: GPUs are theirs to divide
+    assert WorkerGroup("g", gpus=2).workers == 1  # the functions divide the GPUs themselves
     assert WorkerGroup("g", backend="vllm", workers=2, gpus=2).workers == 2
 
 

@@ -1,15 +1,19 @@
-"""A user's folder or file that has the name of one of ours, of Python's or of an installed package: real commands, in a
-process of their own, from the user's folder."""
+"""User folders and files with the name of a module of Sluice, of Python or of an installed package.
+
+Runs real commands in a process of their own, from the user's folder."""
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from pipeline import precedence
+from pipeline.__main__ import COMMANDS
 from tests.errors.harness import REPOSITORY, live_text
 from tests.errors.harness import command as called
 
@@ -19,7 +23,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 def written(folder, **files):
-    """Files by their path, where __ stands for / and a name without a suffix is a Python file."""
+    """Write Python files under `folder`. In a name, __ stands for /, and .py is appended."""
     for name, text in files.items():
         path = folder / name.replace("__init", "INIT").replace("__", "/").replace("INIT", "/__init__").replace(
             "//", "/"
@@ -30,7 +34,7 @@ def written(folder, **files):
 
 
 def command(folder, *argv, module="pipeline.run", flags=()):
-    """Exit code, stdout and stderr of `python -m` in a folder."""
+    """Return the exit code, stdout and stderr of `python -m` in a folder."""
     done = subprocess.run(
         [sys.executable, *flags, "-m", module, *argv],
         cwd=folder,
@@ -64,7 +68,7 @@ def test_ours_win_over_a_folder_of_the_same_name(tmp_path, name, is_package):
         ("from stages.mine import Shout", "stages.mine"),
         ("from stages import mine", "stages.mine"),
         ("import stages.mine", "stages.mine"),
-        ("from stages.reward import Reward", "stages.reward"),  # which both have: never the one for the other
+        ("from stages.reward import Reward", "stages.reward"),  # both have it; one never stands in for the other
     ],
 )
 @pytest.mark.parametrize("folder", ["", "elsewhere"], ids=["from its folder", "from elsewhere"])
@@ -132,12 +136,48 @@ def test_a_folder_named_pipeline_changes_nothing(tmp_path):
 
 def test_a_package_named_pipeline_hides_ours_unless_python_is_safe_and_then_from_rays_workers_only(tmp_path):
     written(tmp_path, graph=live_text(), pipeline__init__="", pipeline__run="print('theirs')\n")
-    assert checked(tmp_path, "graph.py")[:2] == (0, "theirs\n")  # no line of ours is run
+    assert checked(tmp_path, "graph.py")[:2] == (0, "theirs\n")  # none of our code runs
     assert checked(tmp_path, "graph.py", flags=["-P"])[0] == 0
     code, _, stderr = command(tmp_path, "graph.py", "--run-dir", "run", "--steps", "1", flags=["-P"])
     assert code == 2
     assert stderr.startswith("pipeline: Ray's workers would import it instead of Sluice; ")
     assert "Fix: rename pipeline, or run from another folder\n" in stderr
+
+
+SLUICE = Path(sysconfig.get_path("scripts")) / "sluice"
+
+
+def sluice(folder, *argv):
+    """Run the installed command `sluice`. Returns exit code, stdout and stderr."""
+    done = subprocess.run(
+        [SLUICE, *argv], cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_sluice_runs_ours_beside_a_package_named_pipeline(tmp_path):
+    theirs = {"pipeline__init__": RAISES, "pipeline__run": RAISES, "stages__init__": RAISES}
+    written(tmp_path, project__graph="import here\n" + live_text(), here="", **theirs)
+    settings = ("--executor", "local", "--run-dir", "run", "--steps", "1", "--plain", "--view")
+    code, stdout, stderr = sluice(tmp_path, "run", "project/graph.py", *settings)
+    assert (code, stderr) == (0, "") and "http://127.0.0.1:" in stdout  # a process of ours that the run started
+    assert re.search(r"^continue +sluice run project/graph.py --executor local --run-dir run --resume", stdout, re.M)
+    code, _, stderr = sluice(tmp_path, "run", "project/graph.py", "--run-dir", "other")
+    assert code == 2 and "Fix: rename pipeline, or run from another folder\n" in stderr
+
+
+def test_the_command_sluice_has_every_command(tmp_path):
+    code, stdout, stderr = sluice(tmp_path)
+    assert (code, stderr) == (0, "")
+    assert all(re.search(rf"^  {name} +\w", stdout, re.M) for name in COMMANDS)
+    for name in COMMANDS:
+        assert sluice(tmp_path, name, "--help")[1].startswith(f"usage: sluice {name} ")
+    assert sluice(tmp_path, "rum")[::2] == (
+        2,
+        "command line: there is no command 'rum'; the commands are run, view, analyse, simulate, export, forward. Fix: "
+        "did you mean sluice run?\n",
+    )
 
 
 @pytest.mark.parametrize("module", ["view", "analyse", "simulate", "export", "forward"])

@@ -1,4 +1,4 @@
-"""Worker groups on the same GPUs: they take turns, whatever the schedule, and give their memory to each other."""
+"""Worker groups on the same GPUs take turns under every schedule and hand their memory to each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAST: dict[str, Any] = {
 
 
 def colocated(graph: Graph) -> Graph:
-    """The graph with its learner on the sampler's GPUs."""
+    """Return the graph with its learner on the sampler's GPUs."""
     sampler = next(stage.target for stage in graph.stages if isinstance(stage, Refit))
     learner = replace(next(stage.on for stage in graph.stages if isinstance(stage, Train)), colocated=sampler)
     moved = [
@@ -50,7 +50,7 @@ def colocated(graph: Graph) -> Graph:
 
 
 def toys(replicas: int, batch: int, steps: int, **changes: Any) -> Graph:
-    """The toys with both groups on the same GPUs, and rewards on them too."""
+    """Return the toy graph with sampler, learner and reward all on the same GPUs."""
     sampler = WorkerGroup("sampler", backend="torch", workers=replicas)
     learner, judge = (WorkerGroup(name, backend="torch", colocated=sampler) for name in ("learner", "judge"))
     on = dict(on=learner)
@@ -172,7 +172,7 @@ def test_parked_tensors_are_the_same_objects_and_come_back(shared):
         parking.park(tensors)
         assert all(torch.equal(a, b) for a, b in zip(tensors, wanted))
         assert all(tensor.data_ptr() != address for tensor, address in zip(tensors, addresses))
-        if shared:  # what is read into them while they wait comes back
+        if shared:  # changes to parked tensors persist
             tensors[0].add_(1)
             wanted[0].add_(1)
         parking.leave()
@@ -187,7 +187,7 @@ def test_parked_tensors_share_blocks(monkeypatch):
     wanted = [tensor.clone() for tensor in tensors]
     parking.park(tensors)
     assert all(torch.equal(a, b) for a, b in zip(tensors, wanted))
-    for i, tensor in enumerate(tensors):  # each has bytes of its own
+    for i, tensor in enumerate(tensors):  # no two tensors share bytes
         tensor.fill_(20 + i)
     assert all((tensor == 20 + i).all() for i, tensor in enumerate(tensors))
     blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

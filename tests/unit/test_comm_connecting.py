@@ -1,10 +1,12 @@
-"""Ranks that connect through NCCL, of which one is gone: nobody waits without an end. NCCL itself is played here."""
+"""Ranks that connect through NCCL when one of them is gone: no rank waits forever. NCCL is replaced by a fake."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -21,7 +23,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Communicator:
-    """One that connects when all have come to `init`, and does not look whether anybody still lives."""
+    """A fake that connects once `ended` is set and does not detect lost ranks."""
 
     ended = threading.Event()
     begun: list[int] = []
@@ -78,7 +80,7 @@ def test_nobody_waits_for_a_rank_that_is_known_to_be_lost(store: Any) -> None:
 
 
 def test_a_rank_that_dies_while_they_connect_is_told_and_what_comes_late_is_left(store: Any) -> None:
-    store.set("group /rank 1", "")  # it came, and died then
+    store.set("group /rank 1", "")  # rank 1 arrived, then died
     with pytest.raises(GroupError, match=r"they did not connect within 0.5 s; one of them may be gone"):
         over(Asking(store, 60.0), 0, deadline_s=0.5)
     assert Communicator.begun == [0] and not Communicator.aborted
@@ -88,8 +90,41 @@ def test_a_rank_that_dies_while_they_connect_is_told_and_what_comes_late_is_left
     assert len(Communicator.aborted) == 1
 
 
+def test_ranks_see_at_once_that_one_left_after_a_failed_transfer() -> None:
+    """Rank 1 leaves while rank 0 sends to it and to rank 2. Rank 0 keeps the error and leaves too; rank 2, which comes
+    later, must not wait for rank 0 until the deadline."""
+    store = dist.HashStore()
+    sending, failed = threading.Event(), threading.Event()
+    kept: list[RuntimeError] = []
+
+    def one(rank: int) -> float:
+        group = StatelessGroup.over(
+            Asking(store, 30.0), rank=rank, ranks=3, device=torch.device("cpu"), deadline_s=30.0
+        )
+        if rank == 1:
+            assert sending.wait(20)
+            group.abandon()
+            return 0.0
+        assert rank == 0 or failed.wait(20)
+        begun_s = time.monotonic()
+        try:
+            with group.together():
+                for peer in (1, 2) if rank == 0 else (0,):
+                    (group.send if rank == 0 else group.recv)(torch.zeros(1 << 20), peer)
+                sending.set()
+        except RuntimeError as error:
+            kept.append(error)
+        group.abandon()
+        failed.set()
+        return time.monotonic() - begun_s
+
+    with ThreadPoolExecutor(3) as pool:
+        took_s = list(pool.map(one, range(3)))
+    assert len(kept) == 2 and max(took_s) < 15
+
+
 class NCCLError(Exception):
-    """As nccl4py has it: no RuntimeError."""
+    """Like nccl4py's error, not a RuntimeError."""
 
     __module__ = "nccl.bindings.nccl"
 

@@ -1,4 +1,4 @@
-"""What is printed: problems, the plan, progress and the summary, at a fixed width."""
+"""Console output: problems, the plan, progress and the summary, at a fixed width."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def made(**changes):
 
 
 def lines(text):
-    """The text without the blanks that pad tables."""
+    """Return the text without the blanks that pad tables."""
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""The spans of the critical path: they tile every step, lie in the tasks that they name, and sum to the seconds."""
+"""Spans of the critical path: they tile every step, lie within the tasks they name, and sum to the step seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_analysis import Record, planned, step
 
 
 def streams_that_put_nothing():
-    """A run in which a task waited for a stream whose groups were all dropped."""
+    """Return a run in which a task waited for a stream whose groups were all dropped."""
     return simulated(
         steps=4, sampler=2, seed=46, max_staleness=1, on_stale="drop", refit="in_flight",
         faults=lambda task: Fault(kind="after_put") if task.number % 7 == 0 and not task.attempt else None,

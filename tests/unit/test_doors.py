@@ -1,4 +1,4 @@
-"""A user's own loss and correction, from a folder outside the repository: checked, and run with the quickstart."""
+"""A user's own loss and correction in a folder outside the repository: checked, and run with the quickstart."""
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_a_formula_reads_further_columns_per_token_and_per_sample(tmp_path):
 
 
 def test_a_user_loss_equal_to_ours_trains_the_same_weights(tmp_path):
-    """To the bit: nothing but the formula depends on whose class it is."""
+    """Bit for bit: results depend on the formula only, not on the class it comes from."""
     same = "from stages import ClippedLoss\n\n\nclass Mine(ClippedLoss):\n    pass\n"
     found = []
     for name, loss in (("ours", "ClippedLoss()"), ("own", "Mine()")):

@@ -1,4 +1,4 @@
-"""A user's own backend, from a folder outside the repository: checked, and run. The code is that of the page."""
+"""A user's own backend in a folder outside the repository: checked, and run. The code is that of the docs page."""
 
 import json
 
@@ -13,7 +13,7 @@ STEPS = ("--executor", "local", "--steps", "2", "--plain")
 
 
 def published(run_dir):
-    """The hash of each published version."""
+    """Return the hash of each published version."""
     events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
     return [event["sha256"] for event in events if event["type"] == "published"]
 
@@ -84,9 +84,9 @@ def test_a_copy_with_another_backend_is_that_one():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"can": "sample"}, "has can='sample'; can is a tuple of 'sample', 'score', 'train', 'reward'"),
-        ({"can": ("samples",)}, "has can=('samples',); can is a tuple of"),
-        ({"can": ()}, "has can=(); can is a tuple of"),
+        ({"can": "sample"}, "has can='sample'; can must be a tuple of 'sample', 'score', 'train', 'reward'"),
+        ({"can": ("samples",)}, "has can=('samples',); can must be a tuple of"),
+        ({"can": ()}, "has can=(); can must be a tuple of"),
         ({"name": ""}, "has name=''; records and messages show the name"),
         ({"opener": None}, "has opener=None; opener(context) returns the engine"),
         ({"opener": "open_mine"}, "has opener='open_mine'; opener(context) returns"),

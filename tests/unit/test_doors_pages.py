@@ -1,4 +1,4 @@
-"""The reward and the stage of the pages in docs/, from a folder outside the repository, run with the quickstart."""
+"""The reward and the stage of the docs pages in a folder outside the repository, run with the quickstart."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def trained(folder, files):
 
 
 class Mine(Stage):
-    """A stage of a user."""
+    """A user's stage."""
 
 
 def test_the_reward_of_the_page(tmp_path):

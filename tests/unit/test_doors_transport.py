@@ -1,4 +1,4 @@
-"""A transport of the user's own, as docs/your-own-transport.md shows it: a file outside the repository, and no edit."""
+"""A user's own transport, as docs/your-own-transport.md shows it: one file outside the repository, no edits to ours."""
 
 import json
 import re
@@ -23,7 +23,7 @@ FLAGS = ["--steps", "3", "--warm-start-steps", "10"]
 
 
 def files(folder: Path) -> list[Path]:
-    """The graphs of the page, written to a folder."""
+    """Write the graphs of the docs page to a folder and return their paths."""
     found = []
     for name, code in zip(("by_files", "everything"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)):
         found.append(folder / f"{name}.py")
@@ -32,7 +32,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def run(graph: Path, run_dir: Path, *flags: str) -> RunDir:
-    """A run in a process of its own."""
+    """Run a graph in its own process and return its run directory."""
     command = [sys.executable, "-m", "pipeline.run", str(graph), "--executor", "local", "--run-dir", str(run_dir)]
     done = subprocess.run(
         [*command, *FLAGS, *flags], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300
@@ -42,14 +42,14 @@ def run(graph: Path, run_dir: Path, *flags: str) -> RunDir:
 
 
 def published(run_dir: RunDir) -> list[tuple[int, str]]:
-    """Versions with the hashes of their weights."""
+    """Return the published versions with their weight hashes."""
     read = [event for _, event in trace.read(run_dir.events)]
     return [(event.version, event.sha256) for event in read if isinstance(event, trace.Published)]
 
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """What the quickstart publishes by its own transport."""
+    """Return the published versions of the quickstart with its default transport."""
     found = published(run(REPOSITORY / "graphs" / "quickstart.py", tmp_path_factory.mktemp("pulled") / "run"))
     assert [version for version, _ in found] == [0, 1, 2, 3] and len(set(found)) == 4
     return found
@@ -70,7 +70,7 @@ def test_the_pages_transports_bring_the_weights_that_are_pulled(
 
 
 class Reads(Receiver):
-    """Knows nothing to read."""
+    """A receiver that reads nothing."""
 
     def receive(self, meeting: Any, shares: Any, version: int) -> dict[str, float]:
         return {}
@@ -134,6 +134,15 @@ def test_both_ends_do_what_the_class_says() -> None:
     assert missing(type("Own", (Mail,), {"receiver": lambda self: 7})()) == (
         "Own.receiver() returns int, which does not define receive()"
     )
+
+
+def test_the_methods_of_both_ends_take_what_they_are_called_with() -> None:
+    short = type("Short", (Receiver,), {"receive": lambda self, meeting: {}})
+    assert missing(type("Own", (Mail,), {"receiver": lambda self: short()})()) == (
+        "Short.receive() must take (meeting, shares, version)"
+    )
+    offers = type("Offers", (Sender,), {"offer": lambda self: None})
+    assert missing(type("Own", (Mail,), {"sender": lambda self: offers()})()) == "Offers.offer() must take (memory)"
 
 
 def test_a_transport_of_one_machine_is_refused_between_machines() -> None:

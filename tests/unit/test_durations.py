@@ -1,4 +1,4 @@
-"""Distributions, least squares, and the seconds that a recorded run gives."""
+"""Distributions, least squares, and durations fitted to a recorded run."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_first_step_is_left_out():
 
 
 def test_a_stream_is_not_charged_for_what_ran_in_between():
-    """Two groups came at 2.0 s and 5.0 s; a reward held the worker from 1.0 s to 1.5 s and from 3.0 s to 4.0 s."""
+    """Groups arrive at 2.0 s and 5.0 s; rewards occupy the worker from 1.0 s to 1.5 s and from 3.0 s to 4.0 s."""
     planned = plan(toy.graph(batch=2, schedule=Schedule(steps=2), **toy.streaming()))[0]
     named = {"step": 0, "attempt": 0}
 
@@ -197,24 +197,24 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
         trace.Placed(group="sampler", worker=0, node="a", pid=5),
         *task(1, "rollout", (0, 1), 0.0, 5.0, 0.0, cpu_s=1.5),
         *task(2, "reward", (7,), 1.0, 1.5, 1.0),
-        *task(3, "reward", (8,), 3.0, 4.0, 1.25),  # handed out while the other ran
+        *task(3, "reward", (8,), 3.0, 4.0, 1.25),  # submitted while the other reward ran
         put(0, 2.0),
         put(1, 5.0),
     ]
     times, _ = fitted(planned, events)
     rollout = times.stages["rollout"]
-    assert rollout.line.cores == pytest.approx(1.0)  # 1.5 CPU seconds in the 1.5 s until the first group
+    assert rollout.line.cores == pytest.approx(1.0)  # 1.5 CPU seconds in the 1.5 s up to the first group
     assert rollout.line.seconds(4, 0, 0.5) == pytest.approx(1.5)
     assert rollout.came == {
         0: Came(1.0, 0.0, 10),
         1: Came(1.0, 3.0, 20),
-    }  # which was waiting while the other reward ran
+    }  # group 1 was only waiting while the other reward ran, so no time is subtracted
     assert times.costs.dispatch_s["reward"] == pytest.approx((0.0 + 3.0 - 1.25 - 0.25) / 2)
 
 
 @pytest.mark.parametrize("executor", ["ray", "local"])
 def test_the_drivers_seconds_are_without_those_of_tasks_in_its_process(executor):
-    """In each of four steps two tasks use half a second of a core each, and the driver 0.2 s beside them."""
+    """In each of four steps, two tasks use 0.5 CPU seconds each, and the driver uses 0.2 s besides."""
     record = Record()
     record.add(trace.Started(graph="toy", start=0, steps=4, executor=executor, monotonic_s=0.0, wall_s=0.0))
     for n in range(4):

@@ -1,4 +1,4 @@
-"""Words that make a reader stop: each has a plainer one, which the failure names."""
+"""Words that texts must not use; a failure names a plainer one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pipeline", "stages", "ops", "graphs", "benchmarks")
 TEXTS = ("README.md", "docs/*.md", "pipeline/web/static/*.js", "pipeline/web/static/*.html", "tests/errors/golden.txt")
-INSTEAD = {  # what is not written, and what is
+INSTEAD = {  # disallowed word -> replacement
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\banew\b": "again",
     r"\bwhoever\b": "the caller, or whatever it is",
@@ -35,7 +35,7 @@ PATTERN = re.compile("|".join(f"(?P<w{i}>{word})" for i, word in enumerate(INSTE
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that people read: comments and strings of Python, all of anything else."""
+    """Yield the lines that people read: comments and strings in Python, every line in other files."""
     text = path.read_text()
     if path.suffix != ".py":
         yield from enumerate(text.splitlines(), 1)
@@ -46,7 +46,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def odd(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
-    """(line, word, what to write instead) of each word that is not used."""
+    """Yield (line, word, replacement) for each disallowed word."""
     words = list(INSTEAD.values())
     for number, line in lines:
         for found in PATTERN.finditer(line):
@@ -71,7 +71,7 @@ def test_words_that_are_not_used() -> None:
 
 
 def test_no_identifier_is_told() -> None:
-    """A participle is no noun: say what it is that is told."""
+    """No variable is named "told": name what the value is."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()

@@ -1,4 +1,4 @@
-"""How a task is divided over the ranks of a group, and how what they report becomes one result."""
+"""How a task is split over the ranks of a worker group, and how their reports are merged into one result."""
 
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_a_group_of_one_talks_to_nobody() -> None:
     st.randoms(),
 )
 def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ranks, microbatching, equal, order):
-    """Whatever the lengths, the number of ranks and who is ready first: every value belongs to its own key."""
+    """For any lengths, number of ranks and order of completion, every value belongs to its own key."""
     token = Field("token", dtype="int64", dims="N T")
     keys = keys_of((0, 1, 2, 3), 3)
     prompts, responses = zip(*lengths)
@@ -157,7 +157,7 @@ def test_what_ranks_write_of_their_shards_is_read_in_canonical_order(lengths, ra
 
 
 def test_a_later_attempt_takes_the_place_of_what_an_earlier_one_put() -> None:
-    """Whole, in part, or with some of its samples to come: nothing of it counts, and no handle names its rows."""
+    """Whether the earlier attempt put all or some of its samples, none of its rows count and no handle names them."""
     plane, table = MemoryPlane(), HandleTable(2)
     plane.register("g", [Field("token", dtype="int32")], ["reader"])
 
@@ -190,7 +190,7 @@ def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -
         return plane.put(keys_of((group,), 2), columns, partition="g", stage="s", attempt=attempt, unit="group")
 
     assert table.late("g") is None
-    put(0, 0)  # and dies before it can say so
+    put(0, 0)  # and dies before it reports
     table.lose((0, 1), 0)
     for group in (0, 1):
         table.add(put(group, 1))
@@ -199,7 +199,7 @@ def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -
     plane.clear(first)
     table.forget((0,))
     assert plane.row_count("g") == 1
-    put(0, 0)  # it had not died
+    put(0, 0)  # that worker was still alive
     put(1, 0)
     late = table.late("g")
     assert late is not None

@@ -1,4 +1,4 @@
-"""Exports say what the record says: each task once, nothing overlapping on a track, all starts of a resumed run."""
+"""Exports match the record: each task once, no overlap on a track, all starts of a resumed run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pipeline.record import trace
 from pipeline.record.runs import open_run
 from tests.unit.test_findings import printed, write
 
-pytestmark = pytest.mark.journal_expected  # records that were cut off, on purpose
+pytestmark = pytest.mark.journal_expected  # records cut off on purpose
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Streams overlap, weights are swapped under them."""
+    """A run whose streams overlap and whose weights are swapped in flight."""
     schedule = {"max_staleness": 2, "refit": "in_flight", "checkpoint_every": 3}
     return write(tmp_path_factory.mktemp("export") / "ahead", steps=9, **schedule)
 
 
 @pytest.fixture(scope="module")
 def resumed(run, tmp_path_factory) -> Path:
-    """The same, killed in the middle and resumed an hour later on a machine that was started anew."""
+    """The same run, killed in the middle and resumed an hour later on a restarted machine."""
     folder = tmp_path_factory.mktemp("resumed") / "again"
     folder.mkdir()
     lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
@@ -141,7 +141,7 @@ def test_the_command_writes_both(run, tmp_path, capsys):
     [
         ([], "no run is named"),
         (["RUN"], "no format is named"),
-        (["nowhere", "--csv", "FILE/x"], "plan.json is not there"),
+        (["nowhere", "--csv", "FILE/x"], "plan.json does not exist"),
         (["RUN", "--csv", "FILE/x"], "cannot be written: Not a directory"),
         (["RUN", "--perfeto", "x"], "did you mean --perfetto?"),
     ],

@@ -1,4 +1,4 @@
-"""Columns of any type: from a row of the data, through a run, to the stage that declares them."""
+"""Columns of any type: from a data row, through a run, to the stage that declares them."""
 
 import base64
 import json
@@ -35,7 +35,7 @@ PNG = base64.b64decode(
 
 
 def rows(count):
-    """Rows whose values tell which row they are of."""
+    """Return rows whose values identify the row."""
     return [
         {
             "prompt": f"q{i}",
@@ -51,7 +51,7 @@ def rows(count):
 
 
 def same(a, b):
-    """Whether two columns are equal in type, shape and every bit."""
+    """Return whether two columns are equal in type, shape and every bit."""
     if isinstance(a, list):
         return a == b
     if isinstance(a, Ragged) or isinstance(b, Ragged):
@@ -207,7 +207,7 @@ def test_images_of_parquet_and_datasets(tmp_path):
 
 @dataclass(frozen=True)
 class Samples(Stage):
-    """Makes three samples of each prompt; reads nothing but the prompt."""
+    """Makes three samples per prompt; reads only the prompt."""
 
     name: str = "samples_of"
     per: str = "group"
@@ -221,7 +221,7 @@ class Samples(Stage):
 
 @dataclass(frozen=True)
 class Look(Stage):
-    """Keeps the columns that it was given."""
+    """Records the columns it receives."""
 
     reads: Sequence[Field] = ()
     name: str = "look"

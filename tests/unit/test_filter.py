@@ -144,7 +144,7 @@ def test_bad_descriptions_are_refused():
 
 @dataclass(frozen=True)
 class Numbers(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the group numbers."""
 
     batch: int = 4
     name: str = "numbers"
@@ -157,7 +157,7 @@ class Numbers(Stage):
 
 @dataclass(frozen=True)
 class Score(Stage):
-    """Equal rewards in every group whose number has the remainder `equal` by 3; all groups with `equal` -1."""
+    """Gives equal rewards to groups whose number modulo 3 is `equal`, or to all groups if `equal` is -1."""
 
     equal: int = 0
     name: str = "score"
@@ -176,7 +176,7 @@ class Score(Stage):
 
 @dataclass(frozen=True)
 class Look(Stage):
-    """Remembers the prompts that it gets."""
+    """Records the group numbers it receives, read from the prompts."""
 
     seen: list
     name: str = "look"
@@ -235,18 +235,18 @@ def test_a_run_whose_groups_are_all_dropped_ends_with_an_error_that_says_so(tmp_
 
 
 def test_what_comes_from_outside_is_waited_for_before_a_group_is_dropped(tmp_path):
-    """The process outside writes to every group that was admitted, dropped or not: nothing is left of it."""
+    """The outside process writes to every admitted group, dropped or not, and no rows are left."""
     seen = []
     described = graph(Score(), External((MARK,), timeout_s=20.0), Filter(), Look(seen), MarkedTwice(), steps=2)
     executor = LocalExecutor()
     run_dir = RunDir(tmp_path / "run").create()
     engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
-    engine.driver.outside.due = lambda: True  # asked at once, not every second
+    engine.driver.outside.due = lambda: True  # check on every pass, not once per second
     wait = executor.wait
 
     def wait_and_write(timeout_s):
         results = wait(timeout_s)
-        if not results:  # nothing in the graph goes on without the process outside
+        if not results:  # the graph is blocked until the outside process writes
             for step in engine.scheduler.steps_in_flight():
                 for group in engine.scheduler.absent(step, "mark"):
                     executor.plane.write_outside("gated", f"{group:08d}.0", {"mark": torch.ones(2)})
@@ -265,7 +265,7 @@ def test_what_comes_from_outside_is_waited_for_before_a_group_is_dropped(tmp_pat
 
 @dataclass(frozen=True)
 class MarkedTwice(Stage):
-    """Reads what comes from outside."""
+    """Reads the field that the outside process writes."""
 
     name: str = "marked"
     per: str = "group"
@@ -277,7 +277,7 @@ class MarkedTwice(Stage):
 
 @dataclass(frozen=True)
 class Dropper(Stage):
-    """Says that it drops `positions`; with `gate` it may."""
+    """Drops the groups at `positions`; only allowed with a `gate`."""
 
     positions: tuple = (0,)
     name: str = "dropper"

@@ -1,4 +1,4 @@
-"""Runs read from disk, what is found in them, hints, comparison, and the command that prints it."""
+"""Runs read from disk: findings, hints, comparison, and the commands that print them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.unit import toy
 from tests.unit.records import SECONDS, records, times
 from tests.unit.simulated_runs import write_run
 
-pytestmark = pytest.mark.journal_expected  # records that were cut off, on purpose
+pytestmark = pytest.mark.journal_expected  # records cut off on purpose
 SLOW_TRAIN = {"rollout": "0.5", "train": "1.0"}
 
 
 def write(folder: Path, *, steps: int = 8, seconds: dict[str, str] | None = None, batch: int = 4, **schedule) -> Path:
-    """A run directory of the toys."""
+    """Write a run directory of the toy graph and return its path."""
     graph = toy.graph(batch=batch, schedule=toy.Schedule(steps=steps, **schedule), **toy.streaming())
     made = plan(graph)[0]
     folder.mkdir(parents=True)
@@ -48,12 +48,12 @@ def sync(tmp_path_factory) -> Path:
 
 
 def plain(found) -> object:
-    """What JSON makes of findings."""
+    """Return findings after a round trip through JSON."""
     return json.loads(msgspec.json.encode(found))
 
 
 def printed(capsys, command, *argv) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Return the exit code, stdout and stderr of a command."""
     code = command.main([str(part) for part in argv])
     return code, *capsys.readouterr()
 
@@ -70,7 +70,7 @@ def test_every_record_can_be_read_wherever_it_ends(sync, tmp_path, capsys):
         find(run)
         assert printed(capsys, analyse, cut, "--json")[0] == 0
         assert printed(capsys, analyse, cut)[0] == 0
-        (cut / "events.jsonl").write_bytes(b"".join(lines[:end] + lines))  # and was resumed
+        (cut / "events.jsonl").write_bytes(b"".join(lines[:end] + lines))  # now resumed
         assert len(open_run(cut).events) == len(lines)
 
 

@@ -1,4 +1,4 @@
-"""Flags as people type them: switches, help lines, and what a mistake in one is answered with."""
+"""Command-line flags: switches, help lines, and error messages for mistakes."""
 
 import re
 
@@ -166,3 +166,9 @@ def test_all_commands_answer_alike(tmp_path, capsys, command, argv, where, fix):
     (tmp_path / "g.py").write_text(GRAPH)
     assert command.main([word.format(graph=tmp_path / "g.py") for word in argv]) == 2
     assert capsys.readouterr().err == f"{where}: there is no such flag; --help lists the flags. Fix: {fix}\n"
+
+
+def test_a_switch_that_takes_no_value_says_so(tmp_path):
+    assert refused(parser_of(tmp_path), "--no-colocated=true") == [
+        ("--no-colocated", "it has a value", "--no-colocated, or --colocated=false")
+    ]

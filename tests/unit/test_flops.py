@@ -1,4 +1,4 @@
-"""FLOPs against what torch counts while a model runs, and the table of peaks."""
+"""FLOP formulas against torch's count of a running model, and the table of peaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = Transformer.of(CONFIG.to_dict())
 
 
 def counted(length, kept, training):
-    """What torch counts for one sequence with logits at its last `kept` positions. It too counts products only."""
+    """Return torch's FLOPs of one sequence with logits at its last `kept` positions. It also counts products only."""
     model = Qwen3ForCausalLM(CONFIG)
     ids = torch.zeros(1, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
@@ -62,7 +62,7 @@ def test_the_causal_half_of_attention():
 
 
 def test_shape_of_a_published_model():
-    """Qwen3-0.6B: 0.6 B parameters, 0.44 B of them not embeddings (arXiv 2505.09388, and its model card)."""
+    """Qwen3-0.6B has 0.6 B parameters, 0.44 B of them outside the embeddings (arXiv 2505.09388 and its model card)."""
     config = {
         "num_hidden_layers": 28,
         "hidden_size": 1024,

@@ -1,4 +1,4 @@
-"""A model that has no folder is made one, which other engines load."""
+"""A model without a folder is saved to one that other engines load."""
 
 from __future__ import annotations
 

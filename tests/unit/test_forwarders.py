@@ -1,4 +1,4 @@
-"""Forwarding, against the real libraries, without a network. TensorBoard, W&B and MLflow are optional parts."""
+"""Forwarding to the real libraries, without a network. TensorBoard, W&B and MLflow are optional extras."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.forwarders import Described, check, opened
 from tests.optional import need
 from tests.unit.test_findings import printed, write
 
-pytestmark = pytest.mark.journal_expected  # records that were cut off, on purpose
+pytestmark = pytest.mark.journal_expected  # records cut off on purpose
 ROOT = Path(__file__).parents[2]
 NUMBERS = ROOT / "tests" / "integration" / "async_graph.py"
 LINES: list[dict[str, Any]] = [
@@ -33,7 +33,7 @@ REWARDS = [(1, 0.5), (2, 0.75)]
 
 @pytest.fixture
 def recorded(tmp_path) -> Path:
-    """A run directory with these lines, the last of which is being written."""
+    """A run directory whose metrics file has these lines and an unfinished last line."""
     folder = write(tmp_path / "my run", steps=2)
     said(folder, *LINES, tail='{"step": 3, "rew')
     return folder
@@ -44,7 +44,7 @@ def said(folder: Path, *lines: dict[str, Any], tail: str = "") -> None:
 
 
 def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by name, as TensorBoard reads them."""
+    """Return (step, value) pairs by name, as TensorBoard reads them."""
     need("tensorboard", "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -54,7 +54,7 @@ def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The records of an offline run: a LevelDB log, behind seven bytes, of protocol buffers."""
+    """Return the records of an offline run: protocol buffers in a LevelDB log that starts after seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, records, part = file.read_bytes(), 7, [], b""
@@ -64,10 +64,10 @@ def wandb_records(file: Path) -> list[Any]:
             continue
         size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
         if place + 7 + size > len(data):
-            break  # still being written
+            break  # unfinished
         part += data[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last fragment
             records.append(Record.FromString(part))
             part = b""
     return records
@@ -80,7 +80,7 @@ def test_tensorboard_reads_what_was_forwarded(recorded, tmp_path):
         "version": [(0, 0.0), (1, 1.0), (2, 2.0)], "eval/exact match": [(0, 0.25)], "reward/mean": REWARDS,
     }  # fmt: skip
     said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
-    time.sleep(1.1)  # the names of event files have the second
+    time.sleep(1.1)  # names of event files have one-second resolution
     forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [*REWARDS, (3, 1.0)]
 
@@ -94,7 +94,7 @@ def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
     forward.forward(recorded, {"wandb": "team/project"})
     records, until_s = [], time.monotonic() + 30
     while not any(record.HasField("exit") for record in records) and time.monotonic() < until_s:
-        time.sleep(0.1)  # W&B writes it in a process of its own
+        time.sleep(0.1)  # W&B writes it in its own process
         records = [r for file in (tmp_path / "kept").rglob("offline-run-*/run-*.wandb") for r in wandb_records(file)]
     (begun,) = [record.run for record in records if record.HasField("run")]
     assert (begun.entity, begun.project, begun.display_name) == ("team", "project", "my run")
@@ -137,7 +137,7 @@ def test_mlflow_has_what_was_forwarded_and_goes_on_behind_it(recorded, mlflow_st
 def test_a_service_that_fails_does_not_keep_the_others_from_it(recorded, tmp_path, mlflow_store):
     need("tensorboard", "tensorboard")
     uri = mlflow_store[0]
-    said(recorded, {"step": 1, "x" * 999: 1.0}, {"step": 2, "reward/mean": 0.75})  # no name for MLflow
+    said(recorded, {"step": 1, "x" * 999: 1.0}, {"step": 2, "reward/mean": 0.75})  # too long a name for MLflow
     with pytest.raises(GraphError, match=r"--mlflow file.*Fix: python -m pipeline.forward RUN --mlflow"):
         forward.forward(recorded, {"mlflow": uri, "tensorboard": str(tmp_path / "tb")})
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [(2, 0.75)]
@@ -193,7 +193,7 @@ def test_the_tail_begins_anew_where_a_resume_has_cut_the_file(tmp_path):
     assert [line["step"] for line in tail.lines()] == [1]
     said(tmp_path, {"step": 1}, {"step": 222, "x": 1.5, "y": 2.5}, {"step": 3})
     assert [line["step"] for line in tail.lines()] == [222, 3]
-    said(tmp_path, {"step": 11, "long": "x" * 99}, {"step": 4})  # as long as before, other lines
+    said(tmp_path, {"step": 11, "long": "x" * 99}, {"step": 4})  # same length, different lines
     assert [line["step"] for line in tail.lines()] == [11, 4]
 
 

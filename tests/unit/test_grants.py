@@ -39,7 +39,7 @@ def group(replicas: int, model_parallel: int = 1) -> PlacedGroup:
 
 
 class Occupied(RuleBasedStateMachine):
-    """One worker group: who is free, and where streams go."""
+    """Model of one worker group: which workers are free, and where streams go."""
 
     @initialize(replicas=st.integers(1, 5))
     def begin(self, replicas):
@@ -124,7 +124,7 @@ def test_what_was_streamed_long_ago_is_forgotten():
 
 
 def grants(refit: str = "drain", can_wait: bool = True) -> tuple[Grants, dict]:
-    """Grants for the toys of an asynchronous run, with two samplers and two learners, and a reader of each stage."""
+    """Return grants for the asynchronous toy graph with two samplers and two learners, and one reader per stage."""
     judge = Toy("judge", reads=(RESPONSE,), per="group", on=WorkerGroup("sampler", backend="torch", workers=2))
     changes = toy.streaming(sampler=2, learner=2)
     schedule = Schedule(steps=2, max_staleness=1, refit=refit)
@@ -138,7 +138,7 @@ def grants(refit: str = "drain", can_wait: bool = True) -> tuple[Grants, dict]:
 
 
 def offer(made, reader, *groups):
-    """These groups are ready for a stage; what starts."""
+    """Mark these groups as ready for a stage and return the tasks that start."""
     if groups:
         reader.units.admit(groups)
         reader.units.ready(groups)

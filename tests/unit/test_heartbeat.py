@@ -1,4 +1,4 @@
-"""Who is late, and who is overdue."""
+"""Which workers missed a heartbeat, and which are overdue."""
 
 from __future__ import annotations
 

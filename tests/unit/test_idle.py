@@ -1,4 +1,4 @@
-"""Every idle second of every worker has one cause; on records written by hand and on simulated ones."""
+"""Every idle second of every worker has exactly one cause, on handwritten records and on simulated ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.unit.test_analysis import Record, planned, step
 
 
 def found(record, start_s, end_s, group, **schedule):
-    """(cause, stage, field, seconds) of the gaps of a group, in order."""
+    """Return (cause, stage, field, seconds) of the gaps of a worker group, in order."""
     every = gaps(planned(**schedule), Tasks(record.events), start_s, end_s)
     return [(g.cause, g.stage, g.field, pytest.approx(g.end_s - g.start_s)) for g in every if g.group == group]
 
 
 def end_of(events) -> float:
-    """The last time in a record."""
+    """Return the last time in a record."""
     return max([getattr(e, name) for e in events for name in ("at_s", "end_s") if hasattr(e, name)], default=1.0)
 
 
@@ -46,7 +46,7 @@ def test_gaps_and_tasks_tile_the_time_of_every_worker(record):
             ran = [s for spans in tasks.ran.values() for s in spans if (s.group, s.worker) == (one.group, one.worker)]
             assert not [(g, r) for g in own for r in ran if max(g.start_s, r.start_s) < min(g.end_s, r.end_s)]
             open_ = [n for n in tasks.submitted if n not in tasks.ran]
-            if not open_:  # else it has a task whose end is not in the record
+            if not open_:  # otherwise a task has no recorded end
                 assert one.idle_s == pytest.approx(end_s - start_s - covered(ran, start_s, end_s))
             assert sum(part.seconds for part in one.parts) == pytest.approx(one.idle_s)
             assert 0 <= one.idle_s <= one.wall_s + 1e-9
@@ -57,7 +57,7 @@ def test_gaps_and_tasks_tile_the_time_of_every_worker(record):
 
 
 def covered(spans, start_s, end_s) -> float:
-    """Seconds of a time in which one of the spans is."""
+    """Return how many seconds of an interval the spans cover."""
     marks = sorted({start_s, end_s, *(min(max(t, start_s), end_s) for s in spans for t in (s.start_s, s.end_s))})
     return sum(b - a for a, b in pairwise(marks) if any(s.start_s <= a and b <= s.end_s for s in spans))
 
@@ -85,8 +85,8 @@ def test_what_is_on_its_way_is_the_drivers():
     record.task("train", 0, 3.0, 4.0, groups=(0, 1), group="learner", handed_s=2.75)
     assert found(record, 1.0, 4.0, "learner") == [
         ("field", "reward", "reward", 1.0),
-        ("driver", "", "", 0.5),  # the report
-        ("driver", "", "", 0.5),  # what follows from it
+        ("driver", "", "", 0.5),  # until the report arrives
+        ("driver", "", "", 0.5),  # until train starts
     ]
 
 

@@ -1,4 +1,4 @@
-"""Who imports what: nothing heavy before a run starts, and each package in its own direction."""
+"""Import rules: nothing heavy before a run starts, and packages import each other in one direction only."""
 
 import ast
 import json
@@ -28,20 +28,20 @@ HEAVY = (
     "datasets",
     "pyarrow",
 )
-LIGHT = ("declare", "plan", "schedule", "record", "analysis", "engine")  # rooms that load nothing heavy by themselves
-PUBLIC_TO_STAGES = {"declare", "errors"}  # beside `pipeline`
+LIGHT = ("declare", "plan", "schedule", "record", "analysis", "engine")  # packages that load nothing heavy on import
+PUBLIC_TO_STAGES = {"declare", "errors"}  # besides `pipeline`
 DISTRIBUTIONS = {
     "transfer_queue": "TransferQueue",
     "megatron": "megatron-core",
     "nccl": "nccl4py",
     "mlflow": "mlflow-skinny",
 }
-COMES_WITH_TORCH = {"triton"}  # with its builds for GPUs
+COMES_WITH_TORCH = {"triton"}  # its GPU builds include it
 ONLY_IN = {"ray": "pipeline/executors", "transfer_queue": "pipeline/data_plane", "aiohttp": "pipeline/web"}
 
 
 def loaded_after(code):
-    """The heavy packages that a fresh interpreter has loaded after `code`."""
+    """Return the heavy packages that a fresh interpreter has loaded after running `code`."""
     report = f"\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-c", code + report],
@@ -60,7 +60,7 @@ def test_importing_the_packages_loads_nothing_heavy():
 
 
 def test_the_data_plane_loads_no_compiler():
-    """Which every worker would wait for. Marks that others make are made, also meanwhile and later."""
+    """Loading it would delay every worker. Marks set by other code, during the import or later, still work."""
     said = subprocess.run(
         [sys.executable, "-c", LEAN], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
     ).stdout.split()
@@ -84,7 +84,7 @@ print(id(len) in torch._dynamo.trace_rules._allowed_callable_ids.function_ids)
 
 
 def flags_of(recipe, folder):
-    """Flags that name a data file where the recipe reads one, or a folder of them."""
+    """Return flags that point a recipe at a data file or folder, if it reads one."""
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "question": "1+1="}\n')
     defaults = {flag.name: flag.default for flag in load(REPOSITORY / "graphs" / recipe).flags}
@@ -100,7 +100,7 @@ def test_checking_a_recipe_loads_nothing_heavy(recipe, tmp_path):
 
 
 def imports(path, *, top_level):
-    """The modules that a file imports, dotted; at its top level, or anywhere outside TYPE_CHECKING."""
+    """Yield the dotted names that a file imports, at top level only or anywhere, except under TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
     typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {inner for node in typed for inner in ast.walk(node)}
@@ -115,7 +115,7 @@ def imports(path, *, top_level):
 
 
 def files(*packages):
-    """The Python files of these packages."""
+    """Return the Python files of these packages."""
     return [path for package in packages for path in sorted((REPOSITORY / package).rglob("*.py"))]
 
 
@@ -159,7 +159,7 @@ def test_a_run_never_imports_the_web_view():
 
 
 def test_what_is_imported_is_declared():
-    """As a dependency, or in an extra."""
+    """As a dependency or in an extra."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = [need for needs in project["optional-dependencies"].values() for need in needs]
     declared = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in (*project["dependencies"], *extras)}

@@ -1,4 +1,4 @@
-"""What may happen between two tokens of a rollout: other streams, a swap of weights, groups that leave."""
+"""Events between two tokens of a rollout: other streams, weight swaps, cancelled groups."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 POLICY = Model("tiny", config=QWEN3, alphabet="0123456789abc")
 SAMPLER = WorkerGroup("sampler", backend="torch", threads=1)
 LEARNER = WorkerGroup("learner", backend="torch", threads=1)
-STOP = ("3", "7", "a")  # so many that most responses end early
+STOP = ("3", "7", "a")  # makes most responses end early
 G = 3
 PROMPTS = ("1", "0123456789", "abc", "77", "abcabc", "5")
 ROLLOUT = Rollout(POLICY, on=SAMPLER, samples_per_prompt=G, max_tokens=12, stop=STOP)
@@ -57,7 +57,7 @@ def other_weights(weights: Weights) -> Weights:
 
 @dataclass
 class Passes:
-    """The rows of each forward pass of a served network, its cache, and whether gradients were on."""
+    """Records each forward pass of a served network: its rows, its cache, and whether gradients were on."""
 
     backend: Any
     rows: list[int] = field(default_factory=list)
@@ -74,14 +74,14 @@ class Passes:
 
 
 async def after(pauses: int, act: Callable[[], Any]) -> None:
-    """Acts between two tokens of a stream that runs beside it: after `pauses` of its tokens."""
+    """Call `act` after `pauses` tokens of the stream that runs concurrently."""
     for _ in range(pauses):
         await asyncio.sleep(0)
     act()
 
 
 def together(stream: AsyncIterator[Any], *beside: Awaitable[None]) -> list[Any]:
-    """What a stream yields while others run."""
+    """Return what a stream yields while `beside` runs concurrently."""
 
     async def collect() -> list[Any]:
         return [event async for event in stream]
@@ -94,7 +94,7 @@ def together(stream: AsyncIterator[Any], *beside: Awaitable[None]) -> list[Any]:
 
 
 def by_hand(network: Any, prompt: torch.Tensor, response: torch.Tensor, weights_T: list[Weights]) -> torch.Tensor:
-    """Logprobs of the response, one token at a time on one cache; `weights_T[t]` compute the logits of token t."""
+    """Return the logprobs of a response, token by token on one cache; `weights_T[t]` compute the logits of token t."""
     cache, found, inputs = DynamicCache(config=network.config), [], prompt
     for token, weights in zip(response, weights_T, strict=True):
         network.load_state_dict(weights)
@@ -106,7 +106,7 @@ def by_hand(network: Any, prompt: torch.Tensor, response: torch.Tensor, weights_
 
 
 def samples_in(events: list[Decoded], prompt_ids: Ragged) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Prompt, response, logprobs and versions of each sample."""
+    """Yield the prompt, response, logprobs and versions of each sample."""
     for event in events:
         rows = zip(event.made.response_ids.rows(), event.made.logprobs.rows(), event.made.versions.rows(), strict=True)
         for sample, row in zip(samples_of(event.groups, G), rows, strict=True):
@@ -136,12 +136,12 @@ def test_the_seam_is_where_the_weights_changed_and_the_cache_before_it_stays(sea
             only_old, only_new = (by_hand(network, prompt, ids, [weights] * count) for weights in (old, new))
             assert (logprobs - only_old)[seam:].abs().max() > 1e-3
             assert (logprobs - only_new)[:seam].abs().max() > 1e-3
-            assert (logprobs - only_new)[seam:].abs().max() > 1e-3  # what a cache made anew would give
+            assert (logprobs - only_new)[seam:].abs().max() > 1e-3  # a recomputed cache would give this
     assert crossed >= 3
 
 
 class Meeting:
-    """The target's side of a transfer."""
+    """The target side of a transfer."""
 
     side, is_near = "target", True
 
@@ -182,7 +182,7 @@ def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None
 
     async def repair() -> None:
         await after(2, lose)
-        await asyncio.sleep(0.3)  # in which all of it would be sampled
+        await asyncio.sleep(0.3)  # time enough to sample everything
         share, route = source.share(weights, gloo), route_of(store, "next")
         with carried(source, share, 4, route):
             assert backend.serve(POLICY, [share], 4, route).record["received_bytes"] == share.model_bytes
@@ -195,7 +195,7 @@ def test_a_refit_that_did_not_get_through_holds_a_stream_until_one_has() -> None
 @pytest.mark.parametrize("model", [POLICY, POLICY.frozen()], ids=["trainable", "frozen"])
 def test_a_copy_that_was_never_served_is_of_the_tasks_version(model: Model) -> None:
     here, groups = context(), (0, 1)
-    if not model.trainable:  # the served copy is another one
+    if not model.trainable:  # the served copy is a separate one
         engine(here).serve(POLICY, shares_of(engine(here).served_weights(POLICY)), 9)
     run = replace(ROLLOUT, model=model).setup(here)
     versions = whole(collected(run(columns_of(groups), task_of(groups, version=6))))["token_versions"]
@@ -214,7 +214,7 @@ def test_weights_that_do_not_fit_change_neither_the_copy_nor_its_version() -> No
 
 
 def decode_batches(prompts: int, lengths: Sequence[int]) -> list[int]:
-    """Rows of each forward pass: distinct prompts, then samples, where the ended leave as soon as they are half."""
+    """Return the rows per forward pass: distinct prompts, then samples; ended rows are removed once they are half."""
     passes, rows = [prompts], len(lengths)
     for t in range(1, max(lengths)):
         still_open = sum(length > t for length in lengths)
@@ -242,7 +242,7 @@ def test_groups_that_come_early_are_those_of_generate_bit_for_bit() -> None:
     asyncio.run(collect())
     in_stream, passes.rows[:] = list(passes.rows), []
     made = backend.generate(POLICY, prompt_ids, sampling, draws)
-    assert passes.rows == in_stream  # the same decode batches, so the same rounding
+    assert passes.rows == in_stream  # same decode batches, so same rounding
     assert in_stream == decode_batches(len(texts) // 2 // G, made.response_ids.lengths)
     assert sorted(seen_after) == list(range(12)) and len(events) > 3
     for event in events:
@@ -253,7 +253,7 @@ def test_groups_that_come_early_are_those_of_generate_bit_for_bit() -> None:
             assert all(torch.equal(row, full[i]) for row, i in zip(part, index, strict=True))
         assert event.made.truncated.tolist() == made.truncated[index].tolist()
         longest = max(made.response_ids.lengths[i] for i in index)
-        assert {seen_after[group] for group in event.groups} == {longest}  # as soon as the last token is chosen
+        assert {seen_after[group] for group in event.groups} == {longest}  # right after its last token
 
 
 def test_interleaved_streams_are_those_that_run_alone_bit_for_bit() -> None:
@@ -276,8 +276,8 @@ def test_interleaved_streams_are_those_that_run_alone_bit_for_bit() -> None:
         return (await asyncio.gather(beside(), *map(collect, parts)))[1:]
 
     made = asyncio.run(everything())
-    assert len(set(pauses)) > 8  # it ran between their tokens
-    assert all(grad) and not any(passes.grad)  # and the streams' no_grad stayed their own
+    assert len(set(pauses)) > 8  # it ran between tokens of the streams
+    assert all(grad) and not any(passes.grad)  # the streams' no_grad did not leak
     for outputs, expected in zip(made, alone, strict=True):
         found = whole(outputs)
         for name, column in expected.items():
@@ -288,20 +288,20 @@ def test_interleaved_streams_are_those_that_run_alone_bit_for_bit() -> None:
                 assert list(found[name]) == list(column)
 
 
-LONG = replace(ROLLOUT, max_tokens=20, stop=())  # nearly every response runs to the end
+LONG = replace(ROLLOUT, max_tokens=20, stop=())  # nearly every response reaches max_tokens
 
 
 def test_cancelled_groups_leave_between_two_tokens() -> None:
     groups = (5, 7, 2, 9, 4)
     expected = whole(rolled_out(context(), groups[1:], LONG))
     here = context()
-    here.cancelled.add(5)  # so that positions in the decode batch are not those in the task
+    here.cancelled.add(5)  # so that positions in the decode batch differ from those in the task
     passes = Passes(engine(here))
     stream = LONG.setup(here)(columns_of(groups), task_of(groups))
     outputs = together(stream, after(4, lambda: here.cancelled.update((2, 4, 1000))))
     before, given_up = [output for output in outputs if output.cancelled]
     assert given_up.columns == {} and given_up.metrics == {}
-    assert before.cancelled == {0: 0} and given_up.cancelled == {2: 5, 4: 5}  # five tokens were chosen
+    assert before.cancelled == {0: 0} and given_up.cancelled == {2: 5, 4: 5}  # after five tokens
     assert passes.rows[:5] == [4, 12, 12, 12, 12] and max(passes.rows[5:]) <= 6
     kept = [output for output in outputs if not output.cancelled]
     assert sorted(i for output in kept for i in output.index) == [3, 4, 5, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""The network interface that a rank uses is the first one wanted that is up, and groups really use it."""
+"""A rank uses the first wanted network interface that is up, and groups really use it."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def test_where_none_is_the_default_is_used_and_said_once(caplog: pytest.LogCaptu
 
 
 def pair(store: dist.Store, name: str) -> list[list[float]]:
-    """What two ranks over an interface have behind a transfer."""
+    """Return the values of two ranks after a transfer over an interface."""
 
     def one(rank: int) -> list[float]:
         asking = Asking(store, deadline_s=5)
@@ -45,7 +45,7 @@ def pair(store: dist.Store, name: str) -> list[list[float]]:
 
 def test_a_group_goes_over_the_one_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such")  # the default would be this one
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such")  # would be the default
     assert pair(store, "lo") == [[0.0] * 3] * 2
     with pytest.raises(GroupError, match="no such"):
         pair(dist.HashStore(), "")

@@ -1,4 +1,4 @@
-"""The table of logprobs that stays on the device: what was written comes out under its name, once."""
+"""The on-device table of logprobs: each request reads back its own values, once."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_a_request_keeps_its_row_and_comes_out_as_long_as_it_is():
     table = Logprobs()
     first, second = table.row("a", 4, CPU), table.row("b", 4, CPU)
     write(table, [first, second], [0, 0], [-1.0, -2.0])
-    assert table.row("a", 4, CPU) == first  # it was preempted, and is back in the batch
+    assert table.row("a", 4, CPU) == first  # it was preempted and is scheduled again
     write(table, [second, first], [1, 1], [-4.0, -3.0])
     assert read(table, {"b": 2, "a": 1}) == [[-2.0, -4.0], [-1.0]]
 

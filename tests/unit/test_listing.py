@@ -1,4 +1,4 @@
-"""What --list prints: every recipe with a sentence, and the runs of a folder."""
+"""Output of --list: every recipe with a sentence, and the runs in a folder."""
 
 from __future__ import annotations
 

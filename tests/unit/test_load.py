@@ -1,4 +1,4 @@
-"""Graph files: their functions, the flags that follow from them, and where an error in them points."""
+"""Graph files: their functions, the flags derived from them, and the locations that errors name."""
 
 import argparse
 from pathlib import Path
@@ -51,7 +51,7 @@ def written(folder, body, name="g.py"):
 
 
 def problems(folder, body, **values):
-    """What loading and building a file reports."""
+    """Return the problems raised by loading and building a file."""
     with pytest.raises(GraphError) as error:
         load(written(folder, body)).build(values)
     return error.value.problems

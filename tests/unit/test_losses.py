@@ -1,4 +1,4 @@
-"""Losses, KL estimators and corrections against numbers worked out by hand; and what their descriptions refuse."""
+"""Losses, KL estimators and corrections against hand-computed numbers, and the problems of invalid descriptions."""
 
 import math
 from dataclasses import fields
@@ -19,7 +19,7 @@ NAN, INF = math.nan, math.inf
 
 
 def logs(*ratios):
-    """One row of log-probabilities whose difference to `ZEROS` are the logs of `ratios`."""
+    """Return one row of log-probabilities whose difference from `ZEROS` is the log of `ratios`."""
     return torch.tensor([[math.log(ratio) for ratio in ratios]], dtype=torch.float64)
 
 
@@ -209,7 +209,7 @@ def test_k3_is_never_negative(dtype):
 
 @pytest.mark.parametrize(("kind", "beyond"), [("k1", 12.0), ("k1", -12.0), ("k2", 5.0), ("k3", -2.7), ("k3", 12.0)])
 def test_a_clamped_estimate_has_no_gradient_beyond(kind, beyond):
-    """verl and NeMo-RL limit k3 to 10."""
+    """verl and NeMo-RL clamp k3 at 10."""
     x = torch.tensor([[0.5, beyond]], requires_grad=True)
     kl = kl_estimate(x, torch.zeros(1, 2), kind=kind, clamp=10.0)
     kl.sum().backward()
@@ -267,7 +267,7 @@ def test_corrections(found, weight, changed):
 
 
 def test_a_low_geometric_mean_is_taken_out():
-    weight, changed = sequence_mask(-PREV, ROLLOUT, MASK, 0.9, 2.0)  # cube root of a half
+    weight, changed = sequence_mask(-PREV, ROLLOUT, MASK, 0.9, 2.0)  # cube root of 0.5
     assert not weight[0].any()
     assert changed[0].tolist() == [True, True, True, False]
 
@@ -356,33 +356,33 @@ def test_bad_arguments_are_named(call, message):
         (ClippedLoss(clip=(1.0, 0.2)), "clip=(1.0, 0.2)); clip[0] is below 1"),
         (
             ClippedLoss(clip=0.2),
-            "clip=0.2); clip is two numbers, the distances below and above 1. Fix: clip=(0.2, 0.2)",
+            "clip=0.2); clip must be two numbers, the distances below and above 1. Fix: clip=(0.2, 0.2)",
         ),
-        (ClippedLoss(clip=(0.2, NAN)), "clip is two numbers"),
+        (ClippedLoss(clip=(0.2, NAN)), "clip must be two numbers"),
         (
             ClippedLoss(dual_clip=0.9),
-            "dual_clip=0.9); dual_clip is a number above 1, or None. Fix: dual_clip=3.0",
+            "dual_clip=0.9); dual_clip must be a number above 1, or None. Fix: dual_clip=3.0",
         ),
         (ClippedLoss(ratio="group"), "ratio='group'); valid values are token, sequence. Fix: ratio='token'"),
-        (ClippedLoss(kl=-1), "kl=-1); the KL weight is a number, 0 (none) or more. Fix: kl=0.0"),
+        (ClippedLoss(kl=-1), "kl=-1); the KL weight must be a number, 0 (none) or more. Fix: kl=0.0"),
         (ClippedLoss(kl="0.1"), "kl='0.1')"),
         (ClippedLoss(kl_estimator="k4"), "kl_estimator='k4'); valid values are k1, k2, k3. Fix: kl_estimator='k3'"),
-        (ClippedLoss(kl_importance=1), "kl_importance=1); it is True or False"),
+        (ClippedLoss(kl_importance=1), "kl_importance=1); it must be True or False"),
         (
             ClippedLoss(aggregation="mean"),
             "valid values are token, sequence, sequence_sum, fixed_length. Fix: aggregation='to",
         ),
         (ClippedLoss(aggregation="fixed_length"), "aggregation='fixed_length') without max_tokens; it divides by"),
-        (ClippedLoss(max_tokens=0), "max_tokens=0); the maximum response length is a whole number, 1 or more"),
-        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the entropy weight is a number, 0 (none) or more"),
+        (ClippedLoss(max_tokens=0), "max_tokens=0); the maximum response length must be a whole number, 1 or more"),
+        (ClippedLoss(entropy=-0.1), "entropy=-0.1); the entropy weight must be 0 (none) or more"),
         (
             ClippedLoss(correction="tis"),
-            "correction='tis'); a correction is a description: TruncatedIS, IcePop, Sequence",
+            "correction='tis'); a correction is an instance of TruncatedIS, IcePop, Sequence",
         ),
-        (ClippedLoss(correction=TruncatedIS), "correction=the class TruncatedIS); a correction is a description"),
+        (ClippedLoss(correction=TruncatedIS), "correction=the class TruncatedIS); a correction is an instance of"),
         (
             ClippedLoss(correction=TruncatedIS(cap=0)),
-            "TruncatedIS(cap=0); cap is a number above 0. Fix",
+            "TruncatedIS(cap=0); cap must be a number above 0. Fix",
         ),
         (
             ClippedLoss(correction=TruncatedIS(level="group")),
@@ -393,17 +393,17 @@ def test_bad_arguments_are_named(call, message):
         (ClippedLoss(correction=SequenceMask(low=0.5, high=0.9)), "SequenceMask(low=0.5, high=0.9); the bounds"),
         (
             CispoLoss(clip=0.2),
-            "CispoLoss(clip=0.2); clip is two numbers, the distances below and above 1; the first may be None",
+            "CispoLoss(clip=0.2); clip must be two numbers, the distances below and above 1; the first may be None",
         ),
-        (CispoLoss(clip=None), "CispoLoss(clip=None); clip is two numbers"),
-        (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); clip is two numbers"),
+        (CispoLoss(clip=None), "CispoLoss(clip=None); clip must be two numbers"),
+        (CispoLoss(clip=(0.2, None)), "CispoLoss(clip=(0.2, None)); clip must be two numbers"),
         (CispoLoss(clip=(1.5, 1.0)), "CispoLoss(clip=(1.5, 1.0)); clip[0] is at most 1"),
         (CispoLoss(kl=-1), "CispoLoss(kl=-1); the KL weight"),
         (
             "grpo",
-            "loss='grpo'; a loss is a description: ClippedLoss, CispoLoss, or your own class of PolicyLoss",
+            "loss='grpo'; a loss is an instance of ClippedLoss, CispoLoss, or your own class of PolicyLoss",
         ),
-        (ClippedLoss, "loss=the class ClippedLoss; a loss is a description"),
+        (ClippedLoss, "loss=the class ClippedLoss; a loss is an instance of"),
         (PolicyLoss(), "PolicyLoss has no formula"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the executor makes of workers that lost each other in a transfer, and of one that gives up; without any Ray."""
+"""Executor reports when workers lose each other in a transfer or one of them fails for good; without Ray."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ LEARNER, FIRST, SECOND = "learner.0", "sampler.0", "sampler.1"
 
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One source and two targets, each of which is its own call and its own actor."""
+    """An executor with one source and two targets, each of which is its own call and its own actor."""
     made: Any = RayExecutor()
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
     made._actors = {"learner": [LEARNER], "sampler": [FIRST, SECOND]}
@@ -42,7 +42,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def told(executor: Any, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[TaskResult]:
-    """What the executor reports, as answers come: results, errors in them, or None of a worker that died."""
+    """Return the executor's reports as answers arrive: results, with or without an error, or None if a worker died."""
 
     def get(call: str, timeout: float) -> TaskResult:
         answer = answers[call.replace(".", "_")]
@@ -95,7 +95,7 @@ def test_one_that_gives_up_and_cannot_be_replaced_is_the_error(
 
 
 def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replicas of two ranks each, and their source. The last of them to get it makes the version whole."""
+    """Two replicas of two ranks each, and their source. A replica is served when its last rank has the version."""
     made: Any = RayExecutor()
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
     ranks = [f"sampler.{rank}" for rank in range(4)]

@@ -1,4 +1,4 @@
-"""Items in lots of a bounded size."""
+"""Splitting items into lots of bounded size."""
 
 from hypothesis import given
 from hypothesis import strategies as st

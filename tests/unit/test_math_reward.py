@@ -1,4 +1,4 @@
-"""math-verify in processes of its own: verdicts, deadlines, crashes, and that no process is left behind."""
+"""math-verify in its own processes: verdicts, deadlines, crashes, and no process left running."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from tests.optional import need
 
 torch.set_num_threads(1)
 MONSTER = r"\boxed{9^{9^{9^{9}}}}"
-RAISES = r"$x > 2$"  # compared with $x \ne 2$, math-verify 0.9.0 raises KeyError
+RAISES = r"$x > 2$"  # against $x \ne 2$, math-verify 0.9.0 raises KeyError
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def gone(pids):
 
 
 def script(tmp_path, body):
-    """A worker process that runs `body` with `question` and `answer()`, and whose third state is not ours."""
+    """Return the command of a worker process that runs `body` per `question` and replies with `answer()`."""
     path = tmp_path / "worker.py"
     path.write_text(
         "import json, os, sys, time\n"

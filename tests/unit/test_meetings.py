@@ -1,4 +1,4 @@
-"""Where both sides of a transfer meet: names that stand for processes, and what the store says of lost ones."""
+"""Meeting points of a transfer: their names identify processes, and the store reports lost workers."""
 
 from pipeline.declare.ranks import reach_store
 from pipeline.executors.meetings import Meetings

@@ -1,4 +1,4 @@
-"""The command line around a graph: its flags and help, what it prints, its exit codes, what it records."""
+"""The command line of a graph: flags and help, output, exit codes, and what it records."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_a_resumed_run_has_the_recorded_flags_and_drops_the_lines_after_its_chec
     assert command(live, "graph.py", *LOCAL, "--batch", "2", "--steps", "3")[0] == 0
     whole = (live / "run/metrics.jsonl").read_text().splitlines()
     with (live / "run/metrics.jsonl").open("a") as file:
-        file.write('{"step":4,"half')  # as a run that was killed leaves it
+        file.write('{"step":4,"half')  # as a killed run leaves it
     code, out, err = command(live, "graph.py", *LOCAL, "--resume", "1")
     assert (code, err) == (0, "")
     assert "live: 2 steps of 2 x 1 samples" in out

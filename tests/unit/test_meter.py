@@ -1,4 +1,4 @@
-"""CPU seconds by task: what runs alone has the process, streams share the rest, nothing is counted twice."""
+"""CPU seconds per task: an exclusive task gets the whole process, streams share the rest, nothing is counted twice."""
 
 from hypothesis import given
 from hypothesis import strategies as st

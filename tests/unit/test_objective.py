@@ -1,4 +1,4 @@
-"""The objective of a microbatch: shares that add up, and every parameter of a description reaching its formula."""
+"""The objective of a microbatch: shares add up, and every parameter of a description affects its formula."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ EVERYTHING = ClippedLoss(
 
 
 def scored(fill: float = float("nan"), drift: float = 0.4) -> Scored:
-    """Ragged rows with `fill` behind the mask; all in float64."""
+    """Return ragged rows with `fill` beyond the mask; all in float64."""
     random = torch.Generator().manual_seed(0)
     base = -1 - 2 * torch.rand(N, T, generator=random, dtype=torch.float64)
     mask = torch.arange(T) < LENGTHS[:, None]
@@ -188,7 +188,7 @@ SEQUENCE = replace(EVERYTHING, ratio="sequence")
 def test_every_parameter_counts(loss, other):
     value, _, gradient = run(loss, scored())
     changed_value, _, changed = run(replace(loss, **other), scored())
-    if "entropy" in other:  # its gradient goes to another column
+    if "entropy" in other:  # the entropy gradient goes to another column
         assert changed_value != value
     else:
         assert not torch.allclose(changed, gradient)
@@ -218,7 +218,7 @@ def test_corrections_weigh_the_policy_loss_by_prev_over_rollout(loss, policy, co
     given = scored()
     weight, changed = formula(given.old_logprobs_NT, given.rollout_logprobs_NT, given.mask_NT)
     args = (given.logprobs_NT, given.old_logprobs_NT, given.advantage_N, given.mask_NT)
-    # The weight stands outside the loss here, and the denominator counts every token.
+    # The weight multiplies the loss from outside, and the denominator counts every token.
     expected = aggregate(policy(*args)[0] * weight, given.mask_NT, "token", TOKENS)
     (gradient,) = torch.autograd.grad(expected, given.logprobs_NT)
     value, sums, found = run(replace(loss, correction=correction), given)

@@ -1,4 +1,4 @@
-"""What is missing is skipped with a reason, and fails where it is required."""
+"""Tests of a missing optional package are skipped with a reason, or fail if SLUICE_REQUIRE names it."""
 
 import json
 

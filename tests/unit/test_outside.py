@@ -1,4 +1,4 @@
-"""A process outside the graph writes a field: what of it is there is taken, and nothing else."""
+"""A field written by an outside process: complete groups are taken, everything else is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Path(__file__).parents[1] / "integration" / "small_graph.py"
 
 @dataclass
 class Held:
-    """The part of an executor that is asked."""
+    """The part of an executor that `Outside` reads."""
 
     plane: MemoryPlane
 
@@ -40,7 +40,7 @@ def test_only_what_is_there_is_taken() -> None:
     outside = Outside(planned, handles, Held(plane))
 
     def asked() -> list[tuple[tuple[int, ...], int]]:
-        outside._asked_s = float("-inf")  # it is time
+        outside._asked_s = float("-inf")  # make a check due now
         found = outside.came(scheduler)
         for notice in found:
             scheduler.handle(notice.event)

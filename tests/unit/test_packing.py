@@ -1,4 +1,4 @@
-"""Rows without padding: the ids, positions and targets of a packed row, and the way back to a rectangle."""
+"""Packed rows without padding: ids, positions and targets, and the way back to a padded rectangle."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rules of parameters: which values are legal, and the problem of one that is not."""
+"""Parameter rules: which values are valid, and the problem reported for an invalid one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ def test_what_is_legal(rule, legal, illegal):
 
 def test_a_broken_rule_says_where_what_why_and_what_to_write():
     said = [str(problem) for problem in broken([WHOLE], Described(0), where="g.py:1", says="stage '{x}' has {}")]
-    assert said == ["g.py:1: stage '{x}' has x=0; x is a whole number, 1 or more. Fix: x=1"]
+    assert said == ["g.py:1: stage '{x}' has x=0; x must be a whole number, 1 or more. Fix: x=1"]
     assert str(next(broken([one_of("x", ("a", "b"))], Described("c"), where="w"))) == (
         "w: x='c'; x is 'a' or 'b'. Fix: x='a'"
     )
@@ -43,6 +43,6 @@ def test_a_broken_rule_says_where_what_why_and_what_to_write():
 def test_every_broken_rule_is_told():
     rules = [at_least("x", 1), number("x", lambda value: value > 5, why="above 5", fix=6)]
     assert [problem.why for problem in broken(rules, Described(0), where="w")] == [
-        "x is a whole number, 1 or more",
+        "x must be a whole number, 1 or more",
         "above 5",
     ]

@@ -1,4 +1,4 @@
-"""A slow store is waited for, a lost answer asked for again, and one that is gone costs no deadline."""
+"""Waiting for a store: a slow one is waited for, a lost reply is requested again, a dead one is detected at once."""
 
 from __future__ import annotations
 

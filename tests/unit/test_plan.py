@@ -1,4 +1,4 @@
-"""The plan of a graph, and each of the checks that a graph passes before it is planned."""
+"""The plan of a graph, and every check that a graph must pass before it is planned."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,23 +208,23 @@ def test_all_problems_are_raised_together_and_each_once():
 
 
 def named(**changes):
-    """A graph with other parts than the toy's."""
+    """Return the toy graph with some attributes replaced."""
     return replace(toy.graph(), **changes)
 
 
 def grown(*stages, **changes):
-    """The toy with further stages."""
+    """Return the toy graph with additional stages."""
     graph = toy.graph(**changes)
     return replace(graph, stages=(*graph.stages, *stages))
 
 
 def on(**numbers):
-    """The toy, its reward on a worker group with these numbers."""
+    """Return the toy graph with its reward on a worker group with these parameters."""
     return toy.graph(reward={"on": WorkerGroup(**({"name": "scorers"} | numbers))})
 
 
 def scheduled(**numbers):
-    """The toy by another schedule."""
+    """Return the toy graph with another schedule."""
     return toy.graph(schedule=Schedule(**({"steps": 3} | numbers)))
 
 
@@ -365,5 +365,5 @@ def test_a_check_of_a_stage_that_raises_is_a_problem_of_that_stage():
             raise KeyError("column")
 
     graph = Graph(name="toy", source=Toy("s", batch=1), stages=(Broken(),), schedule=Schedule(steps=1))
-    with pytest.raises(GraphError, match=r"has reads=.*KeyError: 'column'.*; reads is a tuple of Fields"):
+    with pytest.raises(GraphError, match=r"has reads=.*KeyError: 'column'.*; reads must be a tuple of Fields"):
         plan(graph)

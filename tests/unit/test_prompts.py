@@ -1,4 +1,4 @@
-"""The source of prompts: rows by admission number, and what it says about files and parameters that are wrong."""
+"""The prompt source: rows by admission number, and the problems of invalid files and parameters."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_missing_file_names_the_near_one(tmp_path):
     write(tmp_path / "train.jsonl", ROWS)
     stage = Prompts(str(tmp_path / "trian.jsonl"))
     assert str(problem(stage)) == (
-        f"{stage.location}: '{tmp_path}/trian.jsonl' is not there; rows are read from a JSONL file, by its path from "
+        f"{stage.location}: '{tmp_path}/trian.jsonl' does not exist; rows are read from a JSONL file, by its path from "
         f"the working directory. Fix: did you mean '{tmp_path}/train.jsonl'?"
     )
     assert "one JSON object per line" in problem(Prompts(tmp_path / "no" / "such.jsonl")).fix
@@ -117,10 +117,10 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ('{"promt": "a", "answer": "b"}', "column 'prompt' is missing", "did you mean 'promt'?"),
         ('{"prompt": "a", "solution": "b"}', "column 'answer' is missing", "answer="),
         ("{}", "column 'prompt' is missing", "prompt="),
-        ('{"prompt": 3, "answer": "b"}', "column 'prompt' is 3, which is not a text", '"prompt": "2"'),
-        ('{"prompt": "a", "answer": null}', "column 'answer' is null, which is not a text", '"answer": "2"'),
-        ('{"prompt": "", "answer": "b"}', "column 'prompt' is empty", "as a text"),
-        ('{"prompt": "\\ud800", "answer": "b"}', "column 'prompt' has half of a surrogate pair", "as a text"),
+        ('{"prompt": 3, "answer": "b"}', "column 'prompt' is 3, which is not a string", '"prompt": "2"'),
+        ('{"prompt": "a", "answer": null}', "column 'answer' is null, which is not a string", '"answer": "2"'),
+        ('{"prompt": "", "answer": "b"}', "column 'prompt' is empty", "as a string"),
+        ('{"prompt": "\\ud800", "answer": "b"}', "column 'prompt' has half of a surrogate pair", "as a string"),
         ("[" * 100_000, "this line is not JSON", "write lines such as"),
     ],
 )
@@ -181,7 +181,7 @@ def test_the_check_reads_the_first_thousand_lines_and_the_run_all(tmp_path):
         ({"source": SMALL, "extra": ("level",)}, "columns prompt, answer, level of a Generated task"),
         ({"extra": ("level", "level")}, "column 'level' is used 2 times"),
         ({"prompt": "answer"}, "column 'answer' is used 2 times"),
-        ({"prompt": None}, "column None is not a text"),
+        ({"prompt": None}, "column None is not a string"),
         ({"prompt": "level", "extra": ("prompt",)}, "extra column 'prompt'"),
         ({"extra": ("Level",)}, "extra column 'Level'"),
         ({"extra": (7,)}, "extra column 7"),
@@ -189,8 +189,8 @@ def test_the_check_reads_the_first_thousand_lines_and_the_run_all(tmp_path):
         ({"extra": (("level", "dataset"),), "source": Dataset("x.jsonl", name="x")}, "extra column 'level'"),
         ({"extra": (("level", "messages"),), "chat": True}, "extra column 'level'"),
         ({"extra": (Field("weights", "weights", dims=""),)}, "extra column 'weights'"),
-        ({"answer": 3}, "column 3 is not a text"),
-        ({"as_text": (3,)}, "column 3 is not a text"),
+        ({"answer": 3}, "column 3 is not a string"),
+        ({"as_text": (3,)}, "column 3 is not a string"),
         ({"template": "{}"}, "template='{}'"),
         ({"template": "{prompt"}, "template='{prompt'"),
         ({"template": "{prompt:3}"}, "template='{prompt:3}'"),

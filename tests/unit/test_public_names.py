@@ -1,4 +1,4 @@
-"""What a user may import from `pipeline`: this list, and no more."""
+"""The names a user may import from `pipeline`: exactly this list."""
 
 import pipeline
 

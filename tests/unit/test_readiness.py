@@ -1,4 +1,4 @@
-"""Units: which groups a task gets together, in whatever order they became ready, were dropped or given back."""
+"""Units: which groups a task gets together, whatever the order in which groups become ready, are dropped or return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAGE = plan(toy.graph(schedule=Schedule(steps=1)))[0].stage("rollout")
 
 
 def drained(units):
-    """All units that there are."""
+    """Take and return all available units."""
     taken = []
     while units:
         taken.append(units.take())
@@ -25,7 +25,7 @@ def drained(units):
 
 
 def parts(draw, groups):
-    """Groups in any order, cut into any pieces."""
+    """Draw the groups in any order, split into any parts."""
     order = draw(st.permutations(groups))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(order) - 1)))))
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)]) if order[a:b]]
@@ -33,7 +33,7 @@ def parts(draw, groups):
 
 @given(st.data(), st.integers(1, 5), st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=12).map(sorted))
 def test_runs_are_equal_and_in_canonical_order(data, size, groups):
-    """Placed and ready in any pieces, in any order of the two."""
+    """Groups are admitted and become ready in any parts and in any relative order."""
     units = Runs(size, len(groups))
     expected = [tuple(groups[at : at + size]) for at in range(0, len(groups), size)]
     placed, ready, taken = 0, set(), []

@@ -1,4 +1,4 @@
-"""The README says what is there: its tree, its graph and its commands."""
+"""The README matches the repository: its tree, its graph and its commands."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def block(start: str) -> str:
-    """The fenced block that contains `start`."""
+    """Return the fenced block that contains `start`."""
     return next(text for text in re.findall(r"```\w*\n(.*?)```", README, re.DOTALL) if start in text)
 
 

@@ -1,4 +1,4 @@
-"""Ranks agree on what became of a wave: the same state at all, whoever is late, silent or lost."""
+"""Ranks agree on the outcome of a wave: all get the same state even if a rank is late, silent or lost."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def store() -> dist.Store:
 def settle(
     store: dist.Store, stage: str, *said: tuple[int, Report], wait_s: float = WAIT_S, **options: Any
 ) -> list[Any]:
-    """What ranks get that report at the same time; an error is returned."""
+    """Return what each rank gets when these reports are made at the same time; an error is returned as a value."""
 
     def one(rank: int, report: Report) -> Any:
         unheard = options.get("unheard", {}).get(rank, ())
@@ -52,7 +52,7 @@ def test_who_does_not_report_in_time_is_gone_and_told_when_it_comes(store: dist.
     assert 2.0 <= time.monotonic() - began_s < WAIT_S
     (error,) = settle(store, "1/0", (2, Report(2)))
     assert isinstance(error, GroupError) and "refit, rank 2: the others continued without it" in str(error)
-    (error,) = settle(store, "2/", (2, Report(2)), wait_s=0.1)  # nobody is there any more
+    (error,) = settle(store, "2/", (2, Report(2)), wait_s=0.1)  # no other rank is there any more
     assert isinstance(error, GroupError) and "continued without it" in str(error)
 
 

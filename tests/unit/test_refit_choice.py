@@ -1,4 +1,4 @@
-"""Which transport a refit takes, and where a run says that it cannot."""
+"""Which transport a refit uses, and when a run reports that it cannot use one."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""The Triton kernels do with a table what the CPU's way does: under Triton's interpreter, in a process of its own.
+"""The Triton kernels process a table as the CPU path does: under Triton's interpreter, in a process of its own.
 
-Triton is not in an environment without GPUs. SLUICE_TRITON names a folder that has it:
+Environments without GPUs do not include Triton. SLUICE_TRITON names a folder that has it:
 pip install --no-deps --target FOLDER triton
 """
 

@@ -1,4 +1,4 @@
-"""Memory that other processes open: what its owner writes is what they read, also when it writes again."""
+"""Memory shared with other processes: readers see what the owner writes, also after later writes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_memory_whose_owner_is_gone_stays_with_those_who_opened_it() -> None:
 
 
 def test_memory_that_comes_after_other_memory_has_another_handle() -> None:
-    """The kernel gives the number of a file that was closed to the next one."""
+    """The kernel reuses the number of a closed file for the next one."""
     handles = []
     for _ in range(4):
         memory = SharedMemory(16, CPU)
@@ -70,7 +70,7 @@ def test_a_handle_survives_plain_values() -> None:
 
 
 def test_memory_of_a_gpu_keeps_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch answers with another counter each time it is asked; readers would take that for other memory."""
+    """torch returns a new counter on every call; readers would mistake that for other memory."""
     counters = count()
     answer = (0, b"memory", 16, 0, b"counter")
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: (*answer, next(counters), b"event", True))

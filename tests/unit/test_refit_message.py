@@ -1,4 +1,4 @@
-"""Packed scalars must not put what follows them out of step: a kernel would go through it byte by byte."""
+"""Packed scalars must not misalign what follows them: a kernel would process it byte by byte."""
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ from ops.refit.plan import Copy
 from ops.refit.share import Shares, layout_of
 from ops.refit.transports.broadcast import _buckets
 
-SIZES = [2, 4096, 1, 24, 6, 8192]  # bytes: scalars between tensors
+SIZES = [2, 4096, 1, 24, 6, 8192]  # in bytes: scalars between tensors
 
 
 def copies() -> list[Copy]:
-    """Of buffers that begin where an allocator would let them."""
+    """Return copies between buffers that start where an allocator would align them."""
     return [Copy(0, 0, str(size), str(size), 0, 0, size, 1, size, size) for size in SIZES]
 
 
 def slow_bytes(message: Message) -> int:
-    """Bytes that are not gone through in the widest words, of both sides."""
+    """Return how many bytes, of packing and unpacking together, are not moved in the widest words."""
     memory = torch.zeros(message.size + 16, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :][: message.size]
     buffers = {str(size): torch.zeros(size, dtype=torch.uint8) for size in SIZES}

@@ -1,4 +1,4 @@
-"""Copies of a plan carried out in memory, and the tiles that a kernel's programs get of them."""
+"""Executing the copies of a plan in memory, and the tiles that the programs of a kernel get."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_tiles_are_small_and_together_what_was_described(drawn: list[tuple[int, 
     assert (made[:, 3] * made[:, 4] <= TILE_BYTES).all()
 
     def pairs(table: np.ndarray) -> list[tuple[int, ...]]:
-        """Every row of bytes as (key, first, second, bytes), those that lie together put together."""
+        """Return every row as (key, first, second, bytes), with adjacent rows merged."""
         found: list[list[int]] = []
         rows = [
             (key, first + i * first_step, second + i * second_step, run)
@@ -77,7 +77,7 @@ def test_tiles_are_small_and_together_what_was_described(drawn: list[tuple[int, 
                 found.append([key, first, second, run])
         return [tuple(row) for row in found]
 
-    if len({row[0] for row in drawn}) == len(drawn):  # else descriptors of one key may overlap
+    if len({row[0] for row in drawn}) == len(drawn):  # otherwise descriptors of one key may overlap
         assert pairs(made) == pairs(described)
     words = word_bytes(made)
     assert ((made[:, [1, 2, 4, 5, 6]] % words[:, None]) == 0).all()

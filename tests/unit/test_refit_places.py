@@ -1,4 +1,4 @@
-"""From Megatron's memory into vLLM's: what the plan moves is what vLLM's own loader would have made of the folder."""
+"""From Megatron's memory to vLLM's: the plan produces exactly what vLLM's own loader would produce from the folder."""
 
 from dataclasses import replace
 from itertools import product
@@ -24,7 +24,7 @@ CASES = [
 
 
 def differing(decoder: Decoder, parts: list[Part], of: list[int], ranks: int, destination: Layout) -> set[str]:
-    """Carry the plan out between poisoned buffers; the parameters that are not what vLLM's loader would have made."""
+    """Execute the plan between poisoned buffers and return the parameters that differ from vLLM's own loader."""
     model = folder(decoder)
     source = Layout(destination.tensors, [megatron.places(decoder, part, ITEM) for part in parts])
     given = [{name: a.view(np.uint8).ravel() for name, a in trained(decoder, p, model).items()} for p in parts]

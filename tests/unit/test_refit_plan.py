@@ -1,4 +1,4 @@
-"""The plan of a refit: every byte of the destination once, from whoever holds it, and replicas send alike."""
+"""The refit plan: each destination byte is written once, from any rank that holds it; replicas send equal amounts."""
 
 from collections import Counter
 

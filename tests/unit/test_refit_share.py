@@ -1,4 +1,4 @@
-"""What a trainer's rank offers: its parameters as they were when it published them, in the model's dtypes."""
+"""What a trainer rank shares: its parameters as of publication, in the model's dtypes."""
 
 import pickle
 
@@ -21,7 +21,7 @@ def parameters(value: float, dtype: torch.dtype = torch.bfloat16) -> dict[str, t
 
 
 def read(share: Share, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a share, in order."""
+    """Return the tensors of a share, in order."""
     found = {}
     for place in layout_of([share]).ranks[0]:
         tensor = TENSORS[place.tensor]

@@ -1,4 +1,4 @@
-"""Which stream waits for which: the order that copies and transfers of a slot have on a GPU."""
+"""Which CUDA stream waits for which: the order of copies and transfers of a slot on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ops.refit.streams import Slot, Streams, in_order
 
 
 class Stream:
-    """Notes what a stream is told. An event is how often its stream had one recorded."""
+    """Fake stream that records its calls. Its events are numbered in order of recording."""
 
     def __init__(self, name: str, told: list[tuple[str, str, Any]]) -> None:
         self.name, self._told, self._events = name, told, 0

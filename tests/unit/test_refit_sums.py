@@ -1,4 +1,4 @@
-"""Checksums that do not depend on a layout, and show every byte that differs."""
+"""Checksums that are independent of the layout and reveal every byte that differs."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ from tests.unit.refit_layouts import buffers, filled, on, shifted, sides, view
 
 
 def told(layout: Layout, memory: list[dict[str, np.ndarray]]) -> str:
-    """The digest of what lies there."""
+    """Return the digest of the memory."""
     held = [
         Sums(layout.tensors, places, {name: torch.from_numpy(a) for name, a in own.items()}.__getitem__).now()
         for places, own in zip(layout.ranks, memory)
@@ -59,7 +59,7 @@ def test_a_source_fills_the_places_and_nothing_else(pair: tuple[Layout, Layout],
         found = Sums(layout.tensors, places, copies.__getitem__, held.__getitem__)
         for _ in range(2):
             assert found.now() == Sums(layout.tensors, places, held.__getitem__).now()
-            assert all(np.array_equal(made[name], memory[name]) for name in memory)  # poison where no place is
+            assert all(np.array_equal(made[name], memory[name]) for name in memory)  # poison outside places
             for place in places:
                 view(made[place.buffer], place, layout.tensors[place.tensor].item_bytes)[...] = 0
 
@@ -108,7 +108,7 @@ def test_elements_that_change_places_show(shape: tuple[int, ...], dtype: str) ->
 
 @pytest.mark.parametrize("bit", range(64))
 def test_one_bit_of_any_two_words_shows(bit: int) -> None:
-    """Also the highest: the product of a factor and a word keeps only one bit of it, and two of them cancel out."""
+    """Including the highest bit, of which a product keeps a single bit, so that two of them could cancel out."""
     words = np.zeros(2 * sums.BLOCK + 2, np.uint64)
     tensors = {"t": Tensor(words.shape, "int64")}
     held = Sums(tensors, [dense("t", whole(words.shape), 8, "t")], lambda _: torch.from_numpy(words.view(np.uint8)))

@@ -1,4 +1,4 @@
-"""Transports in which both sides carry, between threads of one process: who meets, and who need not wait."""
+"""Collective transports, run between threads of one process: planning is cached, and lost members end the wait."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ TENSORS = {"w": Tensor((ROWS, COLUMNS), "int32"), "b": Tensor((ROWS,), "int32")}
 
 
 def rank(start: int, stop: int) -> list[Any]:
-    """These rows of both tensors, one behind the other in a buffer."""
+    """Return the places of these rows of both tensors, one after the other in one buffer."""
     rows = stop - start
     return [
         dense("w", ((start, stop), (0, COLUMNS)), 4, "m"),
@@ -34,19 +34,19 @@ DESTINATION = Layout(TENSORS, [rank(0, 8), rank(0, 8), rank(0, 8)])
 
 
 def held(start: int, stop: int, version: int) -> torch.Tensor:
-    """What lies in such a buffer, as flat bytes."""
+    """Return the content of such a buffer at a version, as flat bytes."""
     w = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)[start:stop].flatten()
     return (torch.cat([w, torch.arange(start, stop)]) * version).int().view(torch.uint8)
 
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:
-    """As a run serves it."""
+    """A store opened the way a run opens it."""
     yield open_store("127.0.0.1", 1, deadline_s=60.0)
 
 
 class Members:
-    """Two senders and three receivers, each in a thread."""
+    """Two senders and three receivers, one thread each."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self.store = store
@@ -79,7 +79,7 @@ class Members:
         return meeting.carry(version + wrong, SOURCE, destination, buffers, move, marks)
 
     def all(self, call: Callable[[int], Any], members: range = range(5)) -> list[Any]:
-        """What a call gives on each of the members, or the error."""
+        """Return the result of the call on each member; an error is returned as a value."""
 
         def told(index: int) -> Any:
             try:

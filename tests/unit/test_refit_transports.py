@@ -1,4 +1,4 @@
-"""Between real processes, every transport brings what vLLM's own loader would have made of the trainer's folder."""
+"""Between real processes, every transport delivers what vLLM's own loader would produce from the trainer's folder."""
 
 import json
 import os
@@ -24,7 +24,7 @@ DEADLINE_S = 240
 
 
 def free_ports(count: int) -> int:
-    """The first of some ports in a row that nobody listens on."""
+    """Return the first of `count` consecutive free ports."""
     for first in range(20000 + os.getpid() % 20000, 60000, count):
         try:
             for port in range(first, first + count):
@@ -38,7 +38,7 @@ def free_ports(count: int) -> int:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """The results that each rank reported."""
     folder, port = tmp_path_factory.mktemp("refit"), free_ports(1 + (1 << SIZE))
     command = [sys.executable, "-m", "tests.refit_ranks"]
     ranks = [
@@ -66,14 +66,14 @@ def test_all_pairs_of_layouts_were_carried_out(found: Any) -> None:
 
 
 class Wire:
-    """A communicator that brings something else."""
+    """A communicator that delivers wrong values."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         tensor.fill_(7)
 
 
 class Store(dict[str, str]):
-    """Where ranks leave what the others read."""
+    """An in-process store through which ranks exchange values."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
@@ -118,7 +118,7 @@ def test_ranks_that_do_not_come_are_told() -> None:
 def test_pipeline_stages_keep_to_their_streams(
     drawn: list[tuple[int, int]], streams: int, data: int, limit: int
 ) -> None:
-    """Each of the `data` replicas of a stage holds all of it."""
+    """Each of the `data` replicas of a pipeline stage holds the whole stage."""
     stage_of = {f"t{i}": stage for i, (stage, _) in enumerate(drawn)}
     tensors = {f"t{i}": Tensor((size,), "uint8") for i, (_, size) in enumerate(drawn)}
     ranks = [

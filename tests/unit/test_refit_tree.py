@@ -1,4 +1,4 @@
-"""Between real processes, refits in waves bring what vLLM's own loader would have made, also where ranks die in one."""
+"""Between real processes, refits in waves deliver what vLLM's own loader would produce, even if ranks die midway."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank has found; ranks 0, 1 and 2 were killed in the end."""
+    """The results that each rank reported; ranks 0, 1 and 2 were killed at the end."""
     folder = tmp_path_factory.mktemp("tree")
     command = [sys.executable, "-m", "tests.refit_tree_ranks", str(folder)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=DEADLINE_S)
@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def of(found: Found, name: str) -> dict[int, list[dict[str, Any]]]:
-    """By rank, what came of the versions of a case."""
+    """Return the outcomes of a case's versions, by rank."""
     return {rank: own[name] for rank, own in enumerate(found) if own.get(name)}
 
 
@@ -59,7 +59,7 @@ def test_replicas_give_it_to_each_other(found: Found, case: tuple[str, str, tupl
 
 
 def check_records(ranks: dict[int, list[dict[str, Any]]]) -> None:
-    """What is sent arrives, nothing is looked up twice, and nobody was lost."""
+    """Check that all bytes sent are received, only the first version needs lookups, and no rank was lost."""
     for version in range(len(next(iter(ranks.values())))):
         records = [own[version] for own in ranks.values()]
         assert sum(r["sent_bytes"] for r in records) == sum(r["received_bytes"] for r in records) > 0
@@ -78,7 +78,7 @@ def shown(own: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def test_a_source_that_is_killed_in_a_wave_is_replaced(found: Found) -> None:
     ranks = of(found, "killed")
     assert {rank: shown(own) for rank, own in ranks.items() if rank >= SENDERS} == {
-        3: [("tree", 2, 3, 1, []), *[("direct", 0, 2, 0, [])] * 2],  # from 2 it had a message, from 4 all of it
+        3: [("tree", 2, 3, 1, []), *[("direct", 0, 2, 0, [])] * 2],  # a part from rank 2, then everything from rank 4
         4: [("direct", 1, 3, 1, []), *[("direct", 1, 2, 0, [])] * 2],
         5: [("direct", 2, 3, 1, []), *[("tree", 1, 2, 0, [])] * 2],
     }
@@ -104,7 +104,7 @@ def test_where_no_source_is_left_all_are_told(found: Found) -> None:
     ended = {rank: own[1] for rank, own in ranks.items() if rank != 1}
     assert {rank: (own["error"], own["held"]) for rank, own in ended.items()} == {
         0: ("NoSourceError", None),
-        4: ("NoSourceError", None),  # it has a part of version 2 already
+        4: ("NoSourceError", None),  # it has received part of version 2 already
         5: ("NoSourceError", 1),
     }
     assert "ranks [2, 3]: no rank is left to send them the version (gone: [1]; failed" in ended[4]["text"]

@@ -1,4 +1,4 @@
-"""Waves of a version: everyone gets it once, from one that has it, in as few waves as there can be; whoever dies."""
+"""Refit waves: each rank gets a version once, from a holder, in as few waves as possible, even if ranks die."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ KINDS = st.lists(st.integers(0, 2), min_size=1, max_size=14).map(
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[dict[int, int], State, list[int]]:
-    """Receivers, what is known of them, and the kinds that the trainer can give."""
+    """Draw receivers with their kinds, a state, and the kinds that the trainer can send."""
     kind = draw(KINDS)
     some = st.sets(st.sampled_from(sorted(kind)), max_size=len(kind) // 2)
     holders, gone = draw(some), draw(some)
@@ -32,7 +32,7 @@ def states(draw: st.DrawFn) -> tuple[dict[int, int], State, list[int]]:
 
 
 def check(kind: dict[int, int], state: State, trainer: list[int], made: list[list[list[int]]]) -> None:
-    """Everyone that lacks it gets it once, from one of its kind that has it and gives to nobody else in the wave."""
+    """Check that each rank gets it once, from a holder of its kind, which sends to one rank of a kind per wave."""
     holders = set(state.holders)
     for wave in made:
         givers = Counter((source, kind[rank]) for rank, source in wave)
@@ -79,7 +79,7 @@ def test_there_are_as_few_waves_as_there_can_be(kind: dict[int, int], data: st.D
     needed = 0
     for each in set(kind.values()):
         of_kind = {rank for rank in kind if kind[rank] == each}
-        sources = 1 + len(of_kind & holders)  # the trainer is one
+        sources = 1 + len(of_kind & holders)  # plus the trainer
         while sources << needed < 1 + len(of_kind):
             needed += 1
     assert len(waves(kind, State(tuple(sorted(holders))))) == needed
@@ -114,11 +114,11 @@ def test_plans_and_states_are_plain(drawn: tuple[dict[int, int], State, list[int
 def test_whoever_dies_in_whatever_wave_the_others_have_it_or_nobody_could_give_it(
     kind: dict[int, int], data: st.DataObject
 ) -> None:
-    """Deaths, and transfers that fail between two that live, in every wave; all are planned anew from what is known."""
+    """Ranks die, and transfers between live ranks fail, in any wave; the rest is planned again from the new state."""
     state, dead, count = State(), set[int](), 0
     while True:
         alone = set(range(SENDERS)) & dead
-        trainer = [0, 1, 2] if len(alone) < SENDERS else []  # each sender has all
+        trainer = [0, 1, 2] if len(alone) < SENDERS else []  # each sender holds every kind
         try:
             made = waves(kind, state, trainer)
         except NoSourceError:

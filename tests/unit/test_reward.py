@@ -1,4 +1,4 @@
-"""The reward stage: functions are called by field names, their failures are named, nothing is turned into a zero."""
+"""The reward stage: functions are called by field names, failures name the function, no failure becomes a zero."""
 
 import inspect
 import math
@@ -207,7 +207,7 @@ def test_problems_of_functions():
     assert whats(Reward()) == ["Reward() has no function"]
     assert whats(Reward(lambda response: 1.0)) == ["a lambda has no name of its own"]
     assert whats(Reward(3)) == ["3 is not a function"]
-    assert whats(Reward(later)) == ["reward later is an async generator"]
+    assert whats(Reward(later)) == ["reward later is a generator"]
     assert whats(Reward(everything)) == [f"reward everything has the parameter {p}" for p in ("*args", "**kwargs")]
     assert whats(Reward(positional)) == ["reward positional has the parameter response before a /"]
     assert whats(Reward(nothing)) == ["reward nothing reads no field"]

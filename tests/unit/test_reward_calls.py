@@ -132,7 +132,7 @@ def test_a_batched_reward_that_fails(made, text):
 
 
 class Service:
-    """A judge over HTTP that is slow, fails at first, or hangs, by what it is asked."""
+    """An HTTP judge that is slow, fails at first or hangs, depending on the text."""
 
     def __init__(self):
         self.asked, self.now, self.most = [], 0, 0
@@ -179,7 +179,7 @@ def service():
 
 
 def judge_of(service):
-    """An async reward that asks the service."""
+    """Return an async reward that queries the service."""
 
     async def judge(response):
         async with ClientSession() as session, session.post(service.url, json={"text": response}) as reply:
@@ -233,7 +233,7 @@ def test_a_service_that_hangs_is_late(service):
     scored = set_up(Reward(judge_of(service), timeout_s=0.3, concurrency=1))
     with pytest.raises(StageError, match=r"reward judge did not return within 0.3 s for sample 1 of step 1"):
         scored(texts("a", "hang", "b"))
-    assert "b" not in service.asked  # what waited is not asked any more
+    assert "b" not in service.asked  # queued requests are not sent any more
     assert scored(texts("a", "b")).columns["reward"].tolist() == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""The shipped rewards, on texts and lengths. Those of math-verify have a file of their own."""
+"""The shipped rewards, on texts and lengths. Those of math-verify have their own file."""
 
 import dataclasses
 from decimal import Decimal

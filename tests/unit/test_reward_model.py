@@ -1,4 +1,4 @@
-"""The reward model stage: the score of transformers, whatever the microbatch, and errors for what is none."""
+"""The reward model stage: scores equal those of transformers for any microbatch size; other models are refused."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ ENCODER_CONFIG |= {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
-ENCODER = Model("encoder", config=ENCODER_CONFIG, alphabet="bytes")  # attends to what follows, so to padding as well
+ENCODER = Model("encoder", config=ENCODER_CONFIG, alphabet="bytes")  # attends to later tokens, so to padding as well
 GROUP = WorkerGroup("judge", backend="torch", threads=1)
 PROMPTS = ["1+1=", "1+1=", "name a river > ", "é?"]
 RESPONSES = ["2", "", "the Rhine, which is long", "ß" * 9]
@@ -48,7 +48,7 @@ def scores(judge, microbatch=0, chat=False):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A reward model as transformers saves one, whose tokenizer closes a text and has a chat template."""
+    """A reward model saved by transformers whose tokenizer appends <eos> and has a chat template."""
     judge, path = opened(), tmp_path_factory.mktemp("judge")
     closed = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", judge.tokenizer.eos_token_id)])
     judge.tokenizer.backend_tokenizer.post_processor = closed
@@ -208,7 +208,7 @@ def test_the_byte_tokenizer_says_every_text():
 
 
 def ids_of_byte(tokenizer, byte):
-    """One token a byte: the only one that `bytes([byte])` ends with in any text."""
+    """Return the id of the token of one byte, the last token of every text that ends with this byte."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return tokenizer.convert_tokens_to_ids(bytes_to_unicode()[byte])

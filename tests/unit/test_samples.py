@@ -1,4 +1,4 @@
-"""Which samples of a step are kept for whoever looks at the run: its first group, and the extremes of reward."""
+"""Which samples of a step are kept for inspection: its first group, and the extremes of reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REWARDS = ((1, 1), (0, 1), (3, 3), (-1, 4), (-2, -2), (1, 2), (0, 0), (1, 0))  #
 
 @dataclass(frozen=True)
 class Numbers(Stage):
-    """Prompts that are the numbers of their groups."""
+    """A source whose prompts are the group numbers."""
 
     batch: int = len(REWARDS)
     name: str = "numbers"
@@ -40,7 +40,7 @@ class Numbers(Stage):
 
 @dataclass(frozen=True)
 class Score(Stage):
-    """The rewards above, by the group's place in its batch."""
+    """The rewards above, by the group's position in its batch."""
 
     name: str = "score"
     per: str = "group"  # type: ignore[assignment]
@@ -56,7 +56,7 @@ class Score(Stage):
 
 
 def kept(folder: Path, stages: tuple[Stage, ...], keep: int) -> list[dict[str, object]]:
-    """The rows of the second step of a run, which its record must allow."""
+    """Return the kept rows of a run's second step, after checking its record."""
     described = Graph(name="kept", source=Numbers(), stages=stages, schedule=Schedule(steps=2, keep_groups=keep))
     run_dir = RunDir(folder / "run").create()
     Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
@@ -95,7 +95,7 @@ IDS = Field("ids", dtype="int64", dims="N T")
 
 @dataclass(frozen=True)
 class Say(Stage):
-    """Two tokens a sample."""
+    """Writes two tokens per sample."""
 
     asked: list[str]
     name: str = "say"
@@ -117,7 +117,7 @@ def test_what_a_stage_shows_is_kept_and_its_vocabulary_once_a_run(tmp_path: Path
     vocabulary = RunDir(tmp_path / "first" / "run").vocabulary
     assert msgspec.json.decode(vocabulary.read_bytes()) == ["\xe4", "b"]
     assert {path.name for path in vocabulary.parent.iterdir() if path.suffix != ".jsonl"} == {vocabulary.name}
-    there = RunDir(tmp_path / "there" / "run").create()  # a worker before this one has written it
+    there = RunDir(tmp_path / "there" / "run").create()  # an earlier worker has written it
     there.vocabulary.write_bytes(b"[]")
     kept(tmp_path / "there", (Say(asked),), 1)
     assert asked == ["say"] and there.vocabulary.read_bytes() == b"[]"

@@ -1,4 +1,4 @@
-"""The scheduler step by step: what starts when, where and in which order, and what becomes of lost and stale groups."""
+"""The scheduler step by step: what starts when, where and in which order, and how lost and stale groups are handled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JUDGED = Field("judged", dtype="float32")
 
 
 def build(*more, **options):
-    """The toys as they are, or as `streaming` makes them with a reward on `scorer` replicas, and more stages."""
+    """Return the plan of the toys plus `more`; `streaming` makes them asynchronous, rewarded on `scorer` workers."""
     changes = options.pop("changes", {})
     scorer = WorkerGroup("scorer", workers=options.pop("scorer", 1))
     if (streaming := options.pop("streaming", None)) is not None:
@@ -34,7 +34,7 @@ def build(*more, **options):
 
 
 def published(planned, **options):
-    """A world in which the first weights are served and evaluated."""
+    """Return a world in which the first weights are served and evaluated."""
     world = World(planned, **options)
     world.finish(world.job("refit"))
     while "evaluate" in {job.task.stage for job in world.jobs.values()}:
@@ -43,13 +43,13 @@ def published(planned, **options):
 
 
 def rest(world, *stages, but=()):
-    """Every task of these stages, and those of them that follow, but for some."""
+    """Finish every task of these stages, including tasks that start meanwhile, except the jobs in `but`."""
     while jobs := [job for job in world.jobs.values() if job.task.stage in stages and job not in but]:
         world.finish(jobs[0])
 
 
 def sampled(planned, *steps, **options):
-    """A world in which the first weights are served, prompts are made, and whole batches sampled and scored."""
+    """Return a world with the first weights served, prompts made, and whole batches sampled and scored."""
     world = published(planned, **options)
     rest(world, "prompts", "samples")
     for step in steps:
@@ -59,7 +59,7 @@ def sampled(planned, *steps, **options):
 
 
 def trained(world, step, but=()):
-    """Everything that the learner and the scorer can do until the weights of a step are served."""
+    """Finish all tasks of the learner and the scorer until the weights of a step are served."""
     while (job := next((job for job in world.jobs.values() if job.stage.shape == "transfer"), None)) is None:
         stages = ("prompts", "samples", "reward", "logprobs", "ref", "train", "gain", "critic")
         world.finish(next(job for job in world.jobs.values() if job.task.stage in stages and job not in but))
@@ -225,7 +225,7 @@ def test_a_sample_is_too_old_when_more_versions_lie_between_than_allowed(oldest,
 def test_rollout_runs_ahead_by_the_bound_and_no_further(staleness, depth, ahead, on_stale):
     schedule = {"steps": 8, "max_staleness": staleness, "pipeline_depth": depth, "on_stale": on_stale}
     world = World(build(batch=1, schedule=schedule, streaming={}, changes={"evaluate": None}))
-    for _ in range(200):  # everything but training goes on as far as it can
+    for _ in range(200):  # everything but training proceeds as far as it can
         free = [job for job in world.jobs.values() if job.task.stage != "train"]
         if not free:
             break
@@ -388,7 +388,7 @@ def test_a_lost_transfer_lets_streams_go_on_and_comes_again():
     world.run(lambda count: 0).check_end()
 
 
-# What comes first.
+# Priorities.
 
 
 def test_the_learner_takes_the_earlier_step_and_then_what_is_behind():
@@ -499,7 +499,7 @@ def test_what_was_not_acknowledged_is_handed_out_again_as_the_next_attempt():
     world.run(lambda count: 0).check_end()
 
 
-# Batches that are claimed.
+# Claimed batches.
 
 DROP = {"steps": 6, "max_staleness": 1, "on_stale": "drop"}
 
@@ -509,7 +509,7 @@ def claims(world):
 
 
 def sample(world, *groups):
-    """These groups are yielded together, with others of their tasks."""
+    """Yield these groups, those of one task together."""
     for job in [job for job in world.jobs.values() if job.task.stage == "rollout"]:
         if mine := [group for group in groups if group in job.left]:
             world.finish(job, mine)
@@ -517,7 +517,7 @@ def sample(world, *groups):
 
 
 def streamed(world, *groups):
-    """These groups are sampled one by one, and their rewards known."""
+    """Sample and score these groups one by one."""
     for group in groups:
         sample(world, group)
     rest(world, "reward")
@@ -540,7 +540,7 @@ def test_the_first_groups_that_are_ready_are_the_batch():
 
 
 def decided(world):
-    """What the last report that came to a claim has led to, but for tasks."""
+    """Return the decisions on the event that led to the last claim, without tasks."""
     last = next(told for _, told in reversed(world.log) if any(isinstance(d, Claim) for d in told))
     return [decision for decision in last if not isinstance(decision, Run)]
 
@@ -579,7 +579,7 @@ def test_what_is_ready_and_too_old_is_dropped_and_replaced():
 
 
 def test_a_lost_attempt_has_no_age():
-    """What waits to be sampled again will be sampled by younger weights."""
+    """Groups waiting for their next attempt will be sampled by newer weights."""
     world = dropping(schedule=DROP | {"refit": "in_flight", "max_staleness": 2})
     streamed(world, 0, 1)
     streamed(world, 2, 3)
@@ -649,7 +649,7 @@ def test_what_is_still_to_come_again_is_named_by_the_next_checkpoint():
 @given(st.integers(0, 2), st.randoms(use_true_random=False))
 @settings(max_examples=few(30), deadline=None)
 def test_what_a_dropping_run_left_is_trained_once_by_one_that_waits(staleness, rng):
-    """A run that is resumed with another schedule loses nothing and trains nothing twice."""
+    """A run resumed with another schedule loses no group and trains none twice."""
     schedule = DROP | {"checkpoint_every": 1, "max_staleness": 2}
     world = World(build(batch=2, streaming={}, schedule=schedule))
     while 1 not in world.saves:
@@ -670,9 +670,9 @@ def test_what_a_dropping_run_left_is_trained_once_by_one_that_waits(staleness, r
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_stages_may_be_called_what_the_scheduler_waits_for(ahead, monkeypatch):
-    """`version n` and `checkpoint n` are also how people read two fences of this graph. Each is waited for.
+    """`version n` and `checkpoint n` are also the displayed names of two fences of this graph. Both are waited for.
 
-    A check refuses such names, for the sake of those who read records; the scheduler does not depend on it.
+    A check refuses such stage names because they confuse readers of records; the scheduler does not depend on it.
     """
     monkeypatch.setattr("pipeline.plan.structure.reserved", lambda graph, stages: ())
     user = dict(per="batch", on=toy.LEARNER, models=(toy.POLICY,))

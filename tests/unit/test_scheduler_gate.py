@@ -1,4 +1,4 @@
-"""The scheduler with a gate: dropped groups are replaced, nobody behind sees them, and the order changes nothing."""
+"""The scheduler with a gate: dropped groups are replaced, later stages never get them, and order changes nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def gate(*reads, **options):
 
 
 def graph(*extra, **options):
-    """The toys with a gate behind the reward, and stages beside them."""
+    """Return the toy graph with a gate after the reward, or with the stages `extra` instead."""
     schedule = Schedule(**({"steps": 3} | options.pop("schedule", {})))
     made = toy.graph(schedule=schedule, **options)
     return Graph(name="toy", source=made.source, stages=(*made.stages, *(extra or (gate(),))), schedule=schedule)
 
 
 def batches(drop, batch, steps, first, limit):
-    """What each step trains, told without a scheduler: (admitted, kept) a step; it ends where the limit is passed."""
+    """Return (admitted, kept) groups per step, computed without a scheduler; stops at a step that exceeds the limit."""
     made = []
     for _ in range(steps):
         admitted, at = [], first
@@ -52,7 +52,7 @@ def world_of(described, drop, **options):
 
 
 def check_end(world, drop, first=0):
-    """Every step has the first groups that are kept, and no more were sampled; or the gate gave up where it had to."""
+    """Check that steps train the first kept groups and sample no others, or that the gate gave up at its limit."""
     limit, batch = world.plan.gate.max_groups, world.plan.batch
     expected = batches(drop, batch, world.plan.steps - world.start, first, limit)
     admitted = {step: [g for g, at in world.admitted.items() if at == step] for step in world.admitted.values()}
@@ -75,7 +75,7 @@ def check_end(world, drop, first=0):
 
 @st.composite
 def graphs(draw, staleness=0):
-    """Stages in any relation to each other and to the gate, which any of their fields may lead to."""
+    """Draw graphs with random stages before and after a gate that reads random fields."""
     rng = draw(st.randoms(use_true_random=False))
     fields, extra = [RESPONSE, REWARD], []
     if rng.random() < 0.3:
@@ -159,7 +159,7 @@ def test_a_gate_that_drops_everything_ends_the_run_and_says_so():
 
 
 def dropping(drop):
-    """Batches of one group that are claimed, of which the gate may refuse two."""
+    """Return a world that claims batches of one group, in which the gate may drop two groups per claim."""
     schedule = {"steps": 4, "max_staleness": 1, "on_stale": "drop"}
     return world_of(graph(gate(max_rounds=3), batch=1, schedule=schedule, **toy.streaming()), drop)
 
@@ -180,7 +180,7 @@ def test_the_last_group_that_max_rounds_allows_is_sampled():
 
 
 def scored(world, step=0):
-    """The gate can decide on all groups of a step."""
+    """Run until the gate can decide on all groups up to a step and return the gate's job."""
     for stage in ("refit", "evaluate", "prompts", "rollout", "reward"):
         while any(job.task.stage == stage and job.task.step <= step for job in world.jobs.values()):
             world.finish(world.job(stage))
@@ -192,7 +192,7 @@ def admits(world):
 
 
 def test_what_is_dropped_is_replaced_when_the_round_is_decided():
-    """Without staleness: what replaces it is decoded together, in any order of decisions."""
+    """Without staleness: the replacements are decoded together, whatever the order of decisions."""
     world = world_of(graph(batch=3), [True, False, True] + [False] * 20)
     job = scored(world)
     world.land(job, [0])
@@ -224,7 +224,7 @@ def test_the_next_step_is_admitted_when_the_batch_is_kept():
 
 
 def test_the_gate_decides_once():
-    """An attempt that is lost after it has decided changes nothing by what the next one says."""
+    """If an attempt is lost after the gate has decided, the next attempt's decision is ignored."""
     world = world_of(graph(batch=2), [False] * 20)
     job = scored(world)
     world.land(job, [0])
@@ -237,7 +237,7 @@ def test_the_gate_decides_once():
 
 
 def test_a_lost_attempt_at_a_dropped_group_is_not_missed():
-    """A stage before the gate wrote what the gate reads, and was lost before it acknowledged: it is over."""
+    """The stage wrote the gate's input and was lost before acknowledging: the dropped group is not tried again."""
     slow = Field("slow", dtype="float32")
     early = Toy("early", reads=(RESPONSE,), writes=(slow,), per="group", on=WorkerGroup("other"))
     world = world_of(graph(early, gate(REWARD, slow), batch=2), [False, True] + [False] * 20)
@@ -294,7 +294,7 @@ def test_a_dropped_group_that_waits_for_its_next_attempt_is_not_missed():
 
 
 def test_a_gate_before_the_rollout_leaves_a_smaller_lot():
-    """What is left of the groups that were admitted together is decoded together, though none of it came last."""
+    """The kept groups of one admission are decoded together, even if the last decision drops a group."""
     fit = Toy("gate", reads=(PROMPT,), writes=(KEPT,), gate=KEPT, per="group")
     described = graph(fit, batch=3, rollout={"shape": "stream", "stamps": VERSIONS, "writes": (RESPONSE, VERSIONS)})
     for order in ([0, 1, 2], [1, 0, 2], [2, 0, 1]):

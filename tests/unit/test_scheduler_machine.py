@@ -1,9 +1,9 @@
-"""The scheduler against whatever workers, the data plane and the outside may do, in any order: the invariants of a run.
+"""Invariants of the scheduler under any order of events from workers, the data plane and outside processes.
 
-The machine plays them by `World`, which checks each decision by itself: what is handed out, where, when and how often
-(exactly once an attempt, nothing before its last field, no step before its fences), what is claimed, dropped, cleared
-and saved. What the rules add is disorder: parts of streams, reports that come twice or too late, lost attempts, slow
-checkpoints, a killed run. Each run then goes on without faults and has to come to a clean end.
+`World` plays them and checks each decision on its own: what is handed out, where, when and how often (exactly once per
+attempt, nothing before its last field, no step before its fences), what is claimed, dropped, cleared and saved. The
+rules add disorder: partial streams, duplicate or late reports, lost attempts, slow checkpoints, a killed run. Each run
+then continues without faults and must end cleanly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JUDGED = Field("judged", dtype="float32")
 
 
 class Case(NamedTuple):
-    """One schedule of one graph. `served`: weights are published; `extras` are stages beside the usual ones."""
+    """One schedule of one graph. If `served`, weights are published; `extras` are additional stages."""
 
     batch: int = 2
     steps: int = 3
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def planned(case: Case) -> Plan:
-    """The plan of a case."""
+    """Return the plan of a case."""
     schedule = Schedule(
         steps=case.steps,
         max_staleness=case.staleness,
@@ -91,7 +91,7 @@ def planned(case: Case) -> Plan:
 
 @st.composite
 def cases(draw, **fixed: st.SearchStrategy) -> Case:
-    """Any case that the checks allow; `fixed` replaces what single parameters are drawn from."""
+    """Draw any case that passes the checks; `fixed` replaces the strategies of single parameters."""
 
     def pick(name, strategy):
         return draw(fixed.get(name, strategy))
@@ -118,7 +118,7 @@ def cases(draw, **fixed: st.SearchStrategy) -> Case:
     )
 
 
-dropped_groups = st.frozensets(st.integers(0, 20), max_size=8)  # fewer than any gate gives up at
+dropped_groups = st.frozensets(st.integers(0, 20), max_size=8)  # too few to reach the limit of any gate
 
 
 AGEING = dict(
@@ -132,7 +132,7 @@ AGEING = dict(
 
 
 class Disorder(RuleBasedStateMachine):
-    """A run in which everything happens that may. `slow` groups are yielded where a rule says so, and at the end."""
+    """A run with every kind of fault. `slow` groups are yielded only if a rule does so, and at the end."""
 
     any_case = cases()
     any_slow = st.frozensets(st.integers(0, 12), max_size=4)
@@ -142,7 +142,7 @@ class Disorder(RuleBasedStateMachine):
         case, self.slow = data.draw(self.any_case, label="case"), data.draw(self.any_slow, label="slow")
         self.plan, self.drops = planned(case), drops
         self.checkpoints = [(0, None, ())]
-        self.trained = {}  # step -> its batch, as far as the last checkpoint that was resumed from
+        self.trained = {}  # step -> its batch, up to the last checkpoint that was resumed from
         self.world = World(self.plan, drops=drops.__contains__)
         self.restarts = 0
 
@@ -161,7 +161,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: self.world.jobs)
     @rule(data=st.data())
     def the_first_token(self, data):
-        """A sequence begins late, or with weights that its worker has and the scheduler does not know of yet."""
+        """A group's first token comes late, or from weights that the scheduler does not know of yet."""
         job = self.job(data, lambda job: job.stage.stamps)
         if job:
             has = self.world.version_on(job.task)
@@ -179,7 +179,7 @@ class Disorder(RuleBasedStateMachine):
 
     @property
     def transfer(self):
-        """One that is under way to several replicas."""
+        """Return a running transfer to several replicas, or None."""
         return next(
             (
                 job
@@ -191,7 +191,7 @@ class Disorder(RuleBasedStateMachine):
 
     @rule(reports=st.integers(5, 60), seed=st.integers(0, 2**16))
     def it_goes_well_for_a_while(self, reports, seed):
-        """Faults would otherwise keep most runs from their first checkpoint."""
+        """Report without faults for a while; otherwise most runs would never reach a checkpoint."""
         rng = random.Random(seed)
         for _ in range(reports):
             self.world.step(rng.randrange, self.slow)
@@ -234,7 +234,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: self.world.over)
     @rule(data=st.data())
     def a_zombie_reports(self, data):
-        """I10. Whatever it says, nothing follows, now or later."""
+        """I10. No report of an ended task causes a decision."""
         task = data.draw(st.sampled_from(self.world.over), label="zombie")
         stage = self.plan.stage(task.stage)
         reports = [
@@ -282,7 +282,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: self.restarts < min(3, 1 + len(self.world.saved) + self.world.start))
     @rule()
     def the_run_is_killed(self):
-        """I8. It starts again from the last checkpoint."""
+        """I8. The run restarts from the last checkpoint."""
         self.restarts += 1
         start, next_group, pending = self.checkpoints[-1]
         known = self.trained | self.world.batches
@@ -293,7 +293,7 @@ class Disorder(RuleBasedStateMachine):
 
     @invariant()
     def no_group_is_in_two_batches(self):
-        """I2, over restarts."""
+        """I2, across restarts."""
         if hasattr(self, "world"):
             batches = {**self.trained, **self.world.batches}
             groups = [group for of in batches.values() for group in of]
@@ -301,7 +301,7 @@ class Disorder(RuleBasedStateMachine):
             assert not self.drops.intersection(groups) or self.plan.gate is None
 
     def teardown(self):
-        """I5. Once faults stop, the run ends after so many events."""
+        """I5. Once faults stop, the run ends within a bounded number of events."""
         if hasattr(self, "world"):
             most = len(self.plan.stages) * (2 * self.plan.batch + 1) * (self.plan.steps + self.plan.max_staleness + 12)
             turn = iter(range(10**6))
@@ -311,7 +311,7 @@ class Disorder(RuleBasedStateMachine):
 
 
 class DisorderWithDrops(Disorder):
-    """The same where samples become too old."""
+    """The same with samples that become too old."""
 
     any_case = cases(**AGEING)
     any_slow = st.frozensets(st.integers(0, 8), min_size=1, max_size=4)
@@ -324,7 +324,7 @@ TestDisorderWithDrops.settings = settings(max_examples=few(60), stateful_step_co
 
 
 def disorderly(case: Case, drops: frozenset[int], rng: random.Random, *, slow: float, faults: float) -> World:
-    """A run to its end: some groups take long, some attempts are lost."""
+    """Run to the end with some slow groups and some lost attempts."""
     world = World(planned(case), drops=drops.__contains__)
     waits = [group for group in range(60) if rng.random() < slow]
     for _ in range(5_000):
@@ -346,7 +346,7 @@ def test_any_case_in_any_order_comes_to_its_end(case, drops, rng):
 
 
 def stopped(world: World, rng: random.Random, after: int) -> World:
-    """Ask a run to stop after so many reports, and let what runs end."""
+    """Ask a run to stop after `after` reports, and let running tasks end."""
     for _ in range(after):
         world.step(rng.randrange)
     if world.gave_up is not None or world.scheduler.done:
@@ -355,7 +355,7 @@ def stopped(world: World, rng: random.Random, after: int) -> World:
     while not world.scheduler.stopped:
         assert world.step(rng.randrange), world.scheduler.waiting()
     world.check_stopped(last)
-    while world.step(rng.randrange):  # whatever is left comes too late to change anything
+    while world.step(rng.randrange):  # later reports change nothing
         assert world.scheduler.stopped
     assert set(world.admitted) == admitted
     return world
@@ -389,7 +389,7 @@ def test_samples_that_become_too_old_are_replaced(case, drops, seed):
 @given(cases(staleness=st.just(0)), dropped_groups, st.randoms(use_true_random=False))
 @settings(max_examples=few(60), deadline=None)
 def test_without_staleness_every_schedule_decides_the_same(case, drops, rng):
-    """k = 0 is sync: what becomes of stale samples, and how weights are swapped, changes no decision."""
+    """k = 0 is sync: neither `on_stale` nor `refit` changes any decision."""
     world = World(planned(case), drops=drops.__contains__).run(rng.randrange)
     for on_stale in ("wait", "drop"):
         for refit in ("drain", "in_flight"):
@@ -400,7 +400,7 @@ def test_without_staleness_every_schedule_decides_the_same(case, drops, rng):
 
 
 def units(world: World) -> set[tuple]:
-    """What stages that stream, or that have whole batches, were given together."""
+    """Return the tasks of streaming stages and of stages with whole batches, each with its groups."""
     stages = world.stages
     return {
         (task.stage, task.step, task.groups)
@@ -412,7 +412,7 @@ def units(world: World) -> set[tuple]:
 @given(cases(on_stale=st.just("wait")), dropped_groups, st.randoms(use_true_random=False))
 @settings(max_examples=few(100), deadline=None)
 def test_what_is_computed_together_follows_from_admission(case, drops, rng):
-    if case.staleness and case.depth != 0:  # what a gate drops is then replaced at once, not round by round
+    if case.staleness and case.depth != 0:  # then a gate's drops are replaced at once, not per round
         case = case._replace(extras=case.extras - {"gate"})
     orders = [rng.randrange, lambda count: 0, lambda count: count - 1]
     found = [units(World(planned(case), drops=drops.__contains__).run(order)) for order in orders]

@@ -1,4 +1,4 @@
-"""Sharding a batch over ranks: nothing lost, equal shapes, budgets kept; for random lengths."""
+"""Sharding a batch over ranks: no sample lost, equal shapes, budgets kept; for random lengths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HARD_BUDGET = 2048
 
 @st.composite
 def batches(draw, divisible=True):
-    """Arguments of shard_batch for which a plan must exist: ranks divide a minibatch, the two longest fit together."""
+    """Draw arguments of shard_batch that can be planned: ranks divide a minibatch, the two longest fit together."""
     ranks, minibatches = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     size = draw(st.integers(1, 8)) * ranks + (0 if divisible else draw(st.integers(0, ranks - 1)))
     samples = size * minibatches
@@ -54,12 +54,12 @@ def batches(draw, divisible=True):
 
 
 def members(shard, update):
-    """Positions in the batch of what an update of a shard has."""
+    """Return the batch positions of the samples in an update of a shard."""
     return [shard.index[i] for microbatch in update.microbatches for i in microbatch.samples]
 
 
 def check_whole(shards, arguments):
-    """Every sample once; each minibatch is its run of the batch, whatever the ranks; the normalisers are global."""
+    """Check that every sample occurs once, minibatches are independent of the ranks, and normalizers are global."""
     prompts, responses, minibatches = arguments["prompts"], arguments["responses"], arguments["minibatches"]
     assert [shard.rank for shard in shards] == list(range(arguments["ranks"]))
     assert {shard.ranks for shard in shards} == {arguments["ranks"]}
@@ -80,7 +80,7 @@ def check_whole(shards, arguments):
 
 
 def check_budget(shards, arguments):
-    """Pad lengths cover the samples, and no microbatch is over its bound."""
+    """Check that pad lengths cover the samples and no microbatch exceeds its budget."""
     prompts, responses, mode = arguments["prompts"], arguments["responses"], arguments["microbatching"]
     for shard in shards:
         assert shard.packed == isinstance(mode, Packed)
@@ -190,7 +190,7 @@ def test_one_rank_plain_is_runs_in_canonical_order(size, minibatches, samples, r
 
 
 def ffd(sizes, budget):
-    """First fit decreasing, as in the textbook."""
+    """Return how many rows textbook first-fit decreasing makes."""
     rows = []
     for size in sorted(sizes, reverse=True):
         row = next((i for i, used in enumerate(rows) if used + size <= budget), None)
@@ -348,7 +348,7 @@ def test_what_cannot_be_sharded_is_said_with_its_numbers(changes, text):
 
 
 def two_shards(**of_second):
-    """Two ranks with one update of one microbatch; the second differs as asked."""
+    """Return two ranks with one update of one microbatch each; `of_second` changes the second."""
     different = {"samples": (0,), "prompt": 4, "response": 8, "tokens": 12, "count": 2, "microbatches": 1, "updates": 1}
     different |= of_second
     microbatch = Microbatch(different["samples"], different["prompt"], different["response"])

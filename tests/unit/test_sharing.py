@@ -1,4 +1,4 @@
-"""Processor sharing against small steps of time, and against schedules worked out by hand."""
+"""Processor sharing, against small time steps and against hand-computed schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEET_S = 6 * STEP_S
 
 
 def ends_by_small_steps(jobs, cores):
-    """When each (lane, start, seconds of work, cores, first) ends, integrated in small steps."""
+    """Return when each (lane, start, seconds of work, cores, first) ends, integrated in small time steps."""
     left = [work for _, _, work, _, _ in jobs]
     ends = [None] * len(jobs)
     now_s = 0.0
@@ -69,7 +69,7 @@ JOBS = st.lists(
 
 
 def meet(stream, end_s, task):
-    """Whether a task begins just as a stream of its lane ends: a moment earlier, and the stream waits for all of it."""
+    """Return whether a task starts just as a stream of its lane ends. Any earlier, the stream would wait for it."""
     return task[4] and not stream[4] and task[0] == stream[0] and abs(end_s - task[1]) < MEET_S
 
 
@@ -104,11 +104,11 @@ def test_marks_come_in_order_and_what_was_given_up_does_not_come():
     lane = Lane(machine)
     lane.start(0.0, [(1.0, "half"), (2.0, "all")], parallelism=1.0, first=False)
     other = lane.start(0.0, [(1.5, "never")], parallelism=1.0, first=False)
-    assert machine.next_s() == 2.0  # two share the lane
+    assert machine.next_s() == 2.0  # two streams share the lane
     assert machine.pop(2.0) == "half"
     lane.stop(2.5, other)
     lane.stop(2.5, other)
-    assert machine.next_s() == pytest.approx(3.25)  # 1.25 of 2.0 are done
+    assert machine.next_s() == pytest.approx(3.25)  # 1.25 of 2.0 s are done
     assert machine.pop(3.25) == "all"
     assert machine.next_s() == math.inf
     assert machine.demand == 0.0

@@ -1,4 +1,4 @@
-"""Virtual time against schedules worked out by hand, faults, what-if changes, and the command."""
+"""Virtual time against hand-computed schedules, faults, what-if changes, and the command."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def test_a_synchronous_step_is_the_sum_of_its_stages():
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 3), st.sampled_from(["in_flight", "drain"]))
 @settings(deadline=None, max_examples=few(25))
 def test_k_batches_ahead_is_the_recursion_by_hand(rollout, train, k, refit):
-    """Batch n is sampled once version n - k is there, trained once it is sampled and version n is there. A refit that
-    drains comes when what is being sampled has ended."""
+    """Batch n is sampled once version n - k exists, and trained once it is sampled and version n exists.
+
+    A draining refit waits for the batches that are being sampled."""
     rollout_s, train_s, steps = rollout / 10, train / 10, 8
     made = times(rollout=f"{rollout_s}", train=f"{train_s}", logprobs="0", ref="0", refit="0")
     found = published(run(Schedule(steps=steps, max_staleness=k, refit=refit), made))
@@ -110,7 +111,7 @@ def test_what_is_too_old_is_dropped_and_no_staleness_exceeds_the_bound():
 
 @pytest.mark.parametrize(("cores", "factor"), [(None, 1.0), (4, 1.0), (2, 2.0), (1, 4.0)])
 def test_stages_that_compute_at_the_same_time_share_the_cores(cores, factor):
-    """Rollout and train both want two cores all the time, on lanes of their own."""
+    """Rollout and train each keep two cores busy, on lanes of their own."""
     schedule = Schedule(steps=6, max_staleness=1, refit="in_flight")
     made = times(rollout="1 @ 2", train="1 @ 2", logprobs="0", ref="0", refit="0")
     ends = published(run(schedule, made, cores=cores))
@@ -202,7 +203,7 @@ def test_a_fault_costs_time_and_loses_nothing(stage, kind):
     assert set(put.values()) == {1}
     assert [e.version for e in events if isinstance(e, trace.Published)] == [0, 1, 2, 3, 4]
     failed = False
-    for _, reported, _ in told:  # what a lost attempt still says is kept from the scheduler
+    for _, reported, _ in told:  # reports of a lost attempt do not reach the scheduler
         for event in reported:
             if failed and isinstance(event, Landed):
                 assert event.task not in lost
@@ -244,7 +245,7 @@ def test_a_changed_plan_is_the_plan_of_the_changed_graph(k, on_stale):
     change = Changes(steps=9, max_staleness=k, on_stale=on_stale, refit="in_flight", groups="2x")
     expected = planned(schedule, batch=8)
     found = change.applied(planned(Schedule(steps=3), batch=4), times())[0]
-    without = {"stages": ()}  # where they were written differs
+    without = {"stages": ()}  # their source locations differ
     assert msgspec.structs.replace(found, **without) == msgspec.structs.replace(expected, **without)
 
 
@@ -283,7 +284,7 @@ def test_what_cannot_be_changed_is_told(change, told):
 
 
 def recorded_in(folder: Path) -> Path:
-    """The run directory of a simulated run, as a real one would have left it."""
+    """Return the run directory of a simulated run, as a real run would leave it."""
     made = times(rollout="lognormal(1, 0.5)", train="0.5 @ 2")
     (folder / "run.json").write_text(json.dumps({"machine": "x86_64, 2 cores"}))
     return write_run(folder, planned(Schedule(steps=8)), made, cores=2)
@@ -333,7 +334,7 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
     [
         ([], "no run is named"),
         (["nowhere"], "there is no such file"),
-        (["{folder}"], "plan.json is not there"),
+        (["{folder}"], "plan.json does not exist"),
         (["{record}", "--max-stalenes", "1"], "did you mean --max-staleness?"),
         (["{record}", "--on-stale", "keep"], "expected one of wait, drop, got 'keep'"),
         (["{record}", "--workers", "sampler"], "the flag takes NAME=VALUE"),
@@ -361,7 +362,7 @@ def test_mistakes_on_the_command_line_are_told(arguments, told, record, tmp_path
     ],
 )
 def test_a_record_that_is_damaged_or_too_short_is_told(file, text, told, tmp_path_factory, capsys):
-    record = recorded_in(tmp_path_factory.mktemp("damaged"))  # not where every run of a test is judged
+    record = recorded_in(tmp_path_factory.mktemp("damaged"))  # not where the checker looks for runs
     (record / file).write_text(text)
     code, _, err = command(capsys, str(record))
     assert code == 2 and told in err

@@ -1,7 +1,7 @@
-"""Two hundred seeded schedules in virtual time, with random delays and lost attempts, judged by the journal checker.
+"""Two hundred seeded schedules in virtual time, with random delays and lost attempts, checked by the journal checker.
 
-What the seeds have hit is printed (`pytest -s`) and asserted. A seed that breaks an invariant is shrunk: fewer steps,
-smaller batches, fewer faults, as long as it still breaks one.
+The faults and schedules covered are printed (`pytest -s`) and asserted. A seed that breaks an invariant is shrunk:
+fewer steps, smaller batches, fewer faults, as long as the invariant still breaks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEVER: frozenset[int] = frozenset()
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule. `spared` are the numbers of tasks that no fault befalls."""
+    """One schedule. `spared` holds the numbers of tasks that get no fault."""
 
     seed: int
     staleness: int
@@ -55,7 +55,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(seed: int) -> Case:
-        """What a seed stands for; one in four has no faults."""
+        """Return the case of a seed; one in four has no faults."""
         rng = random.Random(seed)
         staleness = rng.choice([0, 1, 1, 2, 3])
         return Case(
@@ -77,7 +77,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def plan(self) -> Plan:
-        """The toy graph under this schedule."""
+        """Return the plan of the toy graph under this schedule."""
         schedule: Any = Schedule(
             steps=self.steps,
             max_staleness=self.staleness,
@@ -90,7 +90,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return plan(toy.graph(batch=self.batch, schedule=schedule, **changes))[0]
 
     def fault(self, task: Task) -> Fault | None:
-        """What befalls an attempt: a function of seed and task."""
+        """Return the fault of an attempt, a function of the seed and the task."""
         at = uniform(self.seed, task.number, 7) / 0.15
         if not self.faulty or at >= 1 or task.attempt > 2 or task.number in self.spared:
             return None
@@ -98,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return Fault(kind=KINDS[int(at * len(KINDS))], delay_s=delay_s, factor=5.0, groups=task.number % 3)
 
     def smaller(self, befallen: set[int]) -> Iterator[Case]:
-        """Schedules that are simpler in one thing, and that a plan can be made of."""
+        """Yield schedules that are simpler in one respect and can still be planned."""
         half = self.batch // 2
         if self.steps > 1:
             yield msgspec.structs.replace(self, steps=self.steps - 1)
@@ -119,7 +119,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(case: Case, folder: Path, stop_s: float | None = None) -> tuple[list[Violation], Counter[str], set[int]]:
-    """What the checker finds, what the run has met, and the tasks that a fault befell."""
+    """Return the checker's violations, counts of what the run covered, and the tasks that had a fault."""
     met: Counter[str] = Counter()
     befallen: set[int] = set()
 
@@ -153,7 +153,7 @@ def simulate(case: Case, folder: Path, stop_s: float | None = None) -> tuple[lis
 
 
 def shrunk(case: Case, folder: Path, broken: Any = simulate) -> tuple[Case, list[Violation]]:
-    """The simplest schedule that is found from this one and still breaks an invariant."""
+    """Return the simplest schedule found that still breaks an invariant, with its violations."""
     found, _, befallen = broken(case, folder / "0")
     tried = 0
     while True:
@@ -232,7 +232,7 @@ def test_whatever_a_seed_is_shrunk_to_can_be_planned():
 
 @pytest.mark.journal_expected
 def test_a_seed_that_fails_is_shrunk_to_what_makes_it_fail(tmp_path):
-    """As if a lost attempt of the trainer broke an invariant: little more than that attempt is left."""
+    """A stand-in check fails if a trainer attempt is lost: shrinking leaves little more than that attempt."""
 
     def broken(case: Case, folder: Path) -> tuple[list[Any], Counter[str], set[int]]:
         _, met, befallen = simulate(case, folder)

@@ -1,4 +1,4 @@
-"""What a task has to spare is what it can be slower by; on records written by hand and on simulated ones."""
+"""The slack of a task is how much slower it may be; on handwritten records and on simulated ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_the_next_stage_waits_for_has_nothing_to_spare():
     assert found.steps[0] == pytest.approx(
         {"rollout": 0.0, "reward": 0.25, "ref": 0.0, "logprobs": 0.0, "train": 0.0, "refit": 0.0, "samples": None}
     )
-    assert found.tasks[3] == pytest.approx(0.25)  # the second reward waits for its worker, the first
+    assert found.tasks[3] == pytest.approx(0.25)  # the second reward waits for the first on its worker
     assert list(found.stages())[-2:] == ["reward", "samples"]
 
 
@@ -60,13 +60,13 @@ def test_what_runs_before_in_the_same_process_is_waited_for():
 @settings(deadline=None, max_examples=few(40))
 @given(st.data())
 def test_a_task_may_be_slower_by_its_slack_and_by_no_more(data):
-    free = Costs()  # what is on its way cannot be told from what lies there
+    free = Costs()  # dispatch and report delays would count as slack
     made, events = simulated(steps=4, seconds=APART, costs=free)
     tasks = Tasks(events)
     found = slack(made, tasks)
     ran = {number: spans[0].end_s - spans[0].start_s for number, spans in tasks.ran.items()}
     number = data.draw(st.sampled_from([n for n, spare in found.tasks.items() if spare is not None and ran[n] > 0]))
-    assume(tasks.submitted[number].stage != "rollout")  # a stream: whose groups are slower, one by one
+    assume(tasks.submitted[number].stage != "rollout")  # a stream would slow down each of its groups
     spare_s = found.tasks[number]
     assert spare_s is not None
     for share, delayed in ((0.9, False), (1.0, True)):

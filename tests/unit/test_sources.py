@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, patterns, Parquet, saved and hub data sets, and mixtures of them."""
+"""Row sources: files, folders, patterns, Parquet, saved and hub data sets, and mixtures of them."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def rows(count, prefix="q"):
 
 
 def prompts(source, **options):
-    """The prompts of a data set in file order."""
+    """Return the prompts of a data set in file order."""
     return [prompt for prompt, _ in open_rows(source, Layout(**options))]
 
 
@@ -88,7 +88,7 @@ def test_a_split_is_a_word_of_the_name(tmp_path, names, chosen):
         (lambda f: Dataset(f), "is a folder without a data file", "give the path of a file"),
         (lambda f: (f / "data").mkdir() or (write(f / "data/a.jsonl", rows(1)) and Dataset(f)), "without", "f}/data'?"),
         (lambda f: Dataset(f / "*.jsonl"), "no file matches", "name a file"),
-        (lambda f: Dataset(f / "train.parquet"), "train.parquet' is not there", "give the path"),
+        (lambda f: Dataset(f / "train.parquet"), "train.parquet' does not exist", "give the path"),
         (lambda f: Dataset(write(f / "a.jsonl", rows(1)), config="main"), "config='main' of", "leave out config="),
         (lambda f: Dataset(write(f / "a.jsonl", rows(1)), revision="v1"), "revision='v1' of", "leave out revision="),
         (
@@ -96,8 +96,8 @@ def test_a_split_is_a_word_of_the_name(tmp_path, names, chosen):
             "has 'train' in its name",
             "leave out split=",
         ),
-        (lambda f: write(f / "a.jsonl", rows(1)) and Dataset((f, f / "b.jsonl")), "b.jsonl' is not there", "a.jsonl"),
-        (lambda f: Dataset("no_such_owner/"), "'no_such_owner' is not there", "give the path"),
+        (lambda f: write(f / "a.jsonl", rows(1)) and Dataset((f, f / "b.jsonl")), "b.jsonl' does not exist", "a.jsonl"),
+        (lambda f: Dataset("no_such_owner/"), "'no_such_owner' does not exist", "give the path"),
     ],
 )
 def test_what_is_not_there(tmp_path, make, what, fix):
@@ -114,8 +114,8 @@ def test_a_folder_that_is_there_is_not_looked_for_on_the_hub(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "math.jsonl", rows(1))
-    assert "'data/mth.jsonl' is not there" in problem(Prompts("data/mth.jsonl")).what
-    assert problem(Prompts("data/maths")).what == "'data/maths' is not there"
+    assert "'data/mth.jsonl' does not exist" in problem(Prompts("data/mth.jsonl")).what
+    assert problem(Prompts("data/maths")).what == "'data/maths' does not exist"
     assert prompts("data/math.jsonl") == ["q0"]
 
 
@@ -194,13 +194,13 @@ def test_a_template_makes_the_prompt(tmp_path):
 def test_other_values_become_text_where_that_is_asked_for(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": "1+1=", "answer": 2, "tags": ["é", 1.0], "ok": True}])
     found = problem(Prompts(path))
-    assert found.what == "column 'answer' is 2, which is not a text"
+    assert found.what == "column 'answer' is 2, which is not a string"
     assert found.fix.endswith("or Prompts(..., as_text=('answer',))")
     stage = Prompts(path, extra=("tags", "ok"), as_text=("answer", "tags", "ok"))
     assert draw(stage, [0]) == {"prompt": ["1+1="], "answer": ["2"], "tags": ['["é", 1.0]'], "ok": ["true"]}
     assert problem(Prompts(path, as_text=("answr", "answer"))).fix == "did you mean 'answer'?"
     path = write(tmp_path / "d.jsonl", [{"prompt": "1+1=", "answer": None}])
-    assert problem(Prompts(path, as_text="answer")).what == "column 'answer' is null, which is not a text"
+    assert problem(Prompts(path, as_text="answer")).what == "column 'answer' is null, which is not a string"
 
 
 def test_no_answer(tmp_path):
@@ -234,12 +234,12 @@ def test_a_conversation_is_written_beside_the_text_of_its_last_message(tmp_path)
     ("value", "what"),
     [
         ([], "column 'prompt' is [], which is not a list of messages"),
-        (["hello"], "column 'prompt' has a message 0 whose role or content is not a text"),
-        ([*TALK, {"role": "user"}], "column 'prompt' has a message 2 whose role or content is not a text"),
+        (["hello"], "column 'prompt' has a message 0 whose role or content is not a string"),
+        ([*TALK, {"role": "user"}], "column 'prompt' has a message 2 whose role or content is not a string"),
         ([{"role": "assistant", "content": "2"}], "column 'prompt' ends with a message of the assistant"),
         ([{"role": "user", "content": ""}], "column 'prompt' ends with an empty message"),
         ([{"role": "user", "content": "\ud800"}], "column 'prompt' has half of a surrogate pair in message 0"),
-        (5, "column 'prompt' is 5, which is not a text"),
+        (5, "column 'prompt' is 5, which is not a string"),
         ("", "column 'prompt' is empty"),
     ],
 )
@@ -253,7 +253,7 @@ def test_what_is_no_conversation(tmp_path, value, what):
 
 @pytest.fixture
 def parquet(tmp_path):
-    """A function that writes rows to a Parquet file, two row groups of it."""
+    """A function that writes rows to a Parquet file in two row groups."""
     pa, pq = need("data", "pyarrow"), need("data", "pyarrow.parquet")
 
     def make(found, name="d.parquet"):
@@ -286,8 +286,8 @@ def test_parquet_gives_what_jsonl_gives(tmp_path, parquet):
             "'extra_info.idx' is",
             "'extra_info.index'?",
         ),
-        ([*rows(2), {"prompt": "a", "answer": None}], {}, "[2]", "column 'answer' is null", "as a text"),
-        ([*rows(1), {"prompt": "", "answer": "b"}], {}, "[1]", "column 'prompt' is empty", "as a text"),
+        ([*rows(2), {"prompt": "a", "answer": None}], {}, "[2]", "column 'answer' is null", "as a string"),
+        ([*rows(1), {"prompt": "", "answer": "b"}], {}, "[1]", "column 'prompt' is empty", "as a string"),
         ([{"prompt": "a", "answer": 2}], {}, "[0]", "column 'answer' is 2", "as_text=('answer',)"),
         ([{"prompt": TALK, "answer": "2"}], {}, "[0]", "column 'prompt' is a list of messages", "chat=True"),
     ],
@@ -352,7 +352,7 @@ def test_a_folder_that_datasets_saved(tmp_path, datasets):
 
 @pytest.fixture
 def hub_cache(tmp_path, datasets, monkeypatch):
-    """The cache of `datasets` as it is after openai/gsm8k was downloaded, and no network."""
+    """A `datasets` cache as left by a download of openai/gsm8k, with the network off."""
     import huggingface_hub
 
     folder = tmp_path / "gsm8k"

@@ -1,4 +1,4 @@
-"""The numbers of a step: what a stage of the pool says of a group counts for the step that trains the group."""
+"""Metrics of a step: a pool stage's report about a group counts for the step that trains the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enumerable tasks: right answers, held-out prompts that training never sees, an order that is fixed by its seeds."""
+"""Enumerable tasks: correct answers, held-out prompts that training never gets, an order fixed by the seeds."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Texts of single tokens: what each adds to a text, and how those of a response are read again."""
+"""The text that each token adds, and how the tokens of a response are read back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAID = "Gr\u00fc\u00dfe,  \u4e16\u754c! \U0001f389\n\ttab"
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As Qwen's and Llama 3's: pairs of bytes, of which a character may need several; one added text."""
+    """Tokenizer like those of Qwen and Llama 3: byte pairs, several tokens for some characters, one added token."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def with_spaces() -> PreTrainedTokenizerFast:
-    """As Llama 2's: words with their space in front, and bytes for what has no token."""
+    """Tokenizer like Llama 2's: words with a leading space, and bytes for what has no token."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     some = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

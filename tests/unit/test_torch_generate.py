@@ -19,7 +19,7 @@ from tests.unit.tiny import QWEN3
 torch.set_num_threads(1)
 CONFIG = QWEN3
 POLICY = Model("tiny", config=CONFIG, alphabet="0123456789abc")
-CLOSING = [1, 4, 9]  # so many that most responses end early
+CLOSING = [1, 4, 9]  # makes most responses end early
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def backend() -> Any:
 
 
 def draws(count: int, seed: int = 0) -> Draws:
-    """Of so many samples, each in a group of its own."""
+    """Return draws of `count` samples, each in a group of its own."""
     return Draws(seed, tuple(range(count)), (0,) * count)
 
 

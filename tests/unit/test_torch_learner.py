@@ -43,13 +43,13 @@ def score(network: Any, prompts: Ragged, responses: Ragged, *, temperature: floa
 
 
 def updated(one: TorchLearner, given: Batch, loss: Any, *, temperature: float = 1.0, size: int = 0) -> dict:
-    """One update of the whole batch, in microbatches of `size` samples."""
+    """Run one update on the whole batch, in microbatches of `size` samples, and return its metrics."""
     shard = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(size)))
     return one.update(given, loss, temperature=temperature, update=shard.updates[0], packed=shard.packed)
 
 
 def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None, *, size: int = 0) -> None:
-    """Gradients of all microbatches, or of one, without a step."""
+    """Accumulate gradients of all microbatches, or of one, without an optimizer step."""
     (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(size))).updates
     for i, microbatch in enumerate(update.microbatches):
         if only in (None, i):
@@ -57,7 +57,7 @@ def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None
 
 
 def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Batch:
-    """Ragged prompts and responses; old logprobs that lie `drift` away from the network's."""
+    """Return ragged prompts and responses, with old logprobs `drift` (standard deviation) away from the network's."""
     random = torch.Generator().manual_seed(seed)
 
     def ragged(low: int, high: int) -> Ragged:

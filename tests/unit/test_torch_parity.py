@@ -1,4 +1,4 @@
-"""The stages in a plain loop give the losses and weights of the hand-written loop, bit for bit."""
+"""The stages in a plain loop give the same losses and weights as the handwritten loop, bit for bit."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ STEPS, PROMPTS, SAMPLES, LR, WARM_STEPS = 20, 8, 8, 2e-3, 20
 
 
 class Meeting:
-    """Both sides of a transfer, one after the other."""
+    """Fake of both sides of a transfer, used one after the other."""
 
     side, is_near = "source", True
     payload: Any = None

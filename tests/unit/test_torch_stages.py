@@ -1,4 +1,4 @@
-"""The model stages, run without an engine: columns in, columns out."""
+"""The model stages without an engine: columns in, columns out."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def rolled_out(stage: Rollout, groups: tuple[int, ...], *, seed: int = 0, versio
 
 
 ROLLOUT = Rollout(POLICY, on=SAMPLER, samples_per_prompt=G, max_tokens=6)
-SHORT = replace(ROLLOUT, stop=tuple("01234567"))  # so that groups end at different tokens
+SHORT = replace(ROLLOUT, stop=tuple("01234567"))  # makes groups end at different tokens
 
 
 def test_rollout_writes_what_it_declares() -> None:
@@ -124,7 +124,7 @@ def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, s
 
 @pytest.mark.parametrize("stage", [PrevLogprobs(POLICY, on=LEARNER), RefLogprobs(POLICY.frozen(), on=LEARNER)])
 def test_logprobs_are_computed_in_the_microbatches_that_the_task_has(stage: Stage, monkeypatch: Any) -> None:
-    """They come in the handle. A rank that packed by itself would meet the others another number of times."""
+    """The handle holds them. If each rank packed on its own, ranks could run different numbers of microbatches."""
     columns, here = batch_columns(), context(LEARNER)
     lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
     (planned,) = Sharding.of(Packed(31)).shards(lengths, 1)
@@ -231,14 +231,14 @@ def test_a_restored_runner_continues_bit_for_bit(tmp_path: Path) -> None:
     first.save(tmp_path)
     second.restore(tmp_path)
     metrics = [each(columns, task).metrics for each in (first, second)]
-    assert all(found.pop("tflops_per_s") > 0 for found in metrics)  # the one that is a time
+    assert all(found.pop("tflops_per_s") > 0 for found in metrics)  # the only timing among the metrics
     assert metrics[0] == metrics[1]
     hashes = [weight_hash(engine(each).trained_weights(POLICY)) for each in contexts]
     assert hashes[0] == hashes[1]
 
 
 class Meeting:
-    """Both sides of a transfer, one after the other; `spoil` changes what travels."""
+    """Fake of both sides of a transfer, used one after the other; `spoil` changes the payload."""
 
     def __init__(self, spoil: Any = None) -> None:
         self.side, self.is_near, self.spoil = "source", True, spoil
@@ -348,23 +348,23 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
     [
         (
             replace(ROLLOUT, temperature=0.0),
-            "stage 'rollout' has temperature=0.0; temperature is a number above 0. Fix: temperature=1.0",
+            "stage 'rollout' has temperature=0.0; temperature must be a number above 0. Fix: temperature=1.0",
         ),
         (
             replace(ROLLOUT, top_p=1.5),
-            "stage 'rollout' has top_p=1.5; top_p is a number above 0 and at most 1. Fix: top_p=1.0",
+            "stage 'rollout' has top_p=1.5; top_p must be a number above 0 and at most 1. Fix: top_p=1.0",
         ),
         (
             replace(ROLLOUT, max_tokens=0),
-            "stage 'rollout' has max_tokens=0; max_tokens is a whole number, 1 or more. Fix: max_tokens=512",
+            "stage 'rollout' has max_tokens=0; max_tokens must be a whole number, 1 or more. Fix: max_tokens=512",
         ),
         (
             replace(ROLLOUT, top_k=-1),
-            "stage 'rollout' has top_k=-1; top_k is a whole number, 0 (off) or more. Fix: top_k=0",
+            "stage 'rollout' has top_k=-1; top_k must be a whole number, 0 (off) or more. Fix: top_k=0",
         ),
         (
             Train(POLICY, on=LEARNER, lr=-1.0),
-            "stage 'train' has lr=-1.0; the learning rate is a number, 0 or more. Fix: lr=1e-6",
+            "stage 'train' has lr=-1.0; the learning rate must be a number, 0 or more. Fix: lr=1e-6",
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
@@ -391,7 +391,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Evaluate(POLICY, TASK, on=SAMPLER, prompts=0),
-            "stage 'evaluate' has prompts=0; prompts is a whole number, 1 or more. Fix: prompts=1000",
+            "stage 'evaluate' has prompts=0; prompts must be a whole number, 1 or more. Fix: prompts=1000",
         ),
         (
             Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER),

@@ -1,4 +1,4 @@
-"""CPU seconds of a process and of what it started."""
+"""CPU seconds of a process and its children."""
 
 from __future__ import annotations
 

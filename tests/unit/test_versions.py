@@ -1,4 +1,4 @@
-"""Which versions sampled the tokens of a group, against a plain loop."""
+"""Oldest and newest policy version of each group's tokens, against a plain loop."""
 
 import torch
 from hypothesis import given

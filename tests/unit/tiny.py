@@ -1,4 +1,4 @@
-"""The smallest Qwen3 that tests build: a few thousand weights, far enough from uniform that tokens differ."""
+"""The smallest Qwen3 of the tests: a few thousand weights, far enough from uniform that tokens differ."""
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""A graph of plain stages, without tensors: for tests of the plan and the scheduler."""
+"""A graph of simple stages without tensors, for tests of the plan and the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY = Model("policy")
 
 @dataclass(frozen=True)
 class Toy(Stage):
-    """A stage that says what it reads and writes, and nothing else."""
+    """A stage that declares what it reads and writes and does nothing."""
 
     name: str
     reads: Sequence[Field] = ()
@@ -71,7 +71,7 @@ class Toy(Stage):
 
 
 def stages(**changes: dict) -> dict[str, Toy]:
-    """The stages of a small GRPO step by name; `changes` replace parameters of single stages, None removes one."""
+    """Return the stages of a small GRPO step by name. `changes` replace stage parameters; None removes a stage."""
     toys = {
         "rollout": dict(
             reads=(PROMPT,), writes=(RESPONSE,), reads_back=(SERVED,), per="group", on=SAMPLER, group_size=2,
@@ -96,7 +96,7 @@ def stages(**changes: dict) -> dict[str, Toy]:
 
 
 def graph(*, batch: int = 4, schedule: Schedule | None = None, source: Stage | None = None, **changes: dict) -> Graph:
-    """A graph of the toys."""
+    """Return a graph of the toy stages."""
     return Graph(
         name="toy",
         source=source or Toy("prompts", writes=(PROMPT,), batch=batch),
@@ -108,9 +108,11 @@ def graph(*, batch: int = 4, schedule: Schedule | None = None, source: Stage | N
 def streaming(
     *, sampler: int = 1, learner: int = 1, run_groups: int | None = None, **changes: dict | None
 ) -> dict[str, dict | None]:
-    """Changes that make the toys what an asynchronous run has: a rollout that streams and stamps, frozen logprobs, and
-    worker groups of so many replicas, where training is divided over all of the learner's."""
-    runs = run_groups and 2 * run_groups  # groups of two samples
+    """Return the changes that make the toys asynchronous.
+
+    Rollout streams and stamps versions, logprobs are frozen, worker groups have this many replicas, and training is
+    divided over all replicas of the learner."""
+    runs = run_groups and 2 * run_groups  # each group has two samples
     on, to = (
         WorkerGroup("learner", backend="torch", workers=learner),
         WorkerGroup("sampler", backend="torch", workers=sampler),

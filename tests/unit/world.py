@@ -1,5 +1,6 @@
-"""Workers, data plane and outside world of a scheduler, as a test plays them. Every decision is checked against the
-plan and against what this has seen itself; nothing is asked of the scheduler that it decides.
+"""A fake of the workers, data plane and outside processes around a scheduler.
+
+Checks every decision against the plan and its own bookkeeping; it never asks the scheduler about what it decides.
 
     world = World(planned)
     while world.jobs:
@@ -35,7 +36,7 @@ KEPT = "kept"
 
 
 class Job:
-    """A task that runs: what it has not acknowledged, what it has written, and the version that began each group."""
+    """A running task: unacknowledged groups, groups already written, and the version each group began with."""
 
     def __init__(self, task, stage):
         self.task, self.stage = task, stage
@@ -46,7 +47,7 @@ class Job:
 
 
 class World:
-    """`drops` says of a group whether the gate drops it. `pending` and `next_group` come from a checkpoint."""
+    """`drops` returns whether the gate drops a group. `pending` and `next_group` come from a checkpoint."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class World:
         self.transfers = {stage.name for stage in self.stages.values() if stage.shape == "transfer"}
         self.trainers = {stage.name for stage in self.stages.values() if stage.updates}
         self.replicas = {group.name: group.replicas for group in planned.groups}
-        self.numbers = [*pending]  # to be admitted, in this order, and then from `next_group` on
+        self.numbers = [*pending]  # to be admitted in this order, followed by the numbers from `next_group` on
         self.next_group = start * planned.batch if next_group is None else next_group
         self.version = start - 1 if self.transfers else start
         self.admitted: dict[int, int] = {}  # group -> step at its admission
@@ -78,21 +79,21 @@ class World:
         self.dropped: dict[int, str] = {}
         self.cleared: set[int] = set()
         self.landed: set[tuple[str, int]] = set()  # (field, group), and (weights, step)
-        self.age: dict[int, int] = {}  # group -> version of its oldest token, or of the weights that it started with
-        self.acked: set[tuple[str, int | tuple[int]]] = set()  # (stage, group), and (stage, (step,)) without groups
-        self.ready: list[int] = []  # groups of the pool, as the last stage of the pool acknowledged them
-        self.attempts: dict[tuple[str, int | tuple[int]], int] = {}  # of what was handed out, the number of the last
-        self.lost: set[tuple[str, int | tuple[int]]] = set()  # what has to be handed out again
+        self.age: dict[int, int] = {}  # group -> version of its oldest token, or of the weights it started with
+        self.acked: set[tuple[str, int | tuple[int]]] = set()  # (stage, group), or (stage, (step,)) without groups
+        self.ready: list[int] = []  # groups of the pool, in the order in which every pool stage acknowledged them
+        self.attempts: dict[tuple[str, int | tuple[int]], int] = {}  # latest attempt of everything handed out
+        self.lost: set[tuple[str, int | tuple[int]]] = set()  # to be handed out again
         self.jobs: dict[int, Job] = {}
-        self.over: list = []  # tasks that are over or lost
-        self.ran: list = []  # every task, as it was handed out
+        self.over: list = []  # tasks that have ended or are lost
+        self.ran: list = []  # all tasks, in the order handed out
         self.saving: list[int] = []
         self.saves: dict[int, Save] = {}
         self.saved: list[int] = []
         self.done: list[int] = []
         self.gave_up: GiveUp | None = None
         self.numbered: set[int] = set()
-        self.has: dict[tuple[str, int], int] = {}  # worker group, replica -> the version that it has
+        self.has: dict[tuple[str, int], int] = {}  # worker group, replica -> its version
         self.stopping = False
         self.scheduler = Scheduler(planned, start=start, next_group=next_group, pending=pending)
         self.take(self.scheduler.begin())
@@ -107,10 +108,10 @@ class World:
                     todo.append(writer[field].name)
         return found
 
-    # What the scheduler says.
+    # Decisions of the scheduler.
 
     def tell(self, event):
-        """Hand an event over and take what follows. After GiveUp nothing is said any more."""
+        """Send an event to the scheduler and apply its decisions. After GiveUp, nothing is sent."""
         if self.gave_up is None:
             decisions = self.scheduler.handle(event)
             self.log.append((event, decisions))
@@ -218,7 +219,7 @@ class World:
         self.done.append(step)
 
     def steps(self, job):
-        """Whether the job belongs to a step, not to the pool."""
+        """Return whether the job belongs to a step, not to the pool."""
         return job.task.stage not in self.plan.pool
 
     def take_giveup(self, decision: GiveUp):
@@ -272,7 +273,7 @@ class World:
             assert self.version >= max(self.start, task.step - self.plan.ahead)
 
     def check_order(self, task, stage):
-        """Fences, the order of the trainer's steps, checkpoints, and age."""
+        """Check fences, the order of the trainer's steps, checkpoints, and age."""
         for fence in self.plan.fences:
             if fence.after == stage.name:
                 assert self.is_complete(fence.before, task.step - fence.lag), fence
@@ -284,7 +285,7 @@ class World:
                 assert task.step == self.step_of[group]
 
     def version_on(self, task):
-        """The version that the replica of a task has."""
+        """Return the policy version on the task's replica."""
         group = self.stages[task.stage].groups[0]
         if group not in {self.stages[name].groups[-1] for name in self.transfers}:
             return self.version
@@ -312,10 +313,10 @@ class World:
             assert not any(job.task.replica in (None, task.replica) for job in busy), "a replica runs one task"
             assert stage.per != "batch" or task.replica == 0
 
-    # What is true now.
+    # State.
 
     def is_complete(self, name, step):
-        """Whether a stage has acknowledged all of a step; also where it has no part in that step."""
+        """Return whether a stage has acknowledged all of a step; also True if it does not run at that step."""
         stage = self.stages[name]
         if step < self.start:
             opens = step == self.start - 1 and name in self.transfers
@@ -345,7 +346,7 @@ class World:
         return all((name, group) in self.acked for name in mine)
 
     def check_now(self):
-        """What holds after every event."""
+        """Check the invariants that hold after every event."""
         if self.gave_up is not None:
             return
         live = set(self.admitted) - self.cleared
@@ -368,25 +369,25 @@ class World:
         return {step for step in self.done if step >= 0} == set(range(self.start, self.plan.steps))
 
     def absent(self):
-        """(field, group) that a process outside has yet to write."""
+        """Return each (field, group) that an outside process has yet to write."""
         live = [group for group in self.admitted if group not in self.cleared and group not in self.dropped]
         return [(field, group) for field in sorted(self.outside) for group in live if (field, group) not in self.landed]
 
     def job(self, stage: str, step: int | None = None) -> Job:
-        """The first task of a stage that runs."""
+        """Return the first running task of a stage."""
         return next(
             job for job in self.jobs.values() if job.task.stage == stage and (step is None or job.task.step == step)
         )
 
     def running(self, *stages: str) -> list[tuple]:
-        """(stage, step, groups) of what runs, in order; only of these stages where any are named."""
+        """Return (stage, step, groups) of running tasks, sorted; only of these stages if any are given."""
         tasks = [job.task for job in self.jobs.values() if not stages or job.task.stage in stages]
         return sorted((task.stage, task.step, task.groups) for task in tasks)
 
-    # What workers and the outside report.
+    # Reports of workers and outside processes.
 
     def land(self, job: Job, groups: Sequence[int], *, began: Callable[[int], int] | None = None):
-        """A job has written all of its fields for groups; a gate decides on them. `began` gives first versions."""
+        """Report that a job wrote all its fields for groups; a gate decides on them. `began` gives first versions."""
         task, stage = job.task, job.stage
         kept = [group for group in groups if not self.is_gate(stage) or not self.drops(group)]
         events = []
@@ -416,7 +417,7 @@ class World:
         return self.plan.gate is not None and stage.name == self.plan.gate.stage
 
     def serve(self, job: Job, replica: int):
-        """A replica has what a transfer brings, and others may not."""
+        """Report that one replica has what a transfer brings; others may not have it yet."""
         task, stage = job.task, job.stage
         missing = [field for field in self.published_fields if (field, task.step) not in self.landed]
         if set(missing) <= set(stage.writes):
@@ -440,7 +441,7 @@ class World:
             self.tell(Landed(task.step, (), fields, task=task.number))
 
     def acknowledge(self, job: Job, groups: Sequence[int]):
-        """A job is behind with groups; one without any is over."""
+        """Report that a job has finished groups; a job without remaining groups has ended."""
         task = job.task
         for group in groups:
             job.left.remove(group)
@@ -457,7 +458,7 @@ class World:
         return self.tell(Finished(task, tuple(groups)))
 
     def count_steps(self):
-        """With no weights to publish, a finished step counts as a version."""
+        """Count finished steps as versions if no weights are published."""
         if not self.transfers:
             steps = range(self.start, self.plan.steps)
             done = sum(all(self.is_complete(name, step) for name in self.stages) for step in steps)
@@ -468,7 +469,7 @@ class World:
         self.over.append(job.task)
 
     def fail(self, job: Job):
-        """The attempt is lost. What it had not acknowledged comes again, unless it was dropped."""
+        """Report that the attempt is lost. Unacknowledged groups are handed out again unless they were dropped."""
         self.end(job)
         task = job.task
         for at in job.left or ((task.step,),):
@@ -479,11 +480,11 @@ class World:
         group = job.stage.groups[0]
         for other in self.jobs.values():
             if job.stage.shape == "stream" and other.stage.shape == "transfer" and other.stage.groups[-1] == group:
-                self.has[group, task.replica] = other.task.step  # whoever takes its place has what was served before
+                self.has[group, task.replica] = other.task.step  # its replacement has the previously served version
         return self.tell(Failed(task))
 
     def finish(self, job: Job, groups: Sequence[int] | None = None):
-        """A job does all that it has left, or only `groups`, and gives up those that it was asked to."""
+        """Finish a job, or only `groups` of it; groups whose cancellation was requested are not written."""
         groups = tuple(job.left) if groups is None else tuple(groups)
         self.land_weights(job)
         if wanted := [group for group in groups if group not in job.cancelled]:
@@ -497,7 +498,7 @@ class World:
         return self.tell(Saved(step))
 
     def from_outside(self, index: int):
-        """A process outside writes one value that is awaited."""
+        """Write one awaited value as an outside process would."""
         field, group = self.absent()[index]
         step = self.step_of.get(group, self.next_batch if self.plan.pool else self.admitted[group])
         assert group in self.scheduler.absent(step, field)
@@ -505,9 +506,10 @@ class World:
         return self.tell(Landed(step, (group,), (field,)))
 
     def step(self, choose: Callable[[int], int], slow: Container[int] = ()) -> bool:
-        """One report, without a fault: `choose(count)` says which. A stream yields one group or all that it has, but
-        neither it nor the outside those that are slow; another task may write a group before it acknowledges all.
-        False where there is nothing to report."""
+        """Make one report without a fault, chosen by `choose(count)`. False if there is nothing to report.
+
+        A stream yields one group or all that remain. Neither streams nor outside processes write the groups in `slow`.
+        Other tasks may write a group before they acknowledge all."""
         jobs = [
             job for job in self.jobs.values() if job.stage.shape != "stream" or self.quick(job, slow) or not job.left
         ]
@@ -532,18 +534,18 @@ class World:
         return True
 
     def quick(self, job: Job, slow: Container[int]) -> list[int]:
-        """What a stream can yield now."""
+        """Return the groups that a stream can yield now."""
         return [group for group in job.left if group not in slow] if job.stage.shape == "stream" else []
 
     def run(self, choose: Callable[[int], int], limit: int = 5_000) -> World:
-        """Go on without faults, to the end."""
+        """Run without faults to the end."""
         for _ in range(limit):
             if not self.step(choose):
                 return self
         raise AssertionError("it does not end")
 
     def stop(self):
-        """Ask it to stop; what runs may go on, and nothing but what is being trained is begun."""
+        """Ask the scheduler to stop and return the last step whose training has started."""
         self.stopping = True
         last = max((task.step for task in self.ran if self.stages[task.stage].updates), default=self.start - 1)
         decisions = self.scheduler.stop()
@@ -552,7 +554,7 @@ class World:
         return last
 
     def check_stopped(self, last: int):
-        """What was being trained when it was asked is finished and saved, and no more was admitted or begun."""
+        """Check that all training started before the stop is finished and saved, and nothing more was admitted."""
         assert self.scheduler.stopped, self.scheduler.waiting()
         trained = [task.step for task in self.ran if self.stages[task.stage].updates]
         assert max(trained, default=self.start - 1) == last
@@ -560,7 +562,7 @@ class World:
             assert self.saved[-1] == last and {*range(self.start, last + 1)} <= {*self.done}
 
     def check_end(self):
-        """Everything was trained once, and nothing is left."""
+        """Check that every group kept was trained once and nothing is left."""
         assert self.scheduler.done and not self.jobs, self.scheduler.waiting()
         steps = range(self.start, self.plan.steps)
         assert list(self.batches) == list(steps)

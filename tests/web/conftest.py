@@ -1,4 +1,4 @@
-"""The browser of this suite: Debian's Chromium, driven by Playwright."""
+"""The browser of these tests: Debian's Chromium, driven by Playwright."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import pytest
 from tests.optional import need, required
 
 
-@pytest.fixture(scope="module")  # its event loop must not be left to tests of other suites
+@pytest.fixture(scope="module")  # its event loop must not leak into other tests
 def browser():
     sync = need("browser", "playwright.sync_api")
     need("browser", "axe_playwright_python")

@@ -1,4 +1,4 @@
-"""Run directories for tests of the view: simulated records, written down as a run writes them."""
+"""Run directories for tests of the web view: simulated records, written as a run writes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ REWARDS = (0.0, 1.0)
 def written(
     path: Path, plan: Plan, events: Sequence[trace.TraceEvent], texts: Sequence[str] = ("2 + 2", "4")
 ) -> RunDir:
-    """A run directory with that record. Every step has the samples of one group, whose prompt and responses are
-    `texts`."""
+    """Write a run directory with this record. Every step has the samples of one group.
+
+    `texts` holds their prompt and responses."""
     run_dir = RunDir(path).create()
     run_dir.plan.write_bytes(msgspec.json.encode(plan))
     described = {"graph": plan.name, "started": "2026-01-01T12:00:00+0000", "args": {"api_key": "canary-of-a-secret"}}
@@ -39,7 +40,7 @@ def written(
 
 
 def append(run_dir: RunDir, events: Sequence[trace.TraceEvent]) -> None:
-    """Go on with the record, step by step with numbers to show."""
+    """Append events to the record, with metrics for every step."""
     writer = trace.TraceWriter(run_dir.events)
     for event in events:
         if isinstance(event, trace.StepEnded) and event.step >= 0:
@@ -49,7 +50,7 @@ def append(run_dir: RunDir, events: Sequence[trace.TraceEvent]) -> None:
 
 
 def run_of(path: Path, **options: Any) -> RunDir:
-    """A whole simulated run."""
+    """Write a complete simulated run."""
     plan, events = simulated(**options)
     return written(path, plan, events)
 

@@ -1,4 +1,4 @@
-"""What a model may write to break a page: scripts, links, styles, frames, and characters that are hard to show."""
+"""Model output that could break a page: scripts, links, styles, frames, and characters that are hard to display."""
 
 HOSTILE = [
     payload.replace("HIT", "window.hit=1")

@@ -16,7 +16,7 @@ SETTLE_MS = 2500
 
 
 def main(run: Path, folder: Path) -> None:
-    """Take them."""
+    """Take the screenshots."""
     from playwright.sync_api import sync_playwright
 
     with serving(run) as served, sync_playwright() as playwright:
@@ -27,7 +27,7 @@ def main(run: Path, folder: Path) -> None:
             for name in PAGES:
                 page.goto(f"{served.address.partition('?')[0]}#/{run.resolve().name}/{name}")
                 page.wait_for_timeout(SETTLE_MS)
-                if name == "samples":  # an early step, in which not every token was certain
+                if name == "samples":  # an early step with uncertain tokens
                     page.select_option("#step", index=2)
                     page.click("text=Shade unlikely tokens")
                     page.wait_for_timeout(SETTLE_MS)

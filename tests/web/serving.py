@@ -1,4 +1,4 @@
-"""The view as a process of its own, as users start it, and requests to it as bytes on a socket."""
+"""The web view in its own process, started as by a user, and raw HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START_S = 30.0
 
 
 class Served:
-    """A view that runs. `address` is what it printed."""
+    """A running view. `address` is what it printed."""
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process, self.address = process, address
@@ -23,7 +23,7 @@ class Served:
         self.cookie = f"sluice_{self.port}={self.token}"
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body. `Host` and `Cookie` are the right ones, unless they are given."""
+        """Return status, headers and body. `Host` and `Cookie` are correct unless given."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         given = {"Host": f"127.0.0.1:{self.port}", "Cookie": self.cookie} | headers
         connection.putrequest(method, path, skip_host=True)
@@ -39,7 +39,7 @@ class Served:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """`python -m pipeline.view FOLDER`, until the block ends."""
+    """Run `python -m pipeline.view FOLDER` until the block ends."""
     command = [sys.executable, "-m", "pipeline.view", str(folder), "--port", "0", "--no-open"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,8 +1,8 @@
-"""The colours of stages and series can be told apart, also by who sees no red, no green or no blue, in both themes.
+"""The colors of stages and series are distinguishable in both themes, also with color vision deficiencies.
 
-Distances are Euclidean in Oklab (B. Ottosson, "A perceptual color space for image processing", 2020), 0.02 is just
-seen; what is missing is simulated by Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of
-Color Vision Deficiency" (2009), severity 1.0. Contrast is that of WCAG 2.2.
+Distances are Euclidean in Oklab (B. Ottosson, "A perceptual color space for image processing", 2020), where 0.02 is
+just noticeable. Deficiencies of each cone type are simulated with Machado, Oliveira and Fernandes, "A
+Physiologically-based Model for Simulation of Color Vision Deficiency" (2009), severity 1.0. Contrast follows WCAG 2.2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OKLAB = [
 
 
 def theme(name: str) -> dict[str, np.ndarray]:
-    """The colours of a theme as linear RGB."""
+    """Return the colors of a theme as linear RGB."""
     block = re.search(r":root\s*\{(.*?)\}" if name == "light" else r'data-theme="dark"\]\s*\{(.*?)\}', STYLE, re.S)
     assert block
     found = re.findall(r"--([\w-]+): #([0-9a-f]{6});", block[1])

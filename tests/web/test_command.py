@@ -1,4 +1,4 @@
-"""Real runs in a browser: followed from start to end, and, with `--view`, killed and looked at afterwards."""
+"""Real runs in a browser: followed from start to end, and, with `--view`, killed and inspected afterwards."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 
 from tests.web.serving import serving
 
-pytestmark = pytest.mark.journal_expected  # it is killed
+pytestmark = pytest.mark.journal_expected  # the run is killed
 RECIPE = Path(__file__).parents[2] / "graphs" / "quickstart.py"
 START_S = 120.0
 WAIT_MS = 60_000
@@ -22,7 +22,7 @@ WAIT_MS = 60_000
 def test_a_run_is_watched_and_then_killed(browser, tmp_path):
     flags = ["--executor", "local", "--steps", "400", "--warm-start-steps", "5", "--evaluate-every", "1000"]
     command = [sys.executable, "-u", "-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched", "--view"]
-    environment = os.environ | {"BROWSER": "true"}  # a program that opens nothing
+    environment = os.environ | {"BROWSER": "true"}  # a browser command that opens nothing
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment)
     assert run.stdout is not None
     try:
@@ -39,7 +39,7 @@ def test_a_run_is_watched_and_then_killed(browser, tmp_path):
     finally:
         run.send_signal(signal.SIGKILL)
         run.wait(10)
-    tab.wait_for_selector("text=No connection", timeout=WAIT_MS)  # the view has ended with the run
+    tab.wait_for_selector("text=No connection", timeout=WAIT_MS)  # the view ended with the run
     assert listens_until(port, time.monotonic() + 10) is False
     with serving(tmp_path / "runs") as served:
         tab.goto(served.address)
@@ -58,7 +58,7 @@ def test_a_run_is_watched_from_its_start_to_its_end(browser, tmp_path):
         tab = browser.new_page()
         tab.goto(served.address)
         tab.goto(f"{served.address.partition('?')[0]}#/watched/graph")
-        tab.wait_for_selector("main [role=alert]")  # nothing to see yet; it is found when it begins
+        tab.wait_for_selector("main [role=alert]")  # nothing to show yet; the run is found when it starts
         command = [sys.executable, "-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched"]
         run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
         try:
@@ -77,7 +77,7 @@ def test_a_run_is_watched_from_its_start_to_its_end(browser, tmp_path):
 
 
 def listens_until(port: int, until: float) -> bool:
-    """Whether somebody still listens at that time."""
+    """Return whether the port still accepts connections at that time."""
     while time.monotonic() < until:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):

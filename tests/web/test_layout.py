@@ -1,4 +1,4 @@
-"""Nothing in the drawing of a graph lies on anything else."""
+"""No overlaps in the drawing of a graph."""
 
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ def plans():
 
 
 def areas(drawn: Layout):
-    """What has an area, by name: (left, top, right, bottom)."""
+    """Return the rectangle of each box and label by name: (left, top, right, bottom)."""
     found = {box.stage: (box.x, box.y, box.x + box.w, box.y + box.h) for box in drawn.boxes}
     for line in drawn.lines:
         x, y, half = line.label_x, line.label_y, line.label_w / 2
@@ -54,7 +54,7 @@ def touches(box: Box, point: tuple[float, float]) -> bool:
 
 
 def crosses(box: Box, a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether a piece of a line, straight or as a curve between its ends, can meet the inside of a box."""
+    """Return whether a piece of a line, straight or curved between its ends, can cross the inside of a box."""
     (left, right), (top, bottom) = sorted((a[0], b[0])), sorted((a[1], b[1]))
     return left < box.x + box.w and right > box.x and top < box.y + box.h and bottom > box.y
 
@@ -72,7 +72,7 @@ def test_the_quickstart_is_drawn_without_a_crossing():
 
 
 def meet(a, b, c, d) -> bool:
-    """Whether two pieces cross inside."""
+    """Return whether two pieces cross between their ends."""
 
     def side(p, q, r) -> float:
         return (q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0])

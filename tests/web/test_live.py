@@ -1,4 +1,4 @@
-"""What a record says of now, at any place of it."""
+"""The live state derived from a record, at any point of it."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The pages in a real browser: what they say, in both themes and sizes, by keyboard, and whatever a model wrote."""
+"""The pages in a real browser: content, themes and sizes, keyboard use, and hostile model output."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def served(folder):
 
 @pytest.fixture
 def opened(browser, served):
-    """Opens a page of a run; what the browser asks other hosts for, or complains of, fails the test."""
+    """Opens a page of a run; requests to other hosts and browser errors fail the test."""
     contexts, wrong = [], []
 
     def open_(run, page="graph", size="desk", theme="light", **options):
@@ -127,7 +127,7 @@ def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
 
 
 def test_unlikely_tokens_are_marked(opened):
-    """Here each is 0.25 nats less likely than the one before."""
+    """Each token here is 0.25 nats less likely than the previous one."""
     tab = opened("hostile", "samples")
     tab.click("text=Shade unlikely tokens")
     tab.wait_for_selector(".response .token", timeout=WAIT_MS)
@@ -297,7 +297,7 @@ def test_hundreds_of_workers_fit_and_are_told_apart(browser, tmp_path):
 
 
 def test_pages_that_go_away_leave_the_server_alone(served):
-    """Streams that are cut off are forgotten: more than the cap, one after the other, are all served."""
+    """Dropped connections are forgotten: more than the cap, one after the other, are all served."""
     import socket
 
     def once():

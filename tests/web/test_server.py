@@ -1,4 +1,4 @@
-"""Who gets what from the server: its own page, with its token, by GET. Everybody else gets a refusal and no data."""
+"""What the server returns: its own page for GET with the token. All other requests are refused without data."""
 
 import json
 import subprocess

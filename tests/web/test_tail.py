@@ -1,4 +1,4 @@
-"""A record that is followed: the same rows whenever and from wherever it is read."""
+"""Following a record: the rows are the same whenever and from whatever position it is read."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from pipeline.web.tail import Record
 from tests.unit.records import resumed, simulated
 from tests.web.folders import append, run_of, written
 
-pytestmark = pytest.mark.journal_expected  # these records are simulated, without the files of a real run
+pytestmark = pytest.mark.journal_expected  # simulated records without the files of a real run
 
 
 def joined(blocks) -> dict[str, list]:

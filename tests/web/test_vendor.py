@@ -1,4 +1,4 @@
-"""What comes from elsewhere is what `vendor.json` says, with its licence, and small."""
+"""Third-party files match `vendor.json`, have their licenses, and are small."""
 
 import hashlib
 import json

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
 
 
@@ -171,8 +174,19 @@ def _wrong_ends(transport: Transport) -> str:
         except Exception as error:  # noqa: BLE001 - user code
             return f"{kind}.{part}() raised {type(error).__name__}: {error}"
     works = ("send" if transport.both_carry else "offer", "receive")
+    inputs = {"send": "meeting, version", "offer": "memory", "receive": "meeting, shares, version"}
     for part, end, method in zip(("sender", "receiver"), ends, works):
         own = getattr(type(end), method, None)
         if own is None or own is Sender.send:
             return f"{kind}.{part}() returns {type(end).__name__}, which does not define {method}()"
+        if not _takes(getattr(end, method), len(inputs[method].split(", "))):
+            return f"{type(end).__name__}.{method}() must take ({inputs[method]})"
     return ""
+
+
+def _takes(method: Callable[..., object], arguments: int) -> bool:
+    """Return whether a method can be called with this number of positional arguments."""
+    try:
+        return bool(inspect.signature(method).bind(*[None] * arguments))
+    except TypeError:
+        return False
