@@ -1,4 +1,4 @@
-"""Weights by name as a trainer of one rank offers them, where it meets who serves them, and their hash."""
+"""Weights as a one-rank trainer shares them, routes to a target worker, and the weight hash."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -17,19 +17,19 @@ from stages.backends.refit.source import Source
 
 
 def source_of(weights: Mapping[str, torch.Tensor]) -> Source:
-    """The only rank of a trainer that has them."""
+    """Return the source of a trainer whose only rank has these weights."""
     tensors = {n: Tensor(tuple(w.shape), str(w.dtype).removeprefix("torch.")) for n, w in weights.items()}
     places = [dense(name, whole(tensor.shape), tensor.item_bytes, name) for name, tensor in tensors.items()]
     return Source(torch.device("cpu"), 0, tensors, places, weights)
 
 
 def shares_of(weights: Mapping[str, torch.Tensor], *, near: bool = True) -> list[Share]:
-    """One share with all of them."""
+    """Return one share with all weights."""
     return [source_of(weights).share(weights, TRANSPORTS["pull" if near else "messages"])]
 
 
 def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
-    """To the only worker of a target, by way of this store."""
+    """Return the route to the only worker of a target, through this store."""
     return Route(
         TRANSPORTS[transport], Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0)
     )
@@ -37,7 +37,7 @@ def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
 
 @contextmanager
 def carried(source: Source, share: Share, version: int, route: Route) -> Iterator[None]:
-    """Carries a share while this is entered, in a thread."""
+    """Carry a share in a thread within the context."""
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(source.carry, [share], version, route)
         yield
@@ -45,7 +45,7 @@ def carried(source: Source, share: Share, version: int, route: Route) -> Iterato
 
 
 def weight_hash(named: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over name, dtype, shape and bytes of each tensor on the CPU, in order of the names."""
+    """Return the sha256 over name, dtype, shape and bytes of each CPU tensor, in order of the names."""
     found = hashlib.sha256()
     for name, tensor in sorted(named.items()):
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

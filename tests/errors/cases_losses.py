@@ -1,4 +1,4 @@
-"""Losses, advantages, training parameters and microbatches that are wrong, as a check finds them."""
+"""Invalid losses, advantages, training parameters and microbatches that a check finds."""
 
 from tests.errors.harness import Case
 
@@ -7,18 +7,18 @@ REF = "(RefLogprobs(policy.frozen(), on=learner),)"
 
 
 def trained(name: str, parameters: str, code: int = 2, top: str = IMPORT, **lines: str) -> Case:
-    """A case of Train, which the error must point at."""
+    """Return a case of Train, which the error must point at."""
     made = {"train": f"Train(policy, on=learner, {parameters})"}
     return Case(name, made | lines, at=("train",), top=top, code=code)
 
 
 def loss(name: str, text: str, code: int = 2, **lines: str) -> Case:
-    """A case of the loss of Train."""
+    """Return a case of the loss of Train."""
     return trained(name, f"loss={text}, lr=1e-3", code, **lines)
 
 
 def scored_by(name: str, parameters: str) -> Case:
-    """A case of PrevLogprobs."""
+    """Return a case of PrevLogprobs."""
     return Case(name, {"prev": f"PrevLogprobs(policy, on=learner, {parameters})"}, top=IMPORT)
 
 
@@ -132,20 +132,20 @@ NOTHING = "\n    pass\n"
 def own(
     name: str, loss: str = POLICY_GRADIENT, correction: str = EVEN, given: str = USED, at: tuple[str, ...] = ()
 ) -> Case:
-    """A case of a loss or a correction of the user; a line of it that ends in `# here` must be pointed at."""
+    """Return a case of a user's loss or correction; a line that ends in `# here` must be pointed at."""
     made = {"train": f"Train(policy, on=learner, loss={given}, lr=1e-3)"}
     return Case(name, made, at=at, top=OWN.format(loss=loss, correction=correction))
 
 
 def own_loss(name: str, *body: str, given: str = USED) -> Case:
-    """A case of the formula of a loss."""
+    """Return a case of the formula of a loss."""
     lines = "".join(f"        {line}\n" for line in body)
     here = "" if "# here" in lines else "  # here"
     return own(name, f"\n    def policy_loss(self, scored, weight_NT):{here}\n{lines}", given=given)
 
 
 def own_correction(name: str, *body: str) -> Case:
-    """A case of the formula of a correction."""
+    """Return a case of the formula of a correction."""
     lines = "".join(f"        {line}\n" for line in body)
     here = "" if "# here" in lines else "  # here"
     return own(name, correction=f"\n    def weights(self, scored):{here}\n{lines}", given=CORRECTED)

@@ -1,4 +1,4 @@
-"""Reward functions, shipped rewards and reward models that are wrong, as a check finds them."""
+"""Invalid reward functions, shipped rewards and reward models that a check finds."""
 
 from tests.errors.harness import Case
 
@@ -14,19 +14,19 @@ JUDGES = 'WorkerGroup("judges", {})'
 
 
 def reward(name: str, text: str, *, at: tuple[str, ...] = ("reward",), top: str = "", **lines: str) -> Case:
-    """A case of a Reward with these arguments."""
+    """Return a case of a Reward with these arguments."""
     return Case(name, {"reward": f"Reward({text})"} | lines, at=at, top=IMPORT + top)
 
 
 def function(name: str, text: str, at: tuple[str, ...] = (), given: str = "score") -> Case:
-    """A case of a reward function; the text has `# here` where the error must point."""
+    """Return a case of a reward function; the text has `# here` where the error must point."""
     return reward(name, given, at=at, top=text + "\n\n")
 
 
 def judged(
     name: str, parameters: str, group: str = 'backend="torch"', at: tuple[str, ...] = ("extra",), **lines
 ) -> Case:
-    """A case of a reward model."""
+    """Return a case of a reward model."""
     made = {"scorers": JUDGES.format(group), "extra": f"(RewardModel({parameters}),)"}
     return Case(name, made | {"reward": "Reward(exact_match, model_reward)"} | lines, at=at, top=IMPORT)
 

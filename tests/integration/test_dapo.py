@@ -98,7 +98,7 @@ def test_the_mean_reward_is_that_of_all_sampled_groups(whole):
         assert line["reward/mean"] == pytest.approx(mean)
 
 
-@pytest.mark.journal_expected("I8")  # it goes on in another folder, with the checkpoint and not the record
+@pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
 def test_a_resumed_run_ends_with_the_same_weights(whole, tmp_path):
     half = whole.checkpoint(STEPS // 2)
     again = RunDir(tmp_path / "again").create()

@@ -51,7 +51,7 @@ def pixels_of(prompt: str) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Lengths(Stage):
-    """Writes response lengths, on a worker group whose ranks gather together, and checks the other columns."""
+    """Writes response lengths and checks the other columns, on a worker group whose ranks work together."""
 
     on: WorkerGroup
     name: str = "lengths"

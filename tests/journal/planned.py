@@ -55,7 +55,7 @@ class Planned:
         return (step + 1) % self.stages[stage]["every"] == 0 or step == self.steps - 1
 
     def opens(self, stage: str, start: int) -> bool:
-        """Return whether a stage runs once before the first step: one that publishes weights or reads nothing else."""
+        """Return whether a stage runs once before the first step: it publishes weights, or reads nothing but those."""
         reads = set(self.stages[stage]["reads"])
         published = {field for name in self.transfers for field in self.stages[name]["writes"]}
         return stage in self.transfers or (start == 0 and bool(reads) and reads <= published)

@@ -41,7 +41,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def run_dirs(folder: Path) -> list[Path]:
-    """The run directories in and below a folder."""
+    """Return the run directories in and below a folder."""
     return sorted(path.parent for path in folder.rglob("events.jsonl") if (path.parent / "plan.json").is_file())
 
 

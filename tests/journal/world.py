@@ -440,7 +440,7 @@ class MadeUp:
         if self.random.random() < 0.5:
             self.log("fenced", **job.head, groups=left)
 
-    # Ends.
+    # End of tasks, steps and the run.
 
     def _ends(self) -> Iterable[Callable[[], None]]:
         free = [n for n, row in self.rows.items() if not row.cleared and self._released(n)]

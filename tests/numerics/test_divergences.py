@@ -1,4 +1,4 @@
-"""Where TRL, verl, NeMo-RL and AReaL differ, and which parameter of ours gives each: their formulas as loops.
+"""Differences between TRL, verl, NeMo-RL and AReaL, and our parameters for each: their formulas as loops.
 
 Written from trl 1.16.0 (trainer/grpo_trainer.py), verl 1dda039 (trainer/ppo/core_algos.py, rollout_corr_helper.py,
 workers/utils/losses.py), NeMo-RL 7ea279a (algorithms/loss/loss_functions.py, advantage_estimator.py, utils.py,
@@ -7,13 +7,13 @@ reward_functions.py) and AReaL 4aef98d (utils/functional/functional.py).
 Not offered, and why it rarely matters:
 - the clamps of log-ratios to 20 and of the KL to 10 (verl, NeMo-RL): they act beyond a ratio of 5e8 and a KL of 10 only
 - NeMo-RL's leave-one-out baseline together with a division by the standard deviation of the others (its default)
-- verl's vectorised GRPO for a group of one, RLOO with the standard deviation, and normalisation over the batch (TRL)
-- TRL's "bnpo" over several microbatches, verl's "token-sum", and verl's count of samples without those of no token
+- verl's vectorized GRPO for a group of one, RLOO with the standard deviation, and normalization over the batch (TRL)
+- TRL's "bnpo" over several microbatches, verl's "token-sum", and verl's sample count, which omits empty samples
 - verl's k3+ (the value of k3 with the gradient of k2: the gradient is kl_estimator="k2"), NeMo-RL's KL weighted with
   pi / pi_rollout, TRL's with pi / pi_prev
-- a lower bound of truncated IS (TRL, NeMo-RL); weights normalised to mean 1 (verl); rejection by k2 or k3 (verl, AReaL)
+- a lower bound of truncated IS (TRL, NeMo-RL); weights normalized to mean 1 (verl); rejection by k2 or k3 (verl, AReaL)
 - a rejected token that leaves the denominator (verl's rejection masks)
-- overlong without the floor (verl, NeMo-RL) and with another factor: that is the weight of the reward
+- overlong without the floor (verl, NeMo-RL), or with another factor, which the weight of the reward replaces
 - entropy estimated from the samples (NeMo-RL's metric)
 """
 

@@ -362,7 +362,7 @@ def test_metrics():
     _, sums = objective(loss, scored(loss, columns), tokens=sum(LENGTHS), samples=SAMPLES)
     assert metrics["kl"] == [pytest.approx(sums["kl"] / sum(LENGTHS), rel=1e-13)]
     assert metrics["entropy"] == [pytest.approx(sums["entropy"] / sum(LENGTHS), rel=1e-13)]
-    # TRL's does not count tokens clipped by delta.
+    # TRL's fraction does not count tokens clipped by delta.
     plain = objective(ClippedLoss(clip=loss.clip), scored(loss, columns), tokens=1, samples=1)[1]["clip_fraction"]
     assert metrics["clip_ratio/region_mean"] == [pytest.approx(plain / sum(LENGTHS))]
     assert sums["clip_fraction"] > plain > 0
