@@ -90,6 +90,11 @@ class Rollout(Stage):
         object.__setattr__(self, "reads", (MESSAGES,) if self.chat else (PROMPT,))
 
     @property
+    def bounds(self) -> dict[str, int]:
+        """The most response tokens per sample."""
+        return {str(RESPONSE_IDS.ragged): self.max_tokens}
+
+    @property
     def uses(self) -> tuple[Model, ...]:
         """The served policy."""
         return (self.model,)

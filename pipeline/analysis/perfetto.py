@@ -167,7 +167,7 @@ class _Events:
                 case trace.Admitted():
                     self._present.update(event.groups)
                     yield self._counter("groups present", event.at_s, len(self._present))
-                case trace.Cleared():
+                case trace.Cleared(last=True):
                     self._present.difference_update(event.groups)
                     yield self._counter("groups present", event.end_s, len(self._present))
 

@@ -28,10 +28,18 @@ from pipeline.declare.handle import KVBatchMeta
 class DataPlane(Protocol):
     """One process's access to the columns. All methods are thread-safe."""
 
-    def register(self, partition: str, fields: Sequence[Field], readers: Sequence[str]) -> None:
+    def register(
+        self,
+        partition: str,
+        fields: Sequence[Field],
+        readers: Sequence[str],
+        parts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Declare a partition. Every process that puts or gets must declare it identically; repeating it is a no-op.
 
-        Raises DataPlaneError if it was declared differently.
+        `parts` divides its fields over partitions of the store, by name, so that `clear` can remove some fields of a
+        group before others; without them the store has one partition. Raises DataPlaneError if it was declared
+        differently, or if the parts are not a division of the fields.
         """
 
     def put(
@@ -70,13 +78,14 @@ class DataPlane(Protocol):
         """Return a handle for externally written fields that `presence` found, in the row format above."""
 
     def clear(self, meta: KVBatchMeta) -> None:
-        """Remove all rows in the handle's placements, with all their fields. Idempotent."""
+        """Remove all rows in the handle's placements from the parts that hold its fields; without fields, from all
+        parts. Idempotent."""
 
     def evict(self, rows: Sequence[str]) -> None:
-        """Drop rows from this process's cache after another process cleared them."""
+        """Drop rows from this process's cache after another process cleared all their fields."""
 
     def row_count(self, partition: str) -> int:
-        """Return the number of rows in the partition. Slow; for tests and the check at the end of a run."""
+        """Return the number of rows in the partition's parts. Slow; for tests and the check at the end of a run."""
 
     def drain(self) -> None:
         """Remove every row of every partition that this process registered."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from pipeline.data_plane.checks import Partition, broken, check_get, check_put
 from pipeline.data_plane.rows import Block, assemble, lay_out
@@ -15,6 +16,8 @@ from pipeline.declare.columns import Column, Columns
 from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.errors import DataPlaneError
+
+RowsOf: TypeAlias = tuple[str, tuple[str, ...]]  # a part, and rows of it
 
 
 class RowPlane:
@@ -24,23 +27,25 @@ class RowPlane:
         self._partitions: dict[str, Partition] = {}
         self._registering = threading.Lock()
 
-    def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
-        """Store all blocks, or none if a row already has other bytes for a field. Keeps no reference to them."""
+    def _write(self, parts: Mapping[str, Mapping[str, Block]], rows: tuple[str, ...], where: str) -> None:
+        """Store the blocks of rows in each part. Nothing of a part is stored if one of its rows already has other bytes
+        for a field. Keeps no reference to the blocks."""
         raise TypeError(f"{type(self).__name__} does not define _write")
 
-    def _read(
-        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
-    ) -> list[dict[str, Block]]:
-        """Return the fields of each tuple of rows, in new memory. Raises DataPlaneError if one is missing."""
+    def _read(self, wanted: Mapping[RowsOf, Sequence[str]], where: str) -> list[dict[str, Block]]:
+        """Return the fields of each (part, rows), in new memory. Raises DataPlaneError if one is missing."""
         raise TypeError(f"{type(self).__name__} does not define _read")
 
-    def _remove(self, partition: str, rows: Sequence[str]) -> None:
-        """Remove rows; missing rows are ignored."""
+    def _remove(self, parts: Sequence[str], rows: Sequence[str]) -> None:
+        """Remove rows from each part; missing rows are ignored."""
         raise TypeError(f"{type(self).__name__} does not define _remove")
 
-    def register(self, partition: str, fields: Sequence[Field], readers: Sequence[str]) -> None:
+    def register(
+        self, partition: str, fields: Sequence[Field], readers: Sequence[str],
+        parts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:  # fmt: skip
         """Declare a partition; see `DataPlane.register`."""
-        declared = Partition.of(partition, fields, readers)
+        declared = Partition.of(partition, fields, readers, parts)
         with self._registering:
             before = self._partitions.setdefault(partition, declared)
         if before != declared:
@@ -48,6 +53,7 @@ class RowPlane:
                 {f.name for f in before.fields.values()} ^ {f.name for f in declared.fields.values()}
                 | {n for n, f in declared.fields.items() if before.fields.get(n, f) != f}
                 | (before.readers ^ declared.readers)
+                | {n for n, part in declared.part_of.items() if before.part_of.get(n, part) != part}
             )
             raise broken(
                 f"partition {partition!r}", f"it is already registered with a different {', '.join(different)}",
@@ -64,7 +70,8 @@ class RowPlane:
         lengths = check_put(declared, keys, columns, stage=stage, tags=tags)
         layout = lay_out(keys, attempt, lengths)
         blocks = {name: layout.block(declared.fields[name], column, lengths) for name, column in columns.items()}
-        self._write(partition, layout.names, blocks, where)
+        parts = {part: {n: blocks[n] for n in names} for part, names in declared.divided(blocks).items()}
+        self._write(parts, layout.names, where)
         return KVBatchMeta(
             keys=tuple(keys), partition_id=partition, fields=tuple(columns), lengths=lengths,
             placements=(layout.placement,), placement_of=dict.fromkeys(columns, 0),
@@ -77,12 +84,12 @@ class RowPlane:
         where = f"reader {reader!r}, get from {meta.partition_id!r}"
         declared = self._declared(meta.partition_id, where)
         check_get(declared, meta, fields, reader=reader)
-        wanted: dict[tuple[str, ...], list[str]] = {}
+        wanted: dict[RowsOf, list[str]] = {}
         for name in dict.fromkeys(fields):
-            wanted.setdefault(meta.placement(name).rows, []).append(name)
+            wanted.setdefault((declared.part_of[name], meta.placement(name).rows), []).append(name)
         blocks: dict[str, Block] = {}
         if len(meta):
-            for found in self._read(meta.partition_id, wanted, where):
+            for found in self._read(wanted, where):
                 blocks |= found
         return {
             name: assemble(where, declared.fields[name], blocks[name], meta.placement(name), meta.lengths, meta.keys)
@@ -120,11 +127,15 @@ class RowPlane:
         )  # fmt: skip
 
     def clear(self, meta: KVBatchMeta) -> None:
-        """Remove all rows of the handle; see `DataPlane.clear`."""
-        self._declared(meta.partition_id, f"clear in {meta.partition_id!r}")
+        """Remove the rows of the handle; see `DataPlane.clear`."""
+        declared = self._declared(meta.partition_id, f"clear in {meta.partition_id!r}")
         rows = tuple(dict.fromkeys(row for placement in meta.placements for row in placement.rows))
         if rows:
-            self._remove(meta.partition_id, rows)
+            self._remove(tuple(declared.divided(meta.fields)) or declared.parts, rows)
+
+    def _parts(self, partition: str) -> tuple[str, ...]:
+        declared = self._partitions.get(partition)
+        return declared.parts if declared else (partition,)
 
     def _declared(self, partition: str, where: str) -> Partition:
         declared = self._partitions.get(partition)

@@ -69,12 +69,13 @@ class RowCache:
                     self._rows.move_to_end((partition, row))
         return {field: Block.of(parts) for field, parts in found.items()}
 
-    def forget(self, rows: Sequence[str]) -> None:
-        """Drop rows from all partitions."""
+    def forget(self, rows: Sequence[str], partitions: Sequence[str] | None = None) -> None:
+        """Drop rows from these partitions; None is all of them."""
         with self._lock:
             for row in rows:
                 for partition in tuple(self._partitions.get(row, ())):
-                    self._drop((partition, row))
+                    if partitions is None or partition in partitions:
+                        self._drop((partition, row))
 
     def forget_all(self) -> None:
         """Drop everything."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -27,15 +27,19 @@ _KEY = re.compile(r"\d{8,}_g\d{3,}\Z")
 
 @dataclass(frozen=True)
 class Partition:
-    """A declared partition: its fields by name, and its readers."""
+    """A declared partition: its fields by name, its readers, and the part of each field."""
 
     name: str
     fields: Mapping[str, Field]
     readers: frozenset[str]
+    part_of: Mapping[str, str]
 
     @staticmethod
-    def of(name: str, fields: Sequence[Field], readers: Sequence[str]) -> Partition:
-        """Build from a declaration. Raises DataPlaneError if two fields share a name."""
+    def of(
+        name: str, fields: Sequence[Field], readers: Sequence[str], parts: Mapping[str, Sequence[str]] | None = None
+    ) -> Partition:
+        """Build from a declaration. Raises DataPlaneError if two fields share a name, or if a field is not in exactly
+        one part."""
         by_name = {field.name: field for field in fields}
         if len(by_name) != len(fields):
             twice = sorted({f.name for f in fields if sum(g.name == f.name for g in fields) > 1})
@@ -45,7 +49,30 @@ class Partition:
                 "a field has one type",
                 "declare it once",
             )
-        return Partition(name, by_name, frozenset(readers))
+        parts = {name: tuple(by_name)} if parts is None else parts
+        members = [field for held in parts.values() for field in held]
+        if sorted(members) != sorted(by_name):
+            wrong = sorted(set(members) ^ set(by_name)) or sorted({f for f in members if members.count(f) > 1})
+            raise broken(
+                f"partition {name!r}",
+                f"field {wrong[0]!r} is in {members.count(wrong[0])} of its parts, and declared "
+                f"{sum(field.name == wrong[0] for field in fields)} times",
+                "every field is in one part",
+                "list each field in one part",
+            )
+        return Partition(name, by_name, frozenset(readers), {f: part for part, held in parts.items() for f in held})
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The partitions of the store that hold its fields."""
+        return tuple(dict.fromkeys(self.part_of.values())) or (self.name,)
+
+    def divided(self, fields: Iterable[str]) -> dict[str, list[str]]:
+        """Return fields by the part that holds them."""
+        found: dict[str, list[str]] = {}
+        for field in fields:
+            found.setdefault(self.part_of[field], []).append(field)
+        return found
 
     @cached_property
     def schema_hash(self) -> str:

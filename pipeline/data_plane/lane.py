@@ -16,6 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 LINGER_S = 0.0005
@@ -58,34 +59,37 @@ class Lane(Generic[C]):
     ) -> None:
         self._loop, self._run, self._deadline_s = loop, run, deadline_s
         self._lock = threading.Lock()
-        self._waiting: list[C] = []
+        self._waiting: list[Sequence[C]] = []  # by caller
         self._under_way: list[C] = []
+        self._callers = 0  # of the calls under way
         self._working = False
         self._work_done: Future[None] | None = None  # keep a reference: a loop does not
         self._over: BaseException | None = None
 
-    def submit(self, call: C) -> None:
-        """Add the call to the next batch, which starts now if none is running."""
+    def submit(self, *calls: C) -> None:
+        """Add the calls of one caller to the next batch, which starts now if none is running."""
         with self._lock:
-            if self._over is not None:
-                return call.fail(self._over)
-            self._waiting.append(call)
-            start, self._working = not self._working, True
-        if start:
+            if self._over is None:
+                self._waiting.append(calls)
+                start, self._working = not self._working, True
+        if self._over is not None:
+            for call in calls:
+                call.fail(self._over)
+        elif start:
             self._work_done = asyncio.run_coroutine_threadsafe(self._work(), self._loop)
 
     def fail(self, error: BaseException) -> None:
         """Fail all pending and future calls with `error`; no further batch runs."""
         with self._lock:
             self._over = error
-            calls, self._waiting = [*self._under_way, *self._waiting], []
+            calls, self._waiting = [*self._under_way, *chain.from_iterable(self._waiting)], []
         for call in calls:
             call.fail(error)
 
     async def _work(self) -> None:
         while batch := self._take():
             await contained(batch, self._run_within, batch)
-            if len(self._waiting) < len(batch) > 1:  # callers that put in a loop are about to call again
+            if len(self._waiting) < self._callers > 1:  # callers that put in a loop are about to call again
                 await asyncio.sleep(LINGER_S)
 
     async def _run_within(self, batch: list[C]) -> None:
@@ -95,7 +99,7 @@ class Lane(Generic[C]):
     def _take(self) -> list[C]:
         """Return the pending calls that were not canceled; the lane becomes idle if there are none."""
         with self._lock:
-            self._under_way = [call for call in self._waiting if call.done.set_running_or_notify_cancel()]
-            self._waiting = []
+            waiting, self._waiting, self._callers = self._waiting, [], len(self._waiting)
+            self._under_way = [c for calls in waiting for c in calls if c.done.set_running_or_notify_cancel()]
             self._working = bool(self._under_way)
             return self._under_way

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from pipeline.data_plane import row_name
-from pipeline.data_plane.base import RowPlane
+from pipeline.data_plane.base import RowPlane, RowsOf
 from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
 from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
@@ -129,11 +129,12 @@ class TransferQueuePlane(RowPlane):
         """Connect to a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost on failure."""
         return TransferQueuePlane(settings, owns=False)
 
-    def _ask(self, what: str, lane: Lane, call: Call) -> Any:
-        """Send a call with the lane's next batch and wait for the reply."""
+    def _ask(self, what: str, lane: Lane, calls: Sequence[Call]) -> None:
+        """Send calls with the lane's next batch and wait for the replies."""
         self._check_open(what)
-        lane.submit(call)
-        return self._wait(what, call.done)
+        lane.submit(*calls)
+        for call in calls:
+            self._wait(what, call.done)
 
     def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the plane's loop."""
@@ -166,35 +167,35 @@ class TransferQueuePlane(RowPlane):
 
     # rows
 
-    def _write(self, partition: str, rows: tuple[str, ...], blocks: Mapping[str, Block], where: str) -> None:
+    def _write(self, parts: Mapping[str, Mapping[str, Block]], rows: tuple[str, ...], where: str) -> None:
         what = f"{where}: put {len(rows)} rows from {rows[0]} on"
-        self._ask(what, self._writes, Write(partition, rows, blocks, where))
-        self._cache.keep(partition, rows, blocks)
+        self._ask(what, self._writes, [Write(part, rows, blocks, where) for part, blocks in parts.items()])
+        for part, blocks in parts.items():
+            self._cache.keep(part, rows, blocks)
 
-    def _read(
-        self, partition: str, wanted: Mapping[tuple[str, ...], Sequence[str]], where: str
-    ) -> list[dict[str, Block]]:
-        cached = [self._cache.get(partition, rows, fields) for rows, fields in wanted.items()]
+    def _read(self, wanted: Mapping[RowsOf, Sequence[str]], where: str) -> list[dict[str, Block]]:
+        cached = [self._cache.get(part, rows, fields) for (part, rows), fields in wanted.items()]
         reads = [
-            Read(partition, rows, missing, where)
-            for (rows, fields), have in zip(wanted.items(), cached)
+            Read(part, rows, missing, where)
+            for ((part, rows), fields), have in zip(wanted.items(), cached)
             if (missing := [field for field in fields if field not in have])
         ]
         self._check_open(where)
-        for call in reads:
-            self._reads.submit(call)
+        if reads:
+            self._reads.submit(*reads)
         fetched = []
         for call in reads:
             what = f"{where}: get {', '.join(call.fields)} of {len(call.rows)} rows from {call.rows[0]} on"
             found = self._wait(what, call.done)
             blocks = {name: block_of(where, name, call.rows, values) for name, values in found.items()}
-            self._cache.keep(partition, call.rows, blocks)
+            self._cache.keep(call.partition, call.rows, blocks)
             fetched.append(blocks)
         return [*cached, *fetched]
 
-    def _remove(self, partition: str, rows: Sequence[str]) -> None:
-        self._cache.forget(rows)
-        self._ask(f"clear {len(rows)} rows of {partition!r}", self._removals, Remove(partition, rows))
+    def _remove(self, parts: Sequence[str], rows: Sequence[str]) -> None:
+        self._cache.forget(rows, parts)
+        what = f"clear {len(rows)} rows of {', '.join(map(repr, parts))}"
+        self._ask(what, self._removals, [Remove(part, rows) for part in parts])
 
     # state of the store
 
@@ -209,7 +210,10 @@ class TransferQueuePlane(RowPlane):
         rows = list(dict.fromkeys(row_name(key, attempt) for key in keys))
         if not rows:
             return {field: [] for field in fields}
-        counts = self._call(f"presence of {', '.join(fields)} in {partition!r}", self._counts(partition, rows, fields))
+        counts: dict[str, dict[str, int]] = {}
+        for part, held_there in declared.divided(fields).items():
+            what = f"presence of {', '.join(held_there)} in {part!r}"
+            counts |= self._call(what, self._counts(part, rows, held_there))
         present = {}
         for field in fields:
             whole = declared.fields[field].ragged is not None or declared.fields[field].dtype == "str"
@@ -240,15 +244,16 @@ class TransferQueuePlane(RowPlane):
         self._cache.forget(rows)
 
     def row_count(self, partition: str) -> int:
-        """Return the number of rows that TransferQueue holds in the partition."""
-        listed = self._call(f"count the rows of {partition!r}", self._client.async_kv_list(partition))
-        return len(listed.get(partition, {}))
+        """Return the number of rows that TransferQueue holds in the partition's parts."""
+        what = f"count the rows of {partition!r}"
+        listed = ((part, self._call(what, self._client.async_kv_list(part))) for part in self._parts(partition))
+        return sum(len(rows.get(part, {})) for part, rows in listed)
 
     def drain(self) -> None:
         """Remove every row of every registered partition."""
         self._cache.forget_all()
-        for partition in self._partitions:
-            self._ask(f"drain {partition!r}", self._removals, Remove(partition, None))
+        for name, declared in self._partitions.items():
+            self._ask(f"drain {name!r}", self._removals, [Remove(part, None) for part in declared.parts])
 
     def close(self) -> None:
         """Stop the client and, in the process that created it, TransferQueue. Call it before Ray ends. Idempotent."""

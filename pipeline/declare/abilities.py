@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from pipeline.declare.fields import Field
@@ -41,6 +41,13 @@ class CorrectsOffPolicy(Protocol):
     corrects_off_policy: bool
 
 
+@runtime_checkable
+class Bounds(Protocol):
+    """`bounds` has the most entries per sample of ragged dimensions that the stage writes, by their symbol."""
+
+    bounds: Mapping[str, int]
+
+
 def stamped_by(stage: object) -> Field | None:
     """Return the field in which a stage records token versions, or None."""
     return stage.stamps if isinstance(stage, Stamps) else None
@@ -64,3 +71,8 @@ def run_of(stage: object) -> int | None:
 def corrects(stage: object) -> bool:
     """Return whether a stage corrects for samples of an older policy."""
     return isinstance(stage, CorrectsOffPolicy) and stage.corrects_off_policy
+
+
+def bounds_of(stage: object) -> Mapping[str, int]:
+    """Return the most entries per sample of each ragged dimension that a stage limits, by symbol."""
+    return stage.bounds if isinstance(stage, Bounds) else {}

@@ -33,6 +33,9 @@ class Schedule:
                       between two tokens, and every token records its version
     capacity          maximum number of groups in the data plane; None means (max_staleness + 2) batches, so a slow
                       reader that trains nothing may lag one batch
+    capacity_bytes    maximum bytes of samples in the data plane, counting each group at the most that it may take (the
+                      plan's bounds, else the largest seen so far); a batch is always admitted if nothing is in flight.
+                      None is no limit
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
     keep_groups       groups per step whose texts are kept in the run directory: the first ones and the reward extremes
     seed              seeds everything random in the run
@@ -44,6 +47,7 @@ class Schedule:
     on_stale: Literal["wait", "drop"] = "wait"
     refit: Literal["drain", "in_flight"] = "drain"
     capacity: int | None = None
+    capacity_bytes: int | None = None
     checkpoint_every: int = 0
     keep_groups: int = 4
     seed: int = 0

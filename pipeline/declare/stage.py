@@ -142,12 +142,14 @@ class External(Stage):
     """Fields that an external process writes straight into the data plane.
 
     Nothing runs for it. The store is polled once per second. If a field has not arrived `timeout_s` after its batch was
-    admitted, the run ends with an error that names it.
+    admitted, the run ends with an error that names it. `reads` are fields that the process reads; they stay until the
+    fields that it writes have been read.
     """
 
     fields: tuple[Field, ...]
     name: str = "external"
     timeout_s: float = 600.0
+    reads: tuple[Field, ...] = ()
     shape: ClassVar[Shape] = "external"
 
     @property

@@ -56,7 +56,7 @@ class Engine:
         journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
         stamps = stamps_of(graph.all_stages())
         self.rows = Rows(plan, executor, journal, stamps.ragged if stamps else None)
-        steps = Numbers(plan, run_dir, start, on_step)
+        steps = Numbers(plan, run_dir, start, on_step, self.rows.stored)
         outside = Outside(plan, self.rows.handles, executor)
         self.driver = Driver(
             Scheduler(plan, start=start),
@@ -98,6 +98,7 @@ class Engine:
             self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
         settings = WorkerSettings(
             partition=self.plan.partition,
+            parts={partition.name: partition.fields for partition in self.plan.partitions},
             group_size=self.plan.group_size,
             steps=self.plan.steps,
             seed=self.graph.schedule.seed,
@@ -106,7 +107,7 @@ class Engine:
 
         def bring_up() -> Iterable[trace.Placed]:
             yield from self.executor.start(self.graph, self.plan, settings, restore)
-            register(self.executor.plane, self.plan.partition, with_samples(self.graph))
+            register(self.executor.plane, self.plan.partition, with_samples(self.graph), settings.parts)
             if termination := self.driver.oversight.termination:
                 termination.install()  # again: Ray has installed its own handler
 

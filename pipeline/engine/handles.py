@@ -74,12 +74,15 @@ class HandleTable:
         size = self._group_size
         return tuple(max(lengths[start : start + size]) for start in range(0, len(lengths), size))
 
-    def rows(self, groups: Sequence[int]) -> KVBatchMeta | None:
-        """Return a handle for clearing every row of `groups`; None if nothing was put."""
-        wanted = set(groups)
+    def rows(self, groups: Sequence[int], fields: Sequence[str] = ()) -> KVBatchMeta | None:
+        """Return a handle for clearing the rows of `groups` that hold any of these fields, or without fields every row;
+        None if nothing was put."""
+        wanted, named = set(groups), set(fields)
         parts = []
         for number in self._puts_of(groups):
             put = self._puts[number]
+            if named and named.isdisjoint(put.fields):
+                continue
             if wanted >= groups_of(put.keys).keys():
                 parts.append(put)
             elif index := [i for i, key in enumerate(put.keys) if group_of(key) in wanted]:
@@ -89,7 +92,10 @@ class HandleTable:
         lost = tuple(row for group in groups for row in self._lost.get(group, ()))
         parts += [_rows(lost, parts[0].partition_id)] if lost else []
         placements = tuple(placement for part in parts for placement in part.placements)
-        return KVBatchMeta(keys=parts[0].keys, partition_id=parts[0].partition_id, fields=(), placements=placements)
+        first = parts[0]
+        return KVBatchMeta(
+            keys=first.keys, partition_id=first.partition_id, fields=tuple(fields), placements=placements
+        )
 
     def lose(self, groups: Sequence[int], attempt: int) -> None:
         """Record that an attempt's worker was lost. Rows that it put without a report are cleared with the groups."""

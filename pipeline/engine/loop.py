@@ -75,8 +75,8 @@ class Store(Protocol):
     def lost(self, groups: Sequence[int], attempt: int) -> None:
         """Record that the worker of an attempt was lost."""
 
-    def clear(self, step: int, groups: tuple[int, ...]) -> None:
-        """Clear groups that have no remaining reader."""
+    def clear(self, decision: Clear) -> None:
+        """Clear partitions of groups that have no remaining reader."""
 
     def sweep(self, report: Any) -> None:
         """Remove the rows put by a replaced attempt."""
@@ -189,7 +189,7 @@ class Driver:
                 case Run():
                     self._submit(decision.task)
                 case Clear():
-                    self.rows.clear(decision.step, decision.groups)
+                    self.rows.clear(decision)
                 case Admit(step=step, groups=groups):
                     self.steps.admitted(step, len(groups), self.journal.clock.now_s)
                     self.journal.admitted(step, groups, self.scheduler.version)

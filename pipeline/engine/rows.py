@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.handle import KVBatchMeta, groups_of
 from pipeline.declare.task import Task
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.journal import Journal
+from pipeline.engine.stored import Stored
 from pipeline.executors import Executor
 from pipeline.executors.worker import TaskResult
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
-from pipeline.schedule.events import Event, Landed
+from pipeline.schedule.events import Clear, Event, Landed
 
 CLEARS_AT_ONCE = 2
 
@@ -30,6 +31,8 @@ class Rows:
         self.handles = HandleTable(plan.group_size)
         self._plan, self._executor, self._journal, self._tokens = plan, executor, journal, tokens
         self._stages = {stage.name: stage for stage in plan.stages}
+        self._fields = {partition.name: partition.fields for partition in plan.partitions}
+        self.stored = Stored({field: name for name, fields in self._fields.items() for field in fields})
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
 
@@ -43,10 +46,12 @@ class Rows:
     def landed(self, report: TaskResult) -> list[Event]:
         """Return an event for each field that a report's puts have made present."""
         task, events = report.task, list[Event]()
-        for handle in report.handles:
-            whole = self.handles.add(handle)
+        for handle, sizes in zip(report.handles, report.sizes):
+            whole, groups = self.handles.add(handle), groups_of(handle.keys)
+            self.stored.add(tuple(groups), sizes)
             oldest = tuple(report.oldest[group] for group in whole) if report.oldest else ()
-            events.append(Landed(task.step, whole, handle.fields, oldest, task.number))
+            group_bytes = tuple(-(-sizes[field] // len(groups)) for field in handle.fields)
+            events.append(Landed(task.step, whole, handle.fields, oldest, task.number, group_bytes))
         return events
 
     def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:
@@ -57,22 +62,25 @@ class Rows:
         """Record that the worker of an attempt was lost."""
         self.handles.lose(groups, attempt)
 
-    def clear(self, step: int, groups: tuple[int, ...]) -> None:
-        """Clear groups that have no remaining reader."""
-        handle = self.handles.rows(groups)
-        self.handles.forget(groups)
-        if handle is not None:
-            self._remove(handle, step, groups)
+    def clear(self, decision: Clear) -> None:
+        """Clear partitions of groups that have no remaining reader."""
+        fields = [field for name in decision.partitions for field in self._fields[name]]
+        handle = self.handles.rows(decision.groups, fields) if fields or not self._fields else None
+        stored = handle is not None or (decision.last and self.handles.rows(decision.groups) is not None)
+        if decision.last:
+            self.handles.forget(decision.groups)
+        if stored:
+            self._remove(handle, decision)
 
     def sweep(self, report: TaskResult) -> None:
         """Remove the rows put by a replaced attempt."""
         for handle in report.handles:
-            self._remove(handle, report.task.step, ())
+            self._remove(handle, Clear(report.task.step, (), (), last=False))
 
     def settle(self, *, wait: bool = False) -> None:
         """Record the removals that are done, or with `wait` all of them. Raises the error of a failed one."""
         while self._clears and (wait or self._clears[0].done()):
-            self._journal.write(self._clears.popleft().result())
+            self._cleared(self._clears.popleft())
 
     def left(self) -> int:
         """Return the number of rows left when nothing is in flight, after clearing late rows of lost workers."""
@@ -86,13 +94,29 @@ class Rows:
         """Wait for pending removals; no more may follow. Idempotent."""
         self._clearing.shutdown()
 
-    def _remove(self, handle: KVBatchMeta, step: int, groups: tuple[int, ...]) -> None:
+    def _remove(self, handle: KVBatchMeta | None, decision: Clear) -> None:
+        """Remove the rows of a handle, if there are any, and record it."""
+
         def clear() -> trace.Cleared:
             start_s = time.monotonic()
-            self._executor.plane.clear(handle)
-            return trace.Cleared(step=step, groups=groups, start_s=start_s, end_s=time.monotonic())
+            if handle is not None:
+                self._executor.plane.clear(handle)
+            return trace.Cleared(
+                step=decision.step,
+                groups=decision.groups,
+                partitions=decision.partitions,
+                last=decision.last,
+                start_s=start_s,
+                end_s=time.monotonic(),
+            )
 
         while len(self._clears) >= CLEARS_AT_ONCE:  # bounds the rows beyond the plan's capacity
-            self._journal.write(self._clears.popleft().result())
+            self._cleared(self._clears.popleft())
         self._clears.append(self._clearing.submit(clear))
-        self._executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))
+        if handle is not None and (decision.last or not decision.groups):
+            self._executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))
+
+    def _cleared(self, removal: Future[trace.Cleared]) -> None:
+        done = removal.result()
+        self._journal.write(done)
+        self.stored.clear(done.groups, done.partitions)

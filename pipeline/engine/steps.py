@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pipeline.engine.stored import Stored
 from pipeline.engine.tally import Tally
 from pipeline.engine.usage import Usage
 from pipeline.plan.plan import Plan
@@ -48,8 +49,10 @@ class Steps(Protocol):
 class Numbers:
     """The `Steps` of a real run. A step lasts from one published version to the next."""
 
-    def __init__(self, plan: Plan, run_dir: RunDir | None, start: int, listener: StepListener | None) -> None:
-        self._tally, self._usage = Tally(plan), Usage()
+    def __init__(
+        self, plan: Plan, run_dir: RunDir | None, start: int, listener: StepListener | None, stored: Stored
+    ) -> None:
+        self._tally, self._usage, self._stored = Tally(plan), Usage(), stored
         self._metrics = run_dir.metrics if run_dir else None
         self._start, self._listener = start, listener
         self._transfers = {stage.name for stage in plan.stages if stage.shape == "transfer"}
@@ -80,7 +83,7 @@ class Numbers:
         self._published_s = at_s
 
     def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
-        metrics = self._tally.close(step, now_s)
+        metrics = self._tally.close(step, now_s) | self._stored.peaks()
         if self._metrics:
             with self._metrics.open("ab") as file:
                 file.write(msgspec.json.encode({"step": step + 1, "version": version, **metrics}) + b"\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,11 @@ SHARD = "shard"  # the key in a handle's extra_info for its microbatches
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings of every worker of a run. `folders` are the folders from which the driver imports the user's
-    modules."""
+    """The settings of every worker of a run. `parts` are the plan's partitions, with their fields. `folders` are the
+    folders from which the driver imports the user's modules."""
 
     partition: str
+    parts: Mapping[str, tuple[str, ...]]
     group_size: int
     steps: int
     seed: int
@@ -56,6 +57,7 @@ class WorkerSettings:
 class TaskResult(msgspec.Struct, kw_only=True):
     """A worker's report on a task: all of it, or, for a stream, everything since the last report.
 
+    sizes      of each handle: the bytes of each field that it put
     finished   finished groups, by admission number
     samples    the number of samples that the metrics average over
     dropped    dropped groups, with the gate's reason
@@ -68,6 +70,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
 
     task: Task
     handles: list[KVBatchMeta] = []
+    sizes: list[dict[str, int]] = []
     finished: tuple[int, ...] = ()
     samples: int = 0
     metrics: dict[str, float] = {}
@@ -153,7 +156,7 @@ class Worker:
     def connect(self, plane: DataPlane) -> None:
         """Connect to the data plane and register the graph's partition."""
         self._plane = plane
-        register(plane, self.settings.partition, self._all_stages)
+        register(plane, self.settings.partition, self._all_stages, self.settings.parts)
 
     def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:
         """Run a map task on the samples of `meta`, after dropping cached rows in `cleared`."""
@@ -395,7 +398,9 @@ class Worker:
             attempt=task.attempt,
             unit=stage.per,
         )
+        sizes = {name: size_bytes(column) for name, column in columns.items()}
         result.handles.append(handle)
+        result.sizes.append(sizes)
         versions: dict[int, Versions] = {}
         if stamps := stamped_by(stage):
             versions = versions_of(columns[stamps.name], chosen)
@@ -408,7 +413,7 @@ class Worker:
                 fields=handle.fields,
                 groups=tuple(groups_of(chosen)),
                 samples=len(chosen),
-                size_bytes=sum(map(size_bytes, columns.values())),
+                size_bytes=sum(sizes.values()),
                 versions=tuple((of.oldest, of.newest) for of in versions.values()),
                 tokens=tuple(of.longest for of in versions.values()),
                 start_s=start_s,
@@ -512,9 +517,11 @@ def _weight(output: Output, keys: Sequence[str]) -> int:
     return len(output.index) if output.index is not None else len(keys)
 
 
-def register(plane: DataPlane, partition: str, stages: Sequence[Stage]) -> None:
-    """Register the graph's partition: its sample fields, and its stages as readers."""
-    plane.register(partition, sample_fields(stages), [stage.name for stage in stages])
+def register(
+    plane: DataPlane, partition: str, stages: Sequence[Stage], parts: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Register the graph's partition: its sample fields, its stages as readers, and the plan's parts."""
+    plane.register(partition, sample_fields(stages), [stage.name for stage in stages], parts or None)
 
 
 def _full(stage: Stage, metric: str) -> str:

@@ -67,11 +67,36 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
-    """A field is in the data plane from its writer until its last reader has acknowledged."""
+    """A field, its writer, and all of its readers."""
 
     field: str
     writer: str
     readers: tuple[str, ...]
+
+
+class Partition(msgspec.Struct, frozen=True, kw_only=True):
+    """The sample fields with the same last readers: a partition of the data plane, cleared when those have finished.
+
+    A group's rows of it are cleared once every one of `holders`, the stages that read or write one of the fields, has
+    acknowledged the group; without holders, with the group's last rows. `group_bytes` has the most bytes of a group per
+    field, None if the plan cannot tell.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    last_readers: tuple[str, ...]
+    holders: tuple[str, ...]
+    group_bytes: tuple[int | None, ...]
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a group in all fields whose size the plan knows."""
+        return sum(most or 0 for most in self.group_bytes)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The fields whose size the plan cannot tell: texts, and ragged ones without a limit."""
+        return tuple(field for field, most in zip(self.fields, self.group_bytes) if most is None)
 
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +145,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weights_fields: tuple[str, ...]
     gate: Gate | None = None
     pool: tuple[str, ...] = ()
+    partitions: tuple[Partition, ...] = ()
+    capacity_bytes: int | None = None
 
     @property
     def layers(self) -> list[list[PlannedStage]]:
@@ -139,7 +166,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partition(self) -> str:
-        """The data plane partition of the graph's samples."""
+        """The prefix of the data plane partitions of the graph's samples."""
         return self.name
 
     def stage(self, name: str) -> PlannedStage:

@@ -11,13 +11,14 @@ import networkx as nx
 from msgspec.structs import replace
 
 from pipeline.declare.abilities import run_of, shown_by, stamped_by
-from pipeline.declare.fields import ITEM_BYTES, Field
+from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage, kept_by
 from pipeline.errors import GraphError, Problem
 from pipeline.plan import checks
 from pipeline.plan.gate import awaited, gate_of
+from pipeline.plan.lifetimes import entry_bytes, partitions
 from pipeline.plan.plan import Edge, Fence, Lifetime, PlacedGroup, Plan, PlannedStage
 from pipeline.plan.samples import KeepSamples
 from pipeline.plan.schedule_checks import pool_problems
@@ -109,7 +110,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             writer=writer[field.name],
             reader=stage.name,
             back=back,
-            bytes_per_sample=_entry_bytes(field) if fetched else 0,
+            bytes_per_sample=entry_bytes(field) if fetched else 0,
             ragged=field.ragged,
         )
         for stage in stages
@@ -156,6 +157,8 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         ),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
         gate=gate_of(stages, graph.batch),
+        partitions=partitions(graph.name, stages, dag, graph.group_size),
+        capacity_bytes=schedule.capacity_bytes,
     )
     return with_pool(made)
 
@@ -239,10 +242,3 @@ def _fences(stages: Sequence[Stage]) -> list[Fence]:
             if user.shape != "transfer" and user.groups() == target and user.uses and not user.reads_back:
                 fences.append(Fence(before=user.name, after=transfer.name, lag=1, why="uses the weights served so far"))
     return fences
-
-
-def _entry_bytes(field: Field) -> int:
-    size = ITEM_BYTES[field.dtype]
-    for extent in field.inner:
-        size *= extent
-    return size

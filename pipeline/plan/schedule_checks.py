@@ -17,6 +17,7 @@ _RULES = (
     at_least("keep_groups", 0),
     at_least("seed", 0),
     at_least("capacity", 1).optional(),
+    at_least("capacity_bytes", 1).optional(),
     at_least("pipeline_depth", 0).optional(),
     one_of("on_stale", ("wait", "drop")),
     one_of("refit", ("drain", "in_flight")),

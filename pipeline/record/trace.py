@@ -213,10 +213,13 @@ class Published(msgspec.Struct, tag="published", frozen=True, kw_only=True, gc=F
 
 
 class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True, gc=False):
-    """Rows were cleared after their last reader acknowledged."""
+    """Rows were cleared after their last reader acknowledged: those of some partitions; with `last`, the groups' last.
+    Without groups, rows of a lost attempt."""
 
     step: int
     groups: tuple[int, ...]
+    partitions: tuple[str, ...] = ()
+    last: bool = True
     start_s: float
     end_s: float
 

@@ -11,7 +11,9 @@ from operator import or_
 
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.schedule.blockers import Blocker
+from pipeline.schedule.lives import Ending, Freed, Lives
 from pipeline.schedule.readiness import Reader, units_of
+from pipeline.schedule.staleness import admissible
 
 
 class Step:
@@ -56,12 +58,19 @@ class Board:
         self._pool_left: dict[int, int] = {}  # group -> pool stages that have not acknowledged it
         self._home: dict[int, Step] = {}
         self._present: dict[int, int] = {}  # group -> its present fields
-        self._holders: dict[int, int] = {}  # group -> stages that have not acknowledged it; a pooled group has one more
+        self._lives = Lives(plan, self.holding)
+        self._holders: dict[int, int] = {}  # group -> who still holds it, as bits of `Lives`
 
     @property
     def in_flight(self) -> int:
         """The number of groups admitted and not yet cleared."""
         return len(self._holders)
+
+    def room(self, count: int, *, least: int) -> int:
+        """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. At least
+        `least` if nothing is in flight."""
+        room = self._lives.budget.room(min(count, admissible(capacity=self.plan.capacity, held=self.in_flight)))
+        return room if self._holders else max(room, least)
 
     @property
     def homes(self) -> list[Step]:
@@ -102,7 +111,9 @@ class Board:
         holders = [reader for name, reader in step.readers.items() if name in self.holding]
         pooled = step is self.pool
         if holders:
-            self._holders.update(dict.fromkeys(groups, len(holders) + pooled))  # the pool holds until the claim
+            bits = self._lives.bits(step.readers, pooled=pooled)
+            self._holders.update(dict.fromkeys(groups, bits))
+            self._lives.begin(groups, bits)
         if pooled:
             self._pool_left.update(dict.fromkeys(groups, len(holders)))
         self._home.update(dict.fromkeys(groups, step))
@@ -118,8 +129,8 @@ class Board:
                 reader.units.ready(groups)
                 self._offer(reader)
 
-    def claim(self, step: Step, groups: tuple[int, ...]) -> None:
-        """Move groups from the pool into a step that has its stages."""
+    def claim(self, step: Step, groups: tuple[int, ...]) -> list[Freed]:
+        """Move groups from the pool into a step that has its stages. Returns what no stage of the step holds."""
         assert self.pool is not None
         self.steps[step.number] = step
         taken = set(groups)
@@ -136,9 +147,11 @@ class Board:
                 else:
                     reader.units.ready((group,))
             self._offer(reader)
+        bits = self._lives.bits(step.readers, pooled=False)
         for group in groups:
-            self._holders[group] += len(holders) - 1
+            self._holders[group] |= bits
             del self._pool_left[group]
+        return self._let_go(groups, self._lives.pool_bit)
 
     def place(self, step: Step) -> None:
         """Admit the next groups, in canonical order, to the stages per batch: the kept ones, up to the first undecided
@@ -155,6 +168,10 @@ class Board:
             if reader.stage.per == "batch" and name in self.holding:
                 reader.units.admit(fresh)
                 self._offer(reader)
+
+    def measure(self, fields: Sequence[str], group_bytes: Sequence[int]) -> None:
+        """Note the bytes per group of fields that have landed."""
+        self._lives.budget.measure(fields, group_bytes)
 
     def land(self, groups: Sequence[int], fields: tuple[str, ...]) -> None:
         """Mark sample fields as present for groups."""
@@ -193,29 +210,28 @@ class Board:
     def _as_bits(self, fields: Iterable[str]) -> int:
         return reduce(or_, (self._bits[field] for field in fields), 0)
 
-    def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[int]:
+    def leave(self, step: Step, groups: Iterable[int], reason: str) -> list[Freed]:
         """Drop groups. Stages that wait for them release them at once, running tasks when they acknowledge.
 
-        Returns the groups without holders.
+        Returns what has no holder left.
         """
-        cleared = []
+        waited: dict[int, list[int]] = {}  # holders that waited -> groups
         for group in groups:
             step.dropped[group] = reason
-            waiting = 0
+            waiting = []
             for name, reader in step.readers.items():
                 if name in self.holding:
                     waits = reader.missing.pop(group, None) is not None
                     takes = reader.stage.per != "batch" and reader.units.remove(group)
                     if waits or takes:
-                        waiting += 1
+                        waiting.append(name)
                         self.lessen(reader, 1)
                     self._offer(reader)  # the rest of the group's lot may be complete now
             if step is self.pool:
                 step.groups.remove(group)
                 del self._pool_left[group]
-                waiting += 1
-            cleared += self.release((group,), waiting)
-        return cleared
+            waited.setdefault(self._lives.bits(waiting, pooled=step is self.pool), []).append(group)
+        return [freed for holders, of in waited.items() for freed in self._let_go(of, holders)]
 
     def lessen(self, reader: Reader, groups: int) -> None:
         """Reduce the total of a stage before the gate by dropped groups that it will not acknowledge."""
@@ -244,19 +260,29 @@ class Board:
                     ready.append(group)
         return ready
 
-    def release(self, groups: Iterable[int], holders: int = 1) -> list[int]:
-        """Release `holders` holders of each group. Forgets and returns the groups without holders."""
-        cleared = []
+    def release(self, groups: Iterable[int], stage: str) -> list[Freed]:
+        """Record that a stage holds these groups no longer. Returns what has no holder left."""
+        return self._let_go(groups, self._lives.bits((stage,), pooled=False))
+
+    def _let_go(self, groups: Iterable[int], holders: int) -> list[Freed]:
+        """Take holders from groups. Forgets groups without any. Returns the partitions that nobody holds any more, by
+        the groups that they are free of."""
+        held, freed = self._holders, dict[Ending, list[int]]()
         for group in groups:
-            left = self._holders[group] - holders
-            if left:
-                self._holders[group] = left
-                continue
-            del self._holders[group]
-            home = self._home.pop(group)
-            if home is self.pool:
-                home.dropped.pop(group, None)
-            self.oldest.pop(group, None)
-            self._present.pop(group, None)
-            cleared.append(group)
-        return cleared
+            before = held[group]
+            left = held[group] = before & ~holders
+            if ending := self._lives.ending(before, left):
+                freed.setdefault(ending, []).append(group)
+            if not left:
+                self._forget(group)
+        found = [Freed(tuple(of), *ending) for ending, of in freed.items()]
+        self._lives.budget.end(found)
+        return found
+
+    def _forget(self, group: int) -> None:
+        del self._holders[group]
+        home = self._home.pop(group)
+        if home is self.pool:
+            home.dropped.pop(group, None)
+        self.oldest.pop(group, None)
+        self._present.pop(group, None)

@@ -20,7 +20,7 @@ class Landed(msgspec.Struct, frozen=True):
     """Fields are present for whole groups (or, with no groups, for the step: weights).
 
     `oldest` has the oldest token version of each group, if the stage stamps tokens. `task` is the number of the task
-    that wrote the fields, None for an external process.
+    that wrote the fields, None for an external process. `group_bytes` has the bytes per group of each field, if known.
     """
 
     step: int
@@ -28,6 +28,7 @@ class Landed(msgspec.Struct, frozen=True):
     fields: tuple[str, ...]
     oldest: tuple[int, ...] = ()
     task: int | None = None
+    group_bytes: tuple[int, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -103,10 +104,12 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Clear(msgspec.Struct, frozen=True):
-    """These groups have no remaining reader."""
+    """These partitions have no remaining reader of these groups; with `last`, no partition has."""
 
     step: int
     groups: tuple[int, ...]
+    partitions: tuple[str, ...]
+    last: bool
 
 
 class Save(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ these alone what starts. The same code drives real actors, the in-process execut
 
 A stage may start on a group when the last field that it reads has landed and the step's fences have been passed; a
 stage per batch starts on a run of groups, or on the whole batch. Each (stage, group) is submitted exactly once per
-attempt. A group is cleared when every stage that reads or writes it has acknowledged it.
+attempt. A group's rows of a partition are cleared when every stage that reads or writes the partition has acknowledged
+the group.
 
 Batches. With on_stale="wait" they are fixed at admission: batch n has fixed admission numbers, and is sampled once the
 published version is at least n - ahead. With "drop" groups belong to no step until they are claimed: the first ones
@@ -52,8 +53,9 @@ from pipeline.schedule.events import (
     StepDone,
 )
 from pipeline.schedule.grants import Grants, Running
+from pipeline.schedule.lives import Freed
 from pipeline.schedule.readiness import Reader
-from pipeline.schedule.staleness import admissible, askable, too_old
+from pipeline.schedule.staleness import askable, too_old
 
 
 class Scheduler:
@@ -238,16 +240,16 @@ class Scheduler:
             asked = self._next_batch * batch + len(pool.groups)
             count = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=asked)
             count = min(count, self.plan.steps * batch - asked)
-            room = admissible(capacity=self.plan.capacity, held=self.in_flight)
+            room = self._board.room(count, least=1)
             self._starved = room < count
-            if min(count, room):
-                self._add(pool, min(count, room), decisions)
+            if count > 0 and room:
+                self._add(pool, room, decisions)
             return
         while self._next_batch < self.plan.steps:
             before = self._board.steps.get(self._next_batch - 1)
             if before and not before.decided:
                 return  # more of its groups may still be admitted, and numbers are consecutive
-            self._starved = admissible(capacity=self.plan.capacity, held=self.in_flight) < batch
+            self._starved = self._board.room(batch, least=batch) < batch
             if self._starved:
                 return
             if not self._transfers and not self._may_generate(self._next_batch):
@@ -327,9 +329,10 @@ class Scheduler:
             for stage in self._stages.values():
                 if stage.name not in pool.readers and stage.runs_at(number, self.plan.steps):
                     self._board.add_reader(step, stage, self._blockers(stage, number))
-            self._board.claim(step, groups)
+            freed = self._board.claim(step, groups)
             decisions.append(Claim(number, groups))
             self._next_batch = pool.number = number + 1
+            self._clear(number, freed, decisions)
             pool.refused.clear()
             for reader in pool.readers.values():
                 reader.step = pool.number
@@ -371,6 +374,7 @@ class Scheduler:
         step = self._board.steps.get(event.step)
         published = False
         weights = [field for field in event.fields if field not in self._board.sample_fields]
+        self._board.measure(event.fields, event.group_bytes)
         if len(weights) < len(event.fields):
             self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
         for field in weights:
@@ -479,7 +483,7 @@ class Scheduler:
         groups = [group for group in acknowledged if group in running.left]
         self._grants.acknowledge(running, groups)
         reader.done += len(groups) if task.groups else 1
-        self._clear(task.step, self._board.release(groups), decisions)
+        self._clear(task.step, self._board.release(groups, task.stage), decisions)
         if reader.total is None:
             self._claimable += self._board.acknowledge(groups)
             if self._board.pool and len(self._claimable) >= self.plan.batch:
@@ -498,7 +502,7 @@ class Scheduler:
         task, reader = running.task, running.reader
         left = self._grants.lose(running)
         unwanted = [group for group in left if (home := self._board.home(group)) and group in home.dropped]
-        self._clear(task.step, self._board.release(unwanted), decisions)
+        self._clear(task.step, self._board.release(unwanted, task.stage), decisions)
         again = tuple(group for group in left if group not in unwanted)
         if reader.stage.stamps:
             self._board.unstamp(again)
@@ -509,11 +513,11 @@ class Scheduler:
             self._board.lessen(reader, len(unwanted))
             self._settle(reader, task.step, decisions)
 
-    def _clear(self, number: int, groups: Sequence[int], decisions: list[Decision]) -> None:
-        if groups:
-            decisions.append(Clear(number, tuple(groups)))
-            if self._starved and not self._has_batch_in_waiting():
-                self._admit(decisions)
+    def _clear(self, number: int, freed: Sequence[Freed], decisions: list[Decision]) -> None:
+        """Clear what nobody holds any more, and admit groups that waited for its room."""
+        decisions += [Clear(number, *each) for each in freed]
+        if freed and self._starved and not self._has_batch_in_waiting():
+            self._admit(decisions)
 
     def _over(self, step: Step, reader: Reader, decisions: list[Decision]) -> None:
         """Handle a stage that has acknowledged all its groups of a step."""

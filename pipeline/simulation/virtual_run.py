@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from pipeline.declare.task import Task
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal
@@ -21,7 +23,7 @@ from pipeline.engine.oversight import Oversight
 from pipeline.engine.termination import Termination
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
-from pipeline.schedule.events import Decision, Event
+from pipeline.schedule.events import Clear, Decision, Event
 from pipeline.schedule.scheduler import Scheduler
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.virtual_executor import Report, VirtualExecutor
@@ -151,9 +153,9 @@ class NoRows:
     def lost(self, groups: Sequence[int], attempt: int) -> None:
         return None
 
-    def clear(self, step: int, groups: tuple[int, ...]) -> None:
+    def clear(self, decision: Clear) -> None:
         now_s = self._journal.clock.now_s
-        self._journal.write(trace.Cleared(step=step, groups=groups, start_s=now_s, end_s=now_s))
+        self._journal.write(trace.Cleared(**msgspec.structs.asdict(decision), start_s=now_s, end_s=now_s))
 
     def sweep(self, report: Report) -> None:
         return None

@@ -108,7 +108,7 @@ class Live:
                 self._running.pop(event.task, None)
                 for group in event.groups:
                     self._given.get(group, set()).discard(event.stage)
-            case trace.Cleared() | trace.Dropped():
+            case trace.Cleared(last=True) | trace.Dropped():
                 for group in event.groups:
                     self._done.pop(group, None)
                     self._given.pop(group, None)

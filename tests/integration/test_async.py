@@ -101,7 +101,9 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp
     engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)
     engine.execute()
     assert len(rows) == 1001
-    assert max(rows) <= 8 * (4 + 2), "the capacity, which is four batches, and two that are being cleared"
+    parts = len(engine.plan.partitions)  # a group has a row in each
+    assert max(rows) <= parts * 8 * (4 + 2), "the capacity, which is four batches, and two that are being cleared"
+    assert engine.rows.stored.now_bytes == 0
     assert max(size[1] for size in sizes) <= 8 * 4
     early, late = sizes[100:200], sizes[-100:]
     assert max(late) <= tuple(n + 8 for n in max(early)), "handles do not pile up"

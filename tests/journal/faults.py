@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.journal.setups import Setup
+from tests.journal.setups import TEXTS, Setup
 from tests.journal.world import Event, MadeUp
 
 SYNC = Setup()
@@ -283,8 +283,29 @@ def share_put_twice(run: MadeUp) -> None:
 def read_after_clear(run: MadeUp) -> None:
     """The rows of a step are cleared before the last stage that reads them starts."""
     group = event(run, "claimed", step=2)["groups"][0]
-    cleared = next(i for i, one in enumerate(run.events) if one["type"] == "cleared" and group in one["groups"])
+    clears = (i for i, one in enumerate(run.events) if one["type"] == "cleared" and one["last"])
+    cleared = next(i for i in clears if group in run.events[i]["groups"])
     move(run, cleared, at(run, "submitted", stage="samples", step=2))
+
+
+@_fault("I7", SYNC)
+def texts_cleared_before_their_last_reader(run: MadeUp) -> None:
+    """The texts of a group are cleared before `prev` has acknowledged them."""
+    place = next(i for i, one in enumerate(run.events) if one["type"] == "cleared" and TEXTS in one["partitions"])
+    group = run.events[place]["groups"][0]
+    read = next(
+        i for i, one in enumerate(run.events)
+        if one["type"] == "acknowledged" and one["stage"] == "prev" and group in one["groups"]
+    )  # fmt: skip
+    run.events[place]["partitions"].remove(TEXTS)
+    early = {**run.events[place], "groups": [group], "partitions": [TEXTS], "last": False}
+    run.events.insert(read, early)
+
+
+@_fault("I7", SYNC)
+def a_partition_cleared_twice(run: MadeUp) -> None:
+    place = next(i for i, one in enumerate(run.events) if one["type"] == "cleared" and not one["last"])
+    run.events.insert(place + 1, dict(run.events[place]))
 
 
 @_fault("I7", SYNC)

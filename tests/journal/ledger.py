@@ -27,6 +27,7 @@ class Group:
     began: int | None = None
     versions: tuple[int, int] | None = None  # oldest and newest, as put in the columns
     cleared: bool = False
+    freed: set[str] = field(default_factory=set)  # partitions that were cleared
     stored: bool = False
     present: dict[str, int] = field(default_factory=dict)  # field -> attempt that put it
     attempts: Counter[str] = field(default_factory=Counter)  # stage -> lost attempts
@@ -122,6 +123,16 @@ class Ledger:
             return all(stage == group.dropped_by for stage in group.working)
         step = group.claimed if self.planned.drops else group.step
         return step is not None and group.acknowledged >= self.planned.holders(step)
+
+    def lets_go(self, number: int, holders: set[str]) -> bool:
+        """Return whether none of these stages will read or write a group any more."""
+        group = self.groups[number]
+        if group.dropped is not None:
+            return all(stage == group.dropped_by for stage in group.working.keys() & holders)
+        step = group.claimed if self.planned.drops else group.step
+        if step is None:
+            return holders <= self.planned.pool and group.acknowledged >= holders
+        return group.acknowledged >= holders & self.planned.holders(step)
 
     def finished(self, stage: str, step: int) -> bool:
         """Return whether a stage has acknowledged all groups that it has at a step."""
@@ -299,7 +310,8 @@ class Ledger:
     def _cleared(self, line: Line) -> None:
         for number in line["groups"]:
             if number in self.groups:
-                self.groups[number].cleared = True
+                self.groups[number].freed |= set(line["partitions"])
+                self.groups[number].cleared |= line["last"]
 
     def _checkpointed(self, line: Line) -> None:
         self.history.saved.add(line["step"])

@@ -37,7 +37,7 @@ EDITED = {  # the edited values, by type of event
     "fenced": _TASK,
     "served": ("task", "stage", "step", "replica", "version"),
     "published": ("stage", "step", "version", "sha256"),
-    "cleared": ("groups",),
+    "cleared": ("groups", "partitions", "last"),
     "checkpointed": ("step", "folder"),
     "step_ended": ("step", "metrics"),
     "ended": ("steps", "rows_left"),

@@ -32,6 +32,8 @@ class Planned:
         self.stamping = {name for name in self.internal if self.stages[name]["stamps"]}
         self.stamps = {self.stages[name]["stamps"] for name in self.stamping}
         self.holding = {name for name in self.internal if self.waits(name) or self.sample_writes(name)}
+        self.partitions = {made["name"]: set(made["fields"]) for made in plan["partitions"]}
+        self._partition_holders = {made["name"]: set(made["holders"]) for made in plan["partitions"]}
         self._before_gate = {name for name in self.holding if self.gate and self.gate["field"] not in self.waits(name)}
 
     def sample_reads(self, stage: str) -> set[str]:
@@ -63,6 +65,10 @@ class Planned:
     def holders(self, step: int) -> set[str]:
         """Return the stages that run on the groups of a step."""
         return {name for name in self.holding if self.runs_at(name, step)}
+
+    def partition_holders(self, name: str) -> set[str]:
+        """Return the stages that read or write a partition; all that hold samples if an outside process writes it."""
+        return self._partition_holders[name] or self.holding
 
     def is_before_gate(self, stage: str) -> bool:
         """Return whether a stage also gets groups that the gate drops."""

@@ -68,7 +68,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "fenced": {**_TASK, "groups": "I", "at_s": "f"},
     "published": {"stage": "s", "step": "i", "version": "i", "sha256": "s", "at_s": "f"},
     "served": {**_TASK, "replica": "i", "version": "i", "at_s": "f"},
-    "cleared": {"step": "i", "groups": "I", **_SPAN},
+    "cleared": {"step": "i", "groups": "I", "partitions": "S", "last": "b", **_SPAN},
     "checkpointed": {"step": "i", "folder": "s", "size_bytes": "i", **_SPAN},
     "step_ended": {"step": "i", "metrics": "d", "at_s": "f"},
     "stopping": {"at_s": "f"},

@@ -165,8 +165,25 @@ def nobody_needs_them(ledger: Ledger, line: Line) -> Found:
             yield "I7", f"group {number} was cleared and never admitted"
         elif group.cleared:
             yield "I7", f"group {number} was cleared twice"
-        elif not ledger.released(number):
+        elif line["last"] and not ledger.released(number):
             step = group.claimed if ledger.planned.drops else group.step
             left = ledger.planned.holders(step) - group.acknowledged if step is not None else set()
             waiting = ", ".join(sorted(left | group.working.keys())) or "its claim"
             yield "I7", f"group {number} was cleared before {waiting}"
+
+
+@rule("cleared")
+def nobody_needs_the_partitions(ledger: Ledger, line: Line) -> Found:
+    """A partition of a group is cleared once, after every stage that reads or writes it has acknowledged."""
+    for name in line["partitions"]:
+        if name not in ledger.planned.partitions:
+            yield RECORD, f"partition {name} was cleared, and the plan does not have it"
+            continue
+        for number in line["groups"]:
+            group = ledger.groups.get(number)
+            if group is None:
+                continue
+            if name in group.freed:
+                yield "I7", f"partition {name} of group {number} was cleared twice"
+            elif not ledger.lets_go(number, ledger.planned.partition_holders(name)):
+                yield "I7", f"partition {name} of group {number} was cleared before its holders had acknowledged"

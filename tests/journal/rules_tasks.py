@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.journal.ledger import WHOLE, Group, Ledger, units
+from tests.journal.planned import Planned
 from tests.journal.record import RECORD, Line
 from tests.journal.rules import Found, rule
 
@@ -58,6 +59,7 @@ def groups_are_there(ledger: Ledger, line: Line) -> Found:
             yield "I2", f"{stage} was handed group {number}, which was never admitted"
             continue
         yield from _handed_once(line, number, group)
+        yield from _is_kept(planned, number, group, planned.sample_reads(stage), f"{stage} was handed")
         missing = planned.waits(stage) - group.present.keys()
         if missing and not group.cleared:
             yield "I7", f"{stage} was handed group {number} before {', '.join(sorted(missing))} had landed"
@@ -75,6 +77,12 @@ def _single(ledger: Ledger, line: Line) -> Found:
         yield "I7", f"{stage} of step {step + 1} was handed out twice"
     elif line["attempt"] != ledger.lost[stage, step]:
         yield "I10", f"{stage} of step {step + 1} is attempt {line['attempt']}; {ledger.lost[stage, step]} were lost"
+
+
+def _is_kept(planned: Planned, number: int, group: Group, fields: set[str], what: str) -> Found:
+    for name in group.freed if not group.cleared else ():
+        if fields & planned.partitions.get(name, set()):
+            yield "I7", f"{what} group {number} after its partition {name} was cleared"
 
 
 def _handed_once(line: Line, number: int, group: Group) -> Found:
@@ -150,6 +158,8 @@ def put_once(ledger: Ledger, line: Line) -> Found:
             yield "I7", f"{stage} put group {number} after it was cleared"
         elif not external and stage not in group.working:
             yield "I7", f"{stage} put group {number} and has no task with it"
+        elif gone := list(_is_kept(planned, number, group, written, f"{stage} put")):
+            yield from gone
         elif written & group.present.keys():
             yield "I7", f"{stage} put {', '.join(sorted(written & group.present.keys()))} of group {number} twice"
 

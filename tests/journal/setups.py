@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+TEXTS, REST = "made_up.prev+reward", "made_up.train+samples"  # the partitions of the plan
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -84,6 +86,20 @@ class Setup:
                 {"name": "host", "workers": 2, "model_parallel": 1},
                 {"name": "sampler", "workers": 2, "model_parallel": 1},
                 {"name": "learner", "workers": self.ranks, "model_parallel": 1},
+            ],
+            "partitions": [
+                {
+                    "name": TEXTS,
+                    "fields": ["prompt", "response"],
+                    "holders": ["prompts", "rollout", "reward", "prev"],
+                },
+                {
+                    "name": REST,
+                    "fields": ["token_versions", "reward", "advantage", "prev_logprobs", *kept],
+                    "holders": [
+                        stage["name"] for stage in stages if stage["name"] not in ("prompts", "refit", "evaluate")
+                    ],
+                },
             ],
             "weights_fields": ["trained_weights", "served_weights"],
             "gate": {"stage": "filter", "field": "kept", "max_groups": 100} if self.gate else None,

@@ -20,6 +20,7 @@ from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record.checkpoint import read as read_checkpoint
 from pipeline.rundir import RunDir
+from pipeline.schedule.events import Clear
 from tests.journal.checker import audit
 from tests.journal.live import graph
 
@@ -89,7 +90,7 @@ _submit = Driver._submit
 def _clears_at_once(self: Driver, task: Task) -> None:
     _submit(self, task)
     if rows := self.rows.handles.rows(task.groups):
-        self.rows._remove(rows, task.step, task.groups)
+        self.rows._remove(rows, Clear(task.step, task.groups, (), last=True))
 
 
 def _much(**_: int) -> int:
@@ -102,7 +103,7 @@ def _much(**_: int) -> int:
     [
         ("drop", "pipeline.schedule.scheduler.too_old", _no_bound, "I1"),
         ("wait", "pipeline.schedule.scheduler.askable", _much, "I1"),
-        ("wait", "pipeline.schedule.scheduler.admissible", _much, "I3"),
+        ("wait", "pipeline.schedule.board.admissible", _much, "I3"),
         ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
         ("sync", "pipeline.engine.loop.Driver._submit", _clears_at_once, "I7"),
         ("sync", "pipeline.engine.rows.Rows._remove", lambda *_: None, "I2"),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.journal.setups import Setup
+from tests.journal.setups import REST, TEXTS, Setup
 
 Event = dict[str, Any]
 
@@ -36,6 +36,7 @@ class Row:
     dropped: bool = False
     unwanted: bool = False
     cleared: bool = False
+    early: bool = False  # its texts were cleared before the rest
 
     @property
     def oldest(self) -> int | None:
@@ -446,6 +447,11 @@ class MadeUp:
         free = [n for n, row in self.rows.items() if not row.cleared and self._released(n)]
         if free:
             yield partial(self._clear, free)
+        texts = [
+            n for n, row in self.rows.items() if not (row.cleared or row.early or n in free) and self._texts_free(n)
+        ]
+        if texts:
+            yield partial(self._clear_texts, texts)
         if self.start == 0 and {("refit", -1), ("evaluate", -1)} <= self.over and -1 not in self.ended_all:
             yield partial(self._end, -1)
         for step in range(self.start, self.claimed):
@@ -488,12 +494,23 @@ class MadeUp:
         self.saved.add(step)
         self.log("checkpointed", step=step, folder=f"step_{step + 1:06d}", size_bytes=8)
 
+    def _texts_free(self, number: int) -> bool:
+        row = self.rows[number]
+        return not row.dropped and row.step is not None and row.behind >= {"prompts", "rollout", "reward", "prev"}
+
+    def _clear_texts(self, groups: list[int]) -> None:
+        for number in groups:
+            self.rows[number].early = True
+        self.log("cleared", step=0, groups=groups, partitions=[TEXTS], last=False)
+
     def _clear(self, groups: list[int]) -> None:
         for number in groups:
             self.rows[number].cleared = True
-        stored = [number for number in groups if self.rows[number].fields]
-        if stored:
-            self.log("cleared", step=0, groups=stored)
+        for early in (True, False):
+            stored = [number for number in groups if self.rows[number].fields and self.rows[number].early is early]
+            if stored:
+                left = [REST] if early else [TEXTS, REST]
+                self.log("cleared", step=0, groups=stored, partitions=left, last=True)
 
     def _all_cleared(self) -> bool:
         return all(row.cleared for row in self.rows.values())

@@ -215,7 +215,7 @@ def test_a_run_trains_the_first_groups_that_are_kept_and_records_the_others(tmp_
     why = "every reward is 0"
     assert drops == [(0, (0, 3), why), (1, (6, 9), why), (2, (12, 15), why)]
     assert [event.rows_left for event in events if isinstance(event, record.Ended)] == [0]
-    cleared = [group for event in events if isinstance(event, record.Cleared) for group in event.groups]
+    cleared = [group for event in events if isinstance(event, record.Cleared) and event.last for group in event.groups]
     assert sorted(cleared) == list(range(18))
     samples = [msgspec.json.decode(line) for line in run_dir.samples(0).read_bytes().splitlines()]
     assert [row["key"] for row in samples[::2]] == [f"{group:08d}_g000" for group in (1, 2, 4, 5)]

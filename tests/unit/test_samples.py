@@ -62,7 +62,7 @@ def kept(folder: Path, stages: tuple[Stage, ...], keep: int) -> list[dict[str, o
     Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
     assert not check(run_dir.path)
     events = [event for _, event in trace.read(run_dir.events)]
-    cleared = [group for event in events if isinstance(event, trace.Cleared) for group in event.groups]
+    cleared = [group for event in events if isinstance(event, trace.Cleared) and event.last for group in event.groups]
     assert sorted(cleared) == list(range(16)), "also those that were looked at and not kept"
     file = run_dir.samples(1)
     return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()] if file.exists() else []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import Field, Graph, Schedule, WorkerGroup
 from pipeline.plan.planner import plan
-from pipeline.schedule.events import Admit, Cancel, Claim, Drop, Finished, Landed, Run, Save
+from pipeline.schedule.events import Admit, Cancel, Claim, Clear, Drop, Finished, Landed, Run, Save
 from pipeline.schedule.staleness import admissible, askable, too_old
 from tests.examples import few
 from tests.unit import toy
@@ -552,7 +552,8 @@ def test_what_is_still_sampled_and_too_old_is_cancelled_and_replaced():
     first, second = (job for job in world.jobs.values() if job.task.stage == "rollout" and job.task.version == 0)
     streamed(world, 5, 4)
     cancels = [Cancel(first.task, (0,)), Cancel(second.task, (2,))]
-    assert decided(world) == [Claim(1, (4, 5)), Drop(2, (0, 2), "cancelled"), *cancels, Admit(2, (6, 7))]
+    unwritten = Clear(2, (0, 2), ("toy.train+samples",), last=False)
+    assert decided(world) == [Claim(1, (4, 5)), Drop(2, (0, 2), "cancelled"), unwritten, *cancels, Admit(2, (6, 7))]
     assert not world.cleared & {0, 2}, "they are still held"
     world.acknowledge(first, [0])
     assert 0 in world.cleared

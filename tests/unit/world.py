@@ -78,6 +78,7 @@ class World:
         self.step_of: dict[int, int] = {}  # claimed group -> step
         self.dropped: dict[int, str] = {}
         self.cleared: set[int] = set()
+        self.freed: set[tuple[str, int]] = set()  # (partition, group)
         self.landed: set[tuple[str, int]] = set()  # (field, group), and (weights, step)
         self.age: dict[int, int] = {}  # group -> version of its oldest token, or of the weights it started with
         self.acked: set[tuple[str, int | tuple[int]]] = set()  # (stage, group), or (stage, (step,)) without groups
@@ -116,6 +117,7 @@ class World:
             decisions = self.scheduler.handle(event)
             self.log.append((event, decisions))
             self.take(decisions)
+            self.check_freed(event, decisions)
             return decisions
         return []
 
@@ -192,8 +194,15 @@ class World:
         assert decision.groups
         for group in decision.groups:
             assert group in self.admitted and group not in self.cleared
-            assert self.is_clearable(group), group
-            self.cleared.add(group)
+            assert not decision.last or self.is_clearable(group), group
+            for partition in self.plan.partitions:
+                if partition.name in decision.partitions:
+                    assert (partition.name, group) not in self.freed and self.is_free(partition, group)
+                    self.freed.add((partition.name, group))
+                assert not decision.last or not self.holders(partition, group) or (partition.name, group) in self.freed
+            if decision.last:
+                self.cleared.add(group)
+        assert decision.last or decision.partitions
 
     def take_save(self, decision: Save):
         step = decision.step
@@ -334,6 +343,26 @@ class World:
     def published_fields(self):
         return {field for name in self.transfers for field in self.stages[name].writes}
 
+    def holders(self, partition, group):
+        """Return the stages that hold a group's part of a partition at some time; every stage if an outside process
+        writes it."""
+        step = self.step_of.get(group, None if self.plan.pool else self.admitted[group])
+        names = partition.holders or self.holding
+        return [
+            name
+            for name in names
+            if name in self.plan.pool or step is None or self.stages[name].runs_at(step, self.plan.steps)
+        ]
+
+    def is_free(self, partition, group):
+        """Return whether every holder of a group's part of a partition has let go of it."""
+        if not partition.holders:
+            return self.is_clearable(group)
+        holders = self.holders(partition, group)
+        if any(group in job.left for job in self.jobs.values() if job.stage.name in holders):
+            return False
+        return group in self.dropped or all((name, group) in self.acked for name in holders)
+
     def is_clearable(self, group):
         if any(group in job.left for job in self.jobs.values()):
             return False
@@ -363,6 +392,17 @@ class World:
                 assert group in self.dropped or group in self.step_of or age >= too_old, "not let go"
             claims = self.next_batch < self.plan.steps and not self.stopping
             assert len(self.ready) < self.plan.batch or not claims, "not claimed"
+
+    def check_freed(self, event, decisions):
+        """Check that what nobody holds any more is cleared in the transaction that makes it so."""
+        task = getattr(event, "task", None)
+        groups = {*getattr(event, "reasons", ()), *getattr(task, "groups", ())}
+        for decision in decisions:
+            groups |= set(decision.groups) if isinstance(decision, Claim | Drop) else set()
+        for group in groups & self.admitted.keys() - self.cleared:
+            for partition in self.plan.partitions:
+                held = self.holders(partition, group) and (partition.name, group) not in self.freed
+                assert not held or not self.is_free(partition, group), (partition.name, group)
 
     @property
     def all_done(self):
