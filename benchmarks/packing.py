@@ -53,7 +53,7 @@ def cut(order: Sequence[int], prompts: Sequence[int], responses: Sequence[int]) 
     parts: list[list[int]] = []
     for i in order:
         wider = [*parts[-1], i] if parts else []
-        if wider and len(wider) * (max(prompts[j] for j in wider) + max(responses[j] for j in wider)) <= BUDGET:
+        if wider and len(wider) * max(prompts[j] + responses[j] for j in wider) <= BUDGET:
             parts[-1].append(i)
         else:
             parts.append([i])
@@ -128,10 +128,7 @@ def work(made: Parts | list[Shard], kind: str, prompts: Sequence[int], responses
         ]
     if kind == "packed":
         return [[sum(prompts[i] + responses[i] for i in part) for part in rank] for rank in made]
-    return [
-        [len(part) * (max(prompts[i] for i in part) + max(responses[i] for i in part)) for part in rank]
-        for rank in made
-    ]
+    return [[len(part) * max(prompts[i] + responses[i] for i in part) for part in rank] for rank in made]
 
 
 def members(made: Parts | list[Shard]) -> list[list[int]]:

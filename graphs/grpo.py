@@ -11,6 +11,7 @@ from pipeline import Graph, Model, Schedule, WorkerGroup
 from stages import (
     Advantage,
     ClippedLoss,
+    Dynamic,
     PrevLogprobs,
     Prompts,
     Refit,
@@ -38,7 +39,7 @@ def graph(
     prompts_per_step: int = 32,
     samples_per_prompt: int = 8,
     max_tokens: int = 512,
-    microbatch: int = 8,
+    microbatch: int = 8192,
     minibatches: int = 4,
     lr: float = 1e-6,
     kl: float = 0.001,
@@ -59,7 +60,7 @@ def graph(
     prompts_per_step    groups per batch
     samples_per_prompt  responses per prompt
     max_tokens          maximum tokens per response
-    microbatch          samples in one pass of the trainer
+    microbatch          tokens in one pass of the trainer, padding included; the longest prompt and max_tokens must fit
     minibatches         optimizer updates per batch
     lr                  learning rate
     kl                  weight of the KL divergence from the model before training; above 0
@@ -68,16 +69,18 @@ def graph(
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale
+    passes = Dynamic(tokens=microbatch)  # samples of similar length share a pass, so little of it is padding
+    run = samples_per_prompt * max(4, learner_gpus)  # samples that are scored while others are still being sampled
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(exact_match),
-            PrevLogprobs(policy, on=learner, microbatch=microbatch),
-            RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
+            PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
+            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=microbatch),
+            Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=passes),
             Refit(policy, source=learner, target=sampler, transport=refit_transport),
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),

@@ -14,6 +14,7 @@ from pipeline import Graph, Model, Schedule, WorkerGroup
 from stages import (
     Advantage,
     ClippedLoss,
+    Dynamic,
     Evaluate,
     PrevLogprobs,
     Prompts,
@@ -51,7 +52,7 @@ def graph(
     prompts_per_step: int = 32,
     samples_per_prompt: int = 8,
     max_tokens: int = 512,
-    microbatch: int = 8,
+    microbatch: int = 8192,
     minibatches: int = 4,
     lr: float = 1e-6,
     kl: float = 0.001,
@@ -71,7 +72,7 @@ def graph(
     prompts_per_step    groups per batch
     samples_per_prompt  responses per prompt
     max_tokens          maximum tokens per response
-    microbatch          samples in one pass of the trainer
+    microbatch          tokens in one pass of the trainer, padding included; the longest prompt and max_tokens must fit
     minibatches         optimizer updates per batch
     lr                  learning rate
     kl                  weight of the KL divergence from the model before training; above 0
@@ -83,16 +84,18 @@ def graph(
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
     # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.
     math = MathVerify(timeout_s=5.0, on_timeout=0.0, on_error=0.0, answer_after="####")
+    passes = Dynamic(tokens=microbatch)  # samples of similar length share a pass, so little of it is padding
+    run = samples_per_prompt * max(4, learner_gpus)  # samples that are scored while others are still being sampled
     return Graph(
         name="gsm8k",
         source=Prompts(Path(data) / "train.jsonl", batch=prompts_per_step, template=TEMPLATE),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(math, boxed, weights=(1.0, 0.1)),
-            PrevLogprobs(policy, on=learner, microbatch=microbatch),
-            RefLogprobs(policy.frozen(), on=learner, microbatch=microbatch),
+            PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
+            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=microbatch),
+            Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=passes),
             Refit(policy, source=learner, target=sampler),
             Evaluate(
                 policy,

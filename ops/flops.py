@@ -1,14 +1,16 @@
-"""Floating point operations of a dense decoder-only transformer, from its shape and the lengths of its sequences.
+"""Floating point operations of a decoder-only transformer, from its shape and the lengths of its sequences.
 
 Arithmetic on numbers; loads no tensor library. A multiply and an add are two operations.
 
     shape = Transformer.of(json.loads(Path("config.json").read_text()))
     done = model_flops(shape, lengths=[1024, 700], training=True)
+    cost = [n + quadratic_cost(shape) * n**2 for n in (1024, 700)]        # in tokens, to compare samples
     utilisation = done / seconds / (1e12 * ranks * peak_tflops("NVIDIA H200"))
 
 Counts matrix products, as PaLM (arXiv 2204.02311, appendix B) and Narayanan et al. (arXiv 2104.04473, section 5.1) do.
 Norms, activations, rotary embeddings, softmax and the optimizer are left out; they are a few tenths of a percent in
-models of a billion parameters or more. Padding and recomputed activations do not count as the model's work.
+models of a billion parameters or more. Padding and recomputed activations do not count as the model's work. In a
+mixture of experts, a token counts the router and the experts chosen for it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}  # the name of an expert's size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The shape of a dense decoder-only transformer.
+    """The shape of a decoder-only transformer whose blocks are alike.
 
     layers, hidden      number of blocks, and size of a token's hidden state
-    intermediate        inner size of a block's feed-forward layer
+    intermediate        inner size of a block's feed-forward layer, or of one expert
+    experts, chosen     experts of a block, and experts per token; 0 and 1 without a mixture
     heads, kv_heads     number of query heads, and of key-value heads
     head_dim            size of one head
     vocab               rows of the output embedding
@@ -39,20 +45,22 @@ class Transformer:
     head_dim: int
     vocab: int
     gated: bool = True
+    experts: int = 0
+    chosen: int = 1
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Transformer:
-        """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma).
+        """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma) or of a
+        mixture of experts whose layers are alike (Mixtral, Qwen3-MoE).
 
-        Raises ValueError for a mixture of experts, or if the config lacks a number.
+        Raises ValueError for another mixture, or if the config lacks a number.
         """
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if config.get(name):
-                raise ValueError(f"{name}={config[name]}: a mixture of experts is not a dense transformer")
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        experts, inner = _experts(config)
+        names = ["num_hidden_layers", "hidden_size", inner, "num_attention_heads", "vocab_size"]
+        names += ["num_experts_per_tok"] if experts else []
         if missing := [name for name in names if not config.get(name)]:
             raise ValueError(f"the config has no {', '.join(missing)}")
-        layers, hidden, intermediate, heads, vocab = (int(config[name]) for name in names)
+        layers, hidden, intermediate, heads, vocab, *chosen = (int(config[name]) for name in names)
         return Transformer(
             layers=layers,
             hidden=hidden,
@@ -61,18 +69,33 @@ class Transformer:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             vocab=vocab,
+            experts=experts,
+            chosen=chosen[0] if chosen else 1,
         )
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in all layers that multiply every token, without biases and norms."""
+        """Number of weights in all layers that multiply a token, without biases and norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + self.hidden * self.intermediate * (3 if self.gated else 2))
+        router = self.hidden * self.experts
+        expert = self.hidden * self.intermediate * (3 if self.gated else 2)
+        return self.layers * (attention + router + self.chosen * expert)
 
     @property
     def logit_weights(self) -> int:
         """Number of weights in the output embedding."""
         return self.hidden * self.vocab
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, str]:
+    """The experts of a layer, 0 without a mixture, and the name under which the config has the size of one."""
+    experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+    if not experts:
+        return 0, "intermediate_size"
+    alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
+    if config.get("model_type") not in _MIXTURES or not alike:
+        raise ValueError(f"{experts} experts: not a mixture with the same experts, and no others, in each layer")
+    return experts, _MIXTURES[config["model_type"]]
 
 
 def model_flops(
@@ -105,6 +128,14 @@ def model_flops(
     forward = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
     forward += 4.0 * pairs * shape.layers * shape.heads * shape.head_dim
     return forward * (3 if training else 1)
+
+
+def quadratic_cost(shape: Transformer) -> float:
+    """Return q, 1 / tokens, such that the operations of a sequence of n tokens are proportional to n + q n^2.
+
+    q n is the share of causal attention relative to all weights; both are equal at n = 1 / q.
+    """
+    return shape.layers * shape.heads * shape.head_dim / (shape.layer_weights + shape.logit_weights)
 
 
 # Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (half of a figure that is given with sparsity). A key lists words of

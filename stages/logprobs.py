@@ -15,9 +15,10 @@ from typing import Any
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken, is_number, is_whole
-from pipeline.declare.sharding import Dynamic, Packed, Plain, Sharding
+from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.errors import Problem, shown
 from stages.backends import backend_problems, engine, model_problems, one_shard
+from stages.model_shape import attention_cost
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
@@ -53,7 +54,7 @@ class _Logprobs(Stage):
     def sharding(self) -> Sharding:  # type: ignore[override]
         """Workers may have different numbers of microbatches, unless they share the weights or the experts."""
         together = self.on is not None and (self.on.fully_sharded or self.on.expert_parallel > 1)
-        return sharding(self.microbatch, equal=together)
+        return sharding(self.model, self.on, self.microbatch, equal=together)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, all ranges, and that the temperature is the rollout's."""
@@ -72,7 +73,7 @@ class _Logprobs(Stage):
             response_ids: Any = columns[RESPONSE_IDS.name]
             shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
             logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
-            return Output({field.name: logprobs}, {"logprob_mean": logprobs.values.mean().item()})
+            return Output({field.name: logprobs}, {"logprob_mean": logprobs.values.mean().item()} | division(shard))
 
         return run
 
@@ -116,10 +117,26 @@ class RefLogprobs(_Logprobs):
             )
 
 
-def sharding(microbatch: int | Dynamic | Packed, *, minibatches: int = 1, equal: bool) -> Sharding:
+def sharding(
+    model: Model,
+    group: WorkerGroup | None,
+    microbatch: int | Dynamic | Packed,
+    *,
+    minibatches: int = 1,
+    equal: bool,
+) -> Sharding:
     """How a stage's batch is divided. An invalid microbatch, which `scoring_problems` reports, counts as 0."""
-    made = microbatch if isinstance(microbatch, Dynamic | Packed) else Plain(microbatch)
-    return Sharding.of(made, minibatches=minibatches, equal=equal)
+    if not isinstance(microbatch, Dynamic | Packed):
+        return Sharding.of(Plain(microbatch), minibatches=minibatches, equal=equal)
+    backend = group.description if group else None
+    whole_rows = isinstance(microbatch, Packed) and backend is not None and not backend.separates
+    quadratic = 0.0 if whole_rows else attention_cost(model)
+    return Sharding.of(microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic)
+
+
+def division(shard: Shard) -> dict[str, float]:
+    """The metrics `padding` and `imbalance` of a batch, which are equal on all ranks."""
+    return {"padding": shard.padding, "imbalance": shard.imbalance}
 
 
 def scoring_problems(

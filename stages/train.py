@@ -25,7 +25,7 @@ from stages.backends import (
     model_problems,
     one_shard,
 )
-from stages.logprobs import scoring_problems, sharding
+from stages.logprobs import division, scoring_problems, sharding
 from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
 from stages.vocabulary import (
@@ -72,8 +72,9 @@ class Train(Stage):
     effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
-    fraction truncated or rejected). `flops` of all ranks' forward and backward passes, counted from sequence lengths;
-    `ranks`; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
+    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`, the
+    cost of the slowest rank over the mean of all ranks. `flops` of all ranks' forward and backward passes, counted from
+    sequence lengths; `ranks`; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
     model: Model
@@ -123,7 +124,7 @@ class Train(Stage):
     def sharding(self) -> Sharding:  # type: ignore[override]
         """Ranks synchronize per update or, with sharded weights, per layer: all need the same number of
         microbatches."""
-        return sharding(self.microbatch, minibatches=self.minibatches, equal=True)
+        return sharding(self.model, self.on, self.microbatch, minibatches=self.minibatches, equal=True)
 
     @property
     def updates(self) -> Model:
@@ -251,7 +252,7 @@ class TrainRunner:
         metrics = {name: sum(result[name] for result in done) / len(done) for name in done[0]} if done else {}
         counts = {"updates": float(len(done)), "skipped": float(len(results) - len(done))}
         counts |= self._ages(batch, column[TOKEN_VERSIONS.name], task) | self._work(batch, time.monotonic() - start_s)
-        return Output(metrics=metrics | counts, weights=(task.step + 1, ""))
+        return Output(metrics=metrics | counts | division(shard), weights=(task.step + 1, ""))
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
         """Distance of the sampler and its samples from the trained weights, over all ranks."""

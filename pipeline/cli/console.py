@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import Problem
-from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -36,7 +37,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the graph from top to bottom, the placement, and the lifetime of each field."""
+    """Print the graph from top to bottom, the placement, the fields, and their partitions."""
     from rich.table import Table
 
     out = console()
@@ -45,16 +46,22 @@ def print_plan(plan: Plan) -> None:
     for line in drawing(plan):
         out.print(line, markup=False)
     out.print()
-    placement = Table("worker group", "backend", "workers", "GPUs", "stages", box=None, padding=(0, 2, 0, 0))
+    placement = Table("worker group", "backend", "actors", "GPUs", "stages", box=None, padding=(0, 2, 0, 0))
     for group in plan.groups:
-        placement.add_row(group.name, group.backend, str(group.workers), str(group.gpus), " ".join(group.stages))
+        placement.add_row(group.name, group.backend, _actors(group), str(group.gpus), " ".join(group.stages))
     out.print(placement)
+    out.print("An actor is one process; the stages of a worker group share its actors. The view shows their nodes.")
     out.print()
-    edges = Table("field", "from", "bytes per step", "cleared after", box=None, padding=(0, 2, 0, 0))
+    edges = Table("field", "from", "bytes per step", "read by", "partition", box=None, padding=(0, 2, 0, 0))
+    home = {field: made.name.partition(".")[2] for made in plan.partitions for field in made.fields}
     for life in plan.lifetimes:
         edge = next((edge for edge in plan.edges if edge.field == life.field), None)
-        edges.add_row(life.field, life.writer, _volume(plan, edge), " ".join(life.readers) or "nobody reads it")
+        readers = " ".join(life.readers) or "nobody"
+        edges.add_row(life.field, life.writer, _volume(plan, edge), readers, home.get(life.field, "-"))
     out.print(edges)
+    out.print()
+    out.print(_partitions(plan))
+    out.print(_peak(plan), markup=False)
     if plan.fences:
         out.print()
         for fence in plan.fences:
@@ -84,6 +91,39 @@ def _box(stage: PlannedStage, writer: dict[str, str]) -> str:
     return f"[ {stage.name} ] on {where}" + (f"  <-  {sources}" if sources else "")
 
 
+def _actors(group: PlacedGroup) -> str:
+    last = group.workers - 1
+    return f"{group.name}.0" + (f" to {group.name}.{last}" if last > 1 else f" {group.name}.1" if last else "")
+
+
+def _partitions(plan: Plan) -> Table:
+    """Return the partitions with the most bytes of a group, as far as the plan knows them."""
+    from rich.table import Table
+
+    table = Table("partition", "cleared after", "most bytes per group", box=None, padding=(0, 2, 0, 0))
+    for made in plan.partitions:
+        parts = [_bytes(made.most_bytes)] if made.most_bytes else []
+        after = " and ".join(made.last_readers) if made.holders else "every stage"
+        table.add_row(made.name, after, " + ".join([*parts, *made.unknown]))
+    return table
+
+
+def _peak(plan: Plan) -> str:
+    """Say how many bytes the data plane holds at most."""
+    known = plan.capacity * sum(partition.most_bytes for partition in plan.partitions)
+    unknown = [field for partition in plan.partitions for field in partition.unknown]
+    more = f", and {', '.join(unknown)}" if unknown else ""
+    limit = f"; capacity_bytes is {_bytes(plan.capacity_bytes)}" if plan.capacity_bytes else ""
+    return f"At most {plan.capacity} groups are in flight: {_bytes(known)}{more}{limit}."
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
 def _volume(plan: Plan, edge: object | None) -> str:
     from pipeline.plan.plan import Edge
 
@@ -92,8 +132,7 @@ def _volume(plan: Plan, edge: object | None) -> str:
     samples = plan.batch * plan.group_size
     if edge.ragged:
         return f"{samples} x {edge.bytes_per_sample} B x {edge.ragged}"
-    size = samples * edge.bytes_per_sample
-    return f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
+    return _bytes(samples * edge.bytes_per_sample)
 
 
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards

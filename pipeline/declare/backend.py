@@ -32,6 +32,8 @@ class Backend:
               has the methods of `stages.backends.interface` for what the backend `can` do
     checks    `checks(group, where)` yields problems of a worker group; it loads nothing heavy
     leads     whether one process starts all ranks of a replica itself and allocates its share of GPU memory at once
+    separates whether attention in a packed row computes each sample alone, so that its cost grows with the square of
+              the sample; otherwise it computes the whole row and masks, and a row costs what its tokens cost
     """
 
     name: str
@@ -41,6 +43,7 @@ class Backend:
     opener: str | Callable[[Any], Any] | None = None
     checks: str | Callable[[Any, str], Any] | None = None
     leads: bool = False
+    separates: bool = True
 
 
 PLAIN = Backend(name="python")  # plain functions

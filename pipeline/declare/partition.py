@@ -5,9 +5,10 @@
 
 Shares are built by differencing: blocks with one item per share are joined, the two with the widest spread first, so
 that they even out (Karmarkar and Karp, 1982; with equal counts: Yakir, Mathematics of Operations Research 21(1), 1996).
-Rows are filled evenly if few enough rows suffice for that, else by best or first fit decreasing, and then leveled. The
-search over the number of rows is MULTIFIT (Coffman, Garey and Johnson, SIAM Journal on Computing 7(1), 1978) with rows
-in place of capacity.
+Rows are filled evenly if few enough rows suffice for that, else by the best of best fit, first fit and modified first
+fit decreasing (Johnson and Garey, Journal of Complexity 1(1), 1985: 71/60 of the fewest rows plus 31/6), then leveled.
+The search over the number of rows is MULTIFIT (Coffman, Garey and Johnson, SIAM Journal on Computing 7(1), 1978) with
+rows in place of capacity.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def rows_within(
     rows = _best_fit(order, size, capacity)
     if len(rows) > fewest:
         rows = _first_fit(order, size, capacity, len(rows) - 1) or rows
+    if len(rows) > fewest:
+        rows = min(rows, _modified_first_fit(order, size, capacity), key=len)
     count = _multiple(len(rows), multiple)
     low, high = fewest // multiple + 1, count // multiple
     while high - low > high // 64:  # a narrower search is not worth the time
@@ -186,6 +189,47 @@ def _first_fit(order: Sequence[int], size: Sequence[int], capacity: int, most: i
                 break
             room[node] = larger
     return [row for row in rows if row]
+
+
+def _modified_first_fit(order: Sequence[int], size: Sequence[int], capacity: int) -> list[list[int]]:
+    """Fill the rows of large items (above 1/2 of the capacity) first, then put the rest by first fit decreasing.
+
+    A row of a large item takes the largest medium item (above 1/3) that fits; else two small ones (above 1/6) if any
+    two fit, the smallest one and the largest that still fits; then whatever fits, largest first.
+    """
+    large, medium, small, tiny = _by_class(order, size, capacity)
+    rows, left = [[i] for i in large], [capacity - size[i] for i in large]
+    for n in range(len(rows)):
+        _put_largest(medium, size, rows, left, n)
+    for n in reversed(range(len(rows))):
+        if len(small) > 1 and size[small[-1]] + size[small[-2]] <= left[n]:
+            rows[n].append(small.pop())
+            left[n] -= size[rows[n][-1]]
+            _put_largest(small, size, rows, left, n)
+    rest = [*medium, *small, *tiny]
+    for n in range(len(rows)):
+        while _put_largest(rest, size, rows, left, n):
+            pass
+    return [*rows, *_first_fit(rest, size, capacity, len(rest))]
+
+
+def _by_class(order: Sequence[int], size: Sequence[int], capacity: int) -> tuple[list[int], ...]:
+    """Divide items in descending order into large, medium, small and tiny ones; none is larger than the capacity."""
+    classes: tuple[list[int], ...] = ([], [], [], [])
+    for i in order:
+        fit = capacity // size[i] if size[i] else 6  # how many items of this size share a row
+        classes[bisect_left((1, 2, 5), fit)].append(i)
+    return classes
+
+
+def _put_largest(items: list[int], size: Sequence[int], rows: list[list[int]], left: list[int], row: int) -> bool:
+    """Move the largest of the descending `items` that fits into a row; returns whether one fits."""
+    at = bisect_left(items, -left[row], key=lambda i: -size[i])
+    if at == len(items):
+        return False
+    rows[row].append(items.pop(at))
+    left[row] -= size[rows[row][-1]]
+    return True
 
 
 def _level(rows: Sequence[Sequence[int]], size: Sequence[int], count: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ rank packed on its own, they would run different numbers of collectives and hang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeAlias
@@ -32,7 +32,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Microbatches of samples of similar length, of at most `tokens` tokens each, padding included."""
+    """Microbatches of samples of similar length (prompt and response together), of at most `tokens` tokens each,
+    padding included."""
 
     tokens: int
 
@@ -46,10 +47,15 @@ class Packed:
 
 Microbatching: TypeAlias = Plain | Dynamic | Packed
 _Parts: TypeAlias = list[list[list[int]]]  # one minibatch: [rank][microbatch][position in the batch]
+_PASS = 1 / 16  # fixed cost of a pass (launches, partly filled kernels) as a fraction of a full one's tokens
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True):
-    """The input of one pass: positions in the shard, ascending, and the lengths to pad to, in tokens."""
+    """The input of one pass: positions in the shard, ascending, and the shape of its rectangle, in tokens.
+
+    A row has `prompt + response` tokens and holds one sample, prompt and response together. `response` is at least the
+    longest response. A prompt may be longer than `prompt` if its response is shorter by as much.
+    """
 
     samples: tuple[int, ...]
     prompt: int
@@ -65,13 +71,19 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """The share of one rank out of `ranks`. `index` holds positions in the batch, ascending (canonical order)."""
+    """The share of one rank out of `ranks`. `index` holds positions in the batch, ascending (canonical order).
+
+    Of all ranks together: `padding`, the fraction of computed tokens that is padding, and `imbalance`, the cost of the
+    slowest rank over the mean; see `waste` and `balance`.
+    """
 
     rank: int
     ranks: int
     index: tuple[int, ...]
     updates: tuple[Update, ...]
     packed: bool
+    padding: float = 0.0
+    imbalance: float = 1.0
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +93,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     minibatches   equal runs of groups, one optimizer update each
     equal         whether every rank has the same number of microbatches; required if the ranks run collectives
     lengths       the ragged dimensions of prompt and response
+    quadratic     attention's share of the cost: a sample of n tokens costs n + quadratic * n^2; 0 counts tokens only
     """
 
     mode: Literal["plain", "dynamic", "packed"] = "plain"
@@ -88,13 +101,16 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     minibatches: int = 1
     equal: bool = True
     lengths: tuple[str, str] = ("P", "T")
+    quadratic: float = 0.0
 
     @staticmethod
-    def of(microbatching: Microbatching, *, minibatches: int = 1, equal: bool = True) -> Sharding:
+    def of(
+        microbatching: Microbatching, *, minibatches: int = 1, equal: bool = True, quadratic: float = 0.0
+    ) -> Sharding:
         """Build from the user's settings."""
         mode: Any = type(microbatching).__name__.lower()
         size = microbatching.samples if isinstance(microbatching, Plain) else microbatching.tokens
-        return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal)
+        return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal, quadratic=quadratic)
 
     def shards(self, lengths: Mapping[str, Sequence[int]], ranks: int) -> list[Shard]:
         """Return one shard per rank for samples of these lengths. Raises ValueError as `shard_batch` does."""
@@ -107,6 +123,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
             microbatching=kinds[self.mode](self.size),
             minibatches=self.minibatches,
             equal=self.equal,
+            quadratic=self.quadratic,
         )
         if self.equal:
             check_equal(made)
@@ -127,15 +144,16 @@ def shard_batch(
 
     minibatches  equal runs of samples; which samples an update sees does not depend on `ranks`
     equal        every rank has the same number of microbatches in every update, none of them empty, and the i-th ones
-                 of all ranks have the same pad lengths. Without it, each rank packs its share alone, which is allowed
-                 only for stages without collectives between ranks
+                 of all ranks have the same shape. Without it, each rank packs its share alone, which is allowed only
+                 for stages without collectives between ranks
     quadratic    a sample of n tokens costs n + quadratic * n^2, and ranks are balanced by cost; 0 balances tokens
 
-    With one rank, Plain returns runs of samples in canonical order. All microbatches of Plain have the same pad
-    lengths. A Packed row is not padded; its pad lengths are those of the rectangles that its results are unpacked into.
+    With one rank, Plain returns runs of samples in canonical order. All microbatches of Plain have the same shape, for
+    the longest prompt and the longest response; those of Dynamic have the length of their longest sample. A Packed row
+    is not padded; its `response` is the width of the rectangle that its results are unpacked into.
 
-    Raises ValueError if no plan exists. One always exists if the ranks divide a minibatch and the longest prompt plus
-    the longest response fit the budget.
+    Raises ValueError if no plan exists. One always exists if the ranks divide a minibatch and each sample fits the
+    budget.
     """
     batch = _Lengths(list(map(int, prompts)), list(map(int, responses)), quadratic)
     _check_arguments(batch, ranks, microbatching, minibatches)
@@ -161,7 +179,8 @@ def shard_batch(
             for part, pads_of, count in zip(parts, pads, tokens)
         )
         shards.append(Shard(rank, ranks, tuple(index), updates, isinstance(microbatching, Packed)))
-    return shards
+    padding, imbalance = waste(shards, prompts, responses), balance(shards, prompts, responses, quadratic)
+    return [msgspec.structs.replace(shard, padding=padding, imbalance=imbalance) for shard in shards]
 
 
 def check_equal(shards: Sequence[Shard]) -> None:
@@ -202,17 +221,25 @@ def waste(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[i
 
 
 def balance(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int], quadratic: float = 0.0) -> float:
-    """Return the cost of the busiest rank over the mean of all ranks, averaged over updates; 1 is perfect. Padding does
-    not count."""
+    """Return the cost of the slowest rank over the mean of all ranks; 1 is perfect. Ranks wait for each other after
+    every update. Padding counts as computed."""
     cost = _Lengths(list(prompts), list(responses), quadratic).cost
-    ratios = []
+    slowest = mean = 0.0
     for updates in zip(*(shard.updates for shard in shards)):
         loads = [
-            sum(cost[shard.index[i]] for microbatch in update.microbatches for i in microbatch.samples)
+            sum(_cost(shard, microbatch, cost, quadratic) for microbatch in update.microbatches)
             for shard, update in zip(shards, updates)
         ]
-        ratios.append(max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0)
-    return sum(ratios) / len(ratios)
+        slowest, mean = slowest + max(loads), mean + sum(loads) / len(loads)
+    return slowest / mean if mean else 1.0
+
+
+def _cost(shard: Shard, microbatch: Microbatch, cost: Sequence[float], quadratic: float) -> float:
+    """Return the cost of one pass; `cost` is that of each sample of the batch."""
+    if shard.packed:
+        return sum(cost[shard.index[i]] for i in microbatch.samples)
+    width = microbatch.prompt + microbatch.response
+    return len(microbatch.samples) * (width + quadratic * width * width)
 
 
 class _Lengths:
@@ -234,13 +261,10 @@ class _Lengths:
         """Sort `positions` by descending `by`; equal ones stay in canonical order."""
         return sorted(positions, key=by.__getitem__, reverse=True)
 
-    def shortest(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Return the lengths of the shortest prompt and the shortest response."""
-        return min(map(self.prompts.__getitem__, positions)), min(map(self.responses.__getitem__, positions))
-
     def pad(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Return the lengths of the longest prompt and the longest response."""
-        return max(map(self.prompts.__getitem__, positions)), max(map(self.responses.__getitem__, positions))
+        """Return the smallest `prompt` and `response` of a rectangle that holds these samples."""
+        response = max(map(self.responses.__getitem__, positions))
+        return max(map(self.total.__getitem__, positions)) - response, response
 
 
 def _check_arguments(batch: _Lengths, ranks: int, microbatching: Microbatching, minibatches: int) -> None:
@@ -288,7 +312,7 @@ def _parts(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: M
 
 
 def _pads(batch: _Lengths, parts: _Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
-    """Return the pad lengths, [rank][microbatch]."""
+    """Return `prompt` and `response` of each microbatch, [rank][microbatch]."""
     if isinstance(microbatching, Plain):
         whole = max(batch.prompts), max(batch.responses)
         return [[whole] * len(part) for part in parts]
@@ -313,91 +337,45 @@ def _plain(batch: _Lengths, members: Sequence[int], ranks: int, samples: int) ->
 
 
 def _dynamic(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Dynamic) -> _Parts:
-    """Sort samples by length, give each rank one sample of every block of neighbors, and cut where the budget is full.
+    """Sort samples by length, give each rank one sample of every block of neighbors, and cut between blocks.
 
-    Of several orders, the one with the fewest microbatches, and then the least padding, is used.
+    A last block that is not full joins the previous one.
     """
-    best: tuple[tuple[int, int], list[int], list[int]] | None = None
-    for order in _orders(batch, members, ranks * microbatching.tokens):
-        blocks = _Blocks(batch, order, ranks)
-        if (edges := blocks.cut(microbatching.tokens)) is None:
-            continue
-        score = len(edges), blocks.padded(edges)
-        if best is None or score < best[0]:
-            best = score, order, edges
-    if best is None:
-        prompt, response = batch.pad(members)
-        rest = "" if len(members) % ranks == 0 else f", and {ranks} ranks do not divide {len(members)} samples"
+    order = batch.descending(members, batch.total)
+    starts = range(0, max(len(order) // ranks, 1) * ranks, ranks)
+    widths, rows = [batch.total[order[start]] for start in starts], [1] * len(starts)
+    if len(order) % ranks:
+        rows[-1] = 2
+    if (edges := _cut(widths, rows, microbatching.tokens)) is None:
         raise ValueError(
-            f"{microbatching}: microbatches that {ranks} ranks pad to the same lengths do not fit; prompts reach "
-            f"{prompt} and responses {response} tokens, together {prompt + response}{rest}"
+            f"{microbatching}: {ranks} ranks do not divide {len(order)} samples, and two of {widths[-1]} tokens, the "
+            "shortest ones, do not fit together"
         )
-    _, order, edges = best
     shares = spread(order, [batch.cost[i] for i in order], ranks)
     return [[share[start:stop] for start, stop in pairwise(edges)] for share in shares]
 
 
-def _orders(batch: _Lengths, members: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield orders in which neighbors have similar prompts and similar responses. `tokens` is the budget of all ranks
-    together.
+def _cut(widths: Sequence[int], rows: Sequence[int], tokens: int) -> list[int] | None:
+    """Return the edges of the cheapest microbatches, counted in samples of a rank's share.
 
-    Prompts and responses are padded separately, so sorting by one leaves the other ragged. Bands of the one that varies
-    more, each sorted by the other, alternately up and down, keep both similar. The best number of bands depends on the
-    lengths.
+    None if a block does not fit. A block has a width, descending, and adds `rows` rows to a microbatch of every rank. A
+    microbatch costs its tokens, padding included, plus a fixed part, which is why it is not best to cut everywhere.
     """
-    (low_p, low_r), (high_p, high_r) = batch.shortest(members), batch.pad(members)
-    outer, inner = batch.responses, batch.prompts
-    if high_p - low_p > high_r - low_r:
-        outer, inner = inner, outer
-    order = batch.descending(batch.descending(members, inner), outer)
-    yield order
-    total = sum(batch.total[i] for i in members)
-    for microbatches in (2, 4, 8):  # in a band, about
-        bands = total // (tokens * microbatches)
-        if bands < 2:
-            return
-        cut: list[list[int]] = [[] for _ in range(bands)]
-        passed = 0
-        for i in order:
-            cut[min(passed * bands // total, bands - 1)].append(i)
-            passed += batch.total[i]
-        yield [i for n, band in enumerate(cut) for i in sorted(band, key=inner.__getitem__, reverse=n % 2 == 0)]
-
-
-class _Blocks:
-    """Blocks of one sample per rank, sorted by length. A last block that is not full joins the previous one."""
-
-    def __init__(self, batch: _Lengths, order: Sequence[int], ranks: int) -> None:
-        self.ranks, self.samples = ranks, len(order)
-        pads = [batch.pad(order[start : start + ranks]) for start in range(0, len(order), ranks)]
-        self.prompts, self.responses = map(list, zip(*pads))
-        self.rows = [1] * len(pads)  # how many rows each block adds to a microbatch of every rank
-        if len(order) % ranks:
-            (prompt, response), _ = pads[-1], (self.prompts.pop(), self.responses.pop(), self.rows.pop())
-            self.prompts[-1], self.responses[-1] = max(self.prompts[-1], prompt), max(self.responses[-1], response)
-            self.rows[-1] = 2
-
-    def cut(self, tokens: int) -> list[int] | None:
-        """Return the edges of the microbatches, as few as this order allows, counted in samples of a rank's share; None
-        if a block does not fit."""
-        edges, rows, prompt, response = [0], 0, 0, 0
-        for number, (p, r, count) in enumerate(zip(self.prompts, self.responses, self.rows)):
-            prompt, response = max(prompt, p), max(response, r)
-            rows += count
-            if rows * (prompt + response) > tokens:
-                if count * (p + r) > tokens:
-                    return None
-                edges.append(number)
-                rows, prompt, response = count, p, r
-        return [*edges, sum(self.rows)]
-
-    def padded(self, edges: Sequence[int]) -> int:
-        """Return the number of tokens in all microbatches of all ranks, padding included."""
-        total = 0
-        for start, stop in pairwise(edges):
-            count = min(stop * self.ranks, self.samples) - start * self.ranks
-            total += count * (max(self.prompts[start:stop]) + max(self.responses[start:stop]))
-        return total
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first n blocks: the cost, and where the last microbatch starts
+    for stop in range(1, len(widths) + 1):
+        held, found = 0, []
+        for start in reversed(range(stop)):
+            held += rows[start]
+            if held * widths[start] > tokens:
+                break
+            found.append((best[start][0] + held * widths[start] + _PASS * tokens, start))
+        if not found:
+            return None
+        best.append(min(found))
+    edges = [len(widths)]
+    while edges[-1]:
+        edges.append(best[edges[-1]][1])
+    return [*reversed(edges[1:]), sum(rows)]
 
 
 def _packed(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Packed) -> _Parts:

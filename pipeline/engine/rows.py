@@ -46,7 +46,7 @@ class Rows:
     def landed(self, report: TaskResult) -> list[Event]:
         """Return an event for each field that a report's puts have made present."""
         task, events = report.task, list[Event]()
-        for handle, sizes in zip(report.handles, report.sizes):
+        for handle, sizes in zip(report.handles, report.sizes, strict=True):
             whole, groups = self.handles.add(handle), groups_of(handle.keys)
             self.stored.add(tuple(groups), sizes)
             oldest = tuple(report.oldest[group] for group in whole) if report.oldest else ()

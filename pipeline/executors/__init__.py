@@ -86,6 +86,7 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
     acknowledged = {result.weights for result in results if result.weights}
     for result in results:
         whole.handles += result.handles
+        whole.sizes += result.sizes
         whole.events += result.events
         whole.dropped |= result.dropped
         whole.oldest |= result.oldest

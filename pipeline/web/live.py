@@ -42,6 +42,15 @@ class TaskNow(msgspec.Struct, frozen=True, kw_only=True):
     start: float
 
 
+class ActorNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker: one actor in one process on a node of the cluster."""
+
+    group: str
+    worker: int
+    node: str
+    pid: int
+
+
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state. `depth` counts the groups on each edge, "writer>reader", that wait for the reader."""
 
@@ -56,6 +65,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     stages: dict[str, StageNow]
     depth: dict[str, int]
     tasks: tuple[TaskNow, ...]
+    actors: tuple[ActorNow, ...]
 
 
 class _Running:
@@ -85,6 +95,7 @@ class Live:
         self._ended_step, self._version, self._last_s = -1, -1, 0.0
         self._ended = False
         self._failed: trace.Failed | None = None
+        self._actors: dict[tuple[str, int], ActorNow] = {}
 
     def apply(self, event: trace.TraceEvent) -> None:
         """Apply one event, in record order."""
@@ -92,6 +103,9 @@ class Live:
             case trace.Started():
                 self.begin()
                 self._ended_step, self._last_s = event.start - 1, event.monotonic_s
+            case trace.Placed():
+                actor = ActorNow(group=event.group, worker=event.worker, node=event.node, pid=event.pid)
+                self._actors[actor.group, actor.worker] = actor
             case trace.Admitted():
                 for group in event.groups:
                     self._done[group], self._given[group] = set(), set()
@@ -153,6 +167,7 @@ class Live:
             stages={stage.name: self._stage(stage, running[stage.name], over) for stage in self._plan.stages},
             depth={} if over else self._depth(),
             tasks=() if over else tuple(self._tasks(seconds)),
+            actors=tuple(self._actors.values()),
         )
 
     def _tasks(self, seconds: Callable[[float], float]) -> Iterable[TaskNow]:

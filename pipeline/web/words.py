@@ -55,6 +55,8 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     (r"dropped/(.+)", _words("Dropped: {}", APART, "Groups that were sampled but not trained.")),
     ("time/step_s", _words("Step", TIME, "From the first admission to the end of the step; steps overlap when the run is ahead.", "s")),
     (r"time/(.+)_s", _words("{}", TIME, "Seconds of all its tasks in the step.", "s")),
+    (r"(\w+)/padding", _words("Padding: {}", TIME, "Share of the computed tokens that is padding. Above 10 %, use Dynamic or Packed, or a smaller budget of tokens.", "%")),
+    (r"(\w+)/imbalance", _words("Imbalance: {}", TIME, "Cost of the slowest worker over the mean; the others wait for it. Near 1. Attention counts where the model's shape is known.")),
     ("train/utilization", _words("Model FLOP utilization", TIME, "Share of the GPU's peak while training.", "%")),
     ("train/tflops_per_s", _words("Training speed", TIME, "TFLOP/s per rank.")),
     (r"refit/(.+)_ms", _words("Refit: {}", TIME, "Milliseconds.")),

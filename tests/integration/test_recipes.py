@@ -11,6 +11,7 @@ import torch
 from graphs import quickstart
 from pipeline import Model, run
 from stages.backends.model.build import load_network, load_tokenizer, save
+from tests.optional import need
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,19 +26,26 @@ def model_folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys):
+@pytest.mark.parametrize("trainer", ["torch", "megatron"])
+def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer):
+    if trainer == "megatron":
+        need("megatron", "megatron.core")
     data = tmp_path / "train.jsonl"
     rows = [{"prompt": f"what is {i} + {i} ?", "answer": str(2 * i), "source": "made"} for i in range(20)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [str(ROOT / "graphs" / "grpo.py"), "--model", str(model_folder), "--data", str(data)]
     argv += ["--executor", "local", "--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4"]
-    argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run")]
+    argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run"), "--trainer", trainer]
+    argv += ["--microbatch", "64"]
     assert run.main(argv) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["train/updates"] + line["train/skipped"] == 4 for line in lines[1:])
     assert lines[1]["train/kl"] >= 0
     assert lines[2]["train/staleness_max"] == 0
+    for stage in ("prev_logprobs", "ref_logprobs", "train"):
+        assert 0 <= lines[1][f"{stage}/padding"] < 0.2
+        assert lines[1][f"{stage}/imbalance"] == 1.0
     samples = [
         json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
     ]

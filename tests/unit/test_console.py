@@ -30,18 +30,26 @@ DRAWING = """\
         ^ served_weights: refit -> rollout of a later step
 """
 TABLES = """\
-worker group  backend  workers  GPUs  stages
-sampler       torch    1        0     rollout refit evaluate
-learner       torch    1        0     logprobs train refit
-host          python   1        0     prompts reward samples
+worker group  backend  actors     GPUs  stages
+sampler       torch    sampler.0  0     rollout refit evaluate
+learner       torch    learner.0  0     logprobs train refit
+host          python   host.0     0     prompts reward samples
+An actor is one process; the stages of a worker group share its actors. The view shows their nodes.
 
-field            from      bytes per step  cleared after
-prompt           prompts   256 B           rollout reward samples
-response         rollout   256 B           reward logprobs samples
-reward           reward    32 B            train samples
-logprobs         logprobs  8 x 4 B x T     train
-trained_weights  train     -               refit
-served_weights   refit     -               rollout evaluate
+field            from      bytes per step  read by                  partition
+prompt           prompts   256 B           rollout reward samples   samples
+response         rollout   256 B           reward logprobs samples  logprobs+samples
+reward           reward    32 B            train samples            train+samples
+logprobs         logprobs  8 x 4 B x T     train                    train
+trained_weights  train     -               refit                    -
+served_weights   refit     -               rollout evaluate         -
+
+partition             cleared after         most bytes per group
+toy.samples           samples               prompt
+toy.logprobs+samples  logprobs and samples  response
+toy.train+samples     train and samples     8 B
+toy.train             train                 logprobs
+At most 8 groups are in flight: 64 B, and prompt, response, logprobs.
 
 logprobs waits for train of the previous step: uses the weights of the step before
 train waits for logprobs of the same step: the weights must not change while it runs
@@ -68,9 +76,13 @@ def test_the_plan_is_drawn_from_top_to_bottom(capsys):
 def test_large_fields_are_shown_in_kib_and_unread_ones_as_such(capsys):
     wide = Field("wide", dtype="float64", dims="N 100")
     print_plan(made(reward={"writes": (toy.REWARD, wide)}, logprobs={"reads": (toy.RESPONSE, wide)}))
-    assert "wide             reward    6.2 KiB         logprobs\n" in lines(capsys.readouterr().out)
+    assert "wide             reward    6.2 KiB         logprobs                 logprobs\n" in lines(
+        capsys.readouterr().out
+    )
     print_plan(made(reward={"writes": (toy.REWARD, wide)}))
-    assert "wide             reward    -               nobody reads it\n" in lines(capsys.readouterr().out)
+    assert "wide             reward    -               nobody                   reward\n" in lines(
+        capsys.readouterr().out
+    )
 
 
 def test_a_problem_is_one_line_and_its_path_is_relative(capsys, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Partitions of a plan by the lifetime of their fields, who holds them, and the bytes that groups in flight may take."""
+"""Partitions of a plan by the lifetime of their fields, their holders, and the bytes that groups may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, Clear, Decision, Finished, Landed, Run, Save, Saved
 from pipeline.schedule.scheduler import Scheduler
 from tests.unit import toy
-from tests.unit.toy import RESPONSE, REWARD, Toy
+from tests.unit.toy import RESPONSE, Toy
 
 MARK = Field("mark", dtype="float32")
 NOTE = Field("note", dtype="str")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from graphs.quickstart import graph as quickstart
 from ops.refit.share import digest_of
@@ -193,6 +194,18 @@ def test_train_makes_minibatches_times_epochs_updates() -> None:
     assert output.metrics["ratio_max"] > 1.0 and output.metrics["clip_fraction"] > 0
     assert output.metrics["kl"] > 0
     assert abs(output.metrics["mismatch_kl"]) < 1e-8
+
+
+def test_padding_and_imbalance_are_those_of_the_shard() -> None:
+    columns, groups = batch_columns(), (0, 1, 2, 3)
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    planned = replace(Train(POLICY, on=LEARNER, lr=0.0), microbatch=0).sharding.shards(lengths, 1)[0]
+    assert 0 < planned.padding < 1 and planned.imbalance == 1
+    uneven = structs.replace(planned, imbalance=1.25)
+    for stage in (Train(POLICY, on=LEARNER, lr=0.0), PrevLogprobs(POLICY, on=LEARNER)):
+        run = stage.setup(context(LEARNER))
+        metrics = run(columns, Task(stage=stage.name, step=0, groups=groups, shard=uneven)).metrics
+        assert (metrics["padding"], metrics["imbalance"]) == (planned.padding, 1.25)
 
 
 def test_minibatches_are_runs_of_whole_groups_in_order() -> None:

@@ -119,6 +119,15 @@ function volume(run, edge) {
   return `, ${edge.ragged ? "about " : ""}${bytes(Math.round(batch * group_size * edge.bytes_per_sample * length))} per step`;
 }
 
+// The processes of a stage: the actors of its worker groups, which share them between their stages.
+const actorsOf = (run, stage) => (run.now.actors || []).filter((actor) => stage.groups.includes(actor.group));
+
+function clearedAfter(run, field) {
+  const partition = (run.about.plan.partitions || []).find((one) => one.fields.includes(field));
+  if (!partition) return "";
+  return `in ${partition.name}, cleared after ${partition.holders.length ? partition.last_readers.join(" and ") : "every stage"}`;
+}
+
 function Stage({ run, name, close }) {
   const stage = run.about.plan.stages.find((one) => one.name === name);
   const now = run.now.stages[name];
@@ -134,9 +143,9 @@ function Stage({ run, name, close }) {
       ${spare !== undefined && spare !== null && html`<dt>Slack</dt><dd>at least ${seconds(spare)} in every step</dd>`}
       ${served && html`<dt>Served</dt><dd>version ${served[1]}, ${seconds(Math.max(0, run.clock - served[3]))} ago <br /><code>${served[2].slice(0, 16)}</code></dd>`}
       <dt>Stage</dt><dd>${stage.kind}, ${stage.shape}, per ${stage.per}</dd>
-      <dt>Runs on</dt><dd>${stage.groups.join(" → ") || "outside"}</dd>
+      <dt>Runs on</dt><dd>${stage.groups.join(" → ") || "outside"}${actorsOf(run, stage).map((actor) => html`<div key=${actor.group + actor.worker} class="dim">${actor.group}.${actor.worker}: process ${actor.pid}, ${actor.node}</div>`)}</dd>
       <dt>Reads</dt><dd>${reads.length ? reads.map((edge) => html`<div key=${edge.field}><code>${edge.field}</code> <span class="dim">from ${edge.writer}${volume(run, edge)}</span></div>`) : "nothing"}</dd>
-      <dt>Writes</dt><dd class="mono">${stage.writes.join(", ") || "nothing"}</dd>
+      <dt>Writes</dt><dd>${stage.writes.length ? stage.writes.map((field) => html`<div key=${field}><code>${field}</code> <span class="dim">${clearedAfter(run, field)}</span></div>`) : "nothing"}</dd>
       <dt>Declared</dt><dd class="mono">${stage.where}</dd>
     </dl></section>`;
 }

@@ -146,7 +146,7 @@ class TorchEngine(Texts):
         return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
 
     def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
-        """Operations of a forward and a backward pass; None unless it is a dense, Llama-style transformer."""
+        """Operations of a forward and a backward pass; None unless it is a Llama-style transformer."""
         try:
             shape = Transformer.of(self.network(model, "trained").config.to_dict())
         except ValueError:

@@ -2,7 +2,8 @@
 
 A pass computes one microbatch, padded to a rectangle or packed into one row; both give the same values per token.
 
-Legend: N samples, P prompt tokens, T response tokens, S = P + T - 1, V vocabulary, R response tokens in a row.
+Legend: N samples, P and T prompt and response widths of a microbatch, W = P + T, S = W - 1, V vocabulary, R response
+tokens in a row.
 """
 
 from __future__ import annotations
@@ -17,26 +18,34 @@ from ops.packing import pack, rectangle
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
-from stages.backends.model.padding import pad_left, pad_right
+from stages.backends.model.padding import pad_around
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
     """A pass's output for the response tokens: logits / temperature and ids, both [N, T] or both [1, R].
 
-    `lengths` and `width` map [1, R] to the rectangle [N, T]; `mask_NT` is True for tokens.
+    `rectangle` maps values shaped like `ids` to [N, T] with responses at the left; there, `mask_NT` is True for tokens.
+    In `ids` [N, T], the response of sample n starts at column `starts[n]`: its prompt may be longer than P.
     """
 
     logits: torch.Tensor
     ids: torch.Tensor
     mask_NT: torch.Tensor
     lengths: tuple[int, ...]
+    starts: tuple[int, ...]
     width: int
     packed: bool
 
     def rectangle(self, values: torch.Tensor) -> torch.Tensor:
-        """Reshape one value per token, shaped like `ids`, to [N, T]."""
-        return rectangle(values[0], self.lengths, self.width) if self.packed else values
+        """Reshape one value per token, shaped like `ids`, to [N, T]. Entries that are no tokens are arbitrary."""
+        if self.packed:
+            return rectangle(values[0], self.lengths, self.width)
+        if not any(self.starts):
+            return values
+        starts_N1 = torch.tensor(self.starts, device=values.device)[:, None]
+        columns_NT = torch.arange(self.width, device=values.device) + starts_N1
+        return values.gather(1, columns_NT.clamp(max=self.width - 1))
 
 
 def predict(
@@ -66,19 +75,20 @@ def predict(
     if temperature != 1.0:
         logits = logits.float() / temperature
     mask_NT = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-    return Predicted(logits, ids, mask_NT, lengths, width, packed)
+    starts = tuple(max(length - microbatch.prompt, 0) for length in prompt_ids.lengths)
+    return Predicted(logits, ids, mask_NT, lengths, starts, width, packed)
 
 
 def _padded(
     network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left padding of prompts is masked; right padding of responses needs no mask, as attention is causal."""
+    """Padding before prompts is masked; padding after responses needs no mask, as attention is causal."""
     device, P, T = network.device, microbatch.prompt, microbatch.response
-    ids_NT = pad_right(response_ids, pad, T).to(device)
-    inputs_NS = torch.cat([pad_left(prompt_ids, pad, P).to(device), ids_NT[:, :-1]], dim=1)
+    rows_NW = pad_around(prompt_ids, response_ids, pad, P, T).to(device)
+    inputs_NS, ids_NT = rows_NW[:, :-1], rows_NW[:, P:]
     mask_NS = positions_NS = None
     if min(prompt_ids.lengths) < P:
-        left_N1 = torch.tensor([P - length for length in prompt_ids.lengths], device=device)[:, None]
+        left_N1 = torch.tensor([max(P - length, 0) for length in prompt_ids.lengths], device=device)[:, None]
         mask_NS = (torch.arange(P + T - 1, device=device) >= left_N1).long()
         positions_NS = (mask_NS.cumsum(-1) - 1).clamp(min=0)
     logits_NTV = network(
@@ -100,6 +110,6 @@ def score(
                 network, prompts, responses, microbatch, temperature=temperature, pad=pad, packed=shard.packed
             )
             logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
-            flat = (logprobs[0] if made.packed else logprobs[made.mask_NT]).cpu()
+            flat = (logprobs[0] if made.packed else made.rectangle(logprobs)[made.mask_NT]).cpu()
             rows |= zip(microbatch.samples, flat.split(list(responses.lengths)))
     return Ragged(torch.cat([rows[i] for i in range(len(response_ids))]), response_ids.lengths)

@@ -22,6 +22,14 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
                 why=f"the backend {group.backend!r} divides a model by tensor_parallel only, not {kind}",
                 fix=f"{name}=1, and tensor_parallel if the model is too large for one worker",
             )
+    if group.expert_tensor_parallel not in (None, group.tensor_parallel):
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} has expert_tensor_parallel={group.expert_tensor_parallel} and "
+            f"tensor_parallel={group.tensor_parallel}",
+            why=f"the backend {group.backend!r} divides experts over all tensor-parallel workers, like the rest",
+            fix="leave out expert_tensor_parallel",
+        )
     if group.fully_sharded:
         yield Problem(
             where=where,

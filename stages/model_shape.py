@@ -1,0 +1,30 @@
+"""How fast the cost of a sample grows with its length, from a model's configuration. Loads no model and no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ops.flops import Transformer, quadratic_cost
+from pipeline import Model
+
+
+def attention_cost(model: Model) -> float:
+    """q, 1 / tokens: a sample of n tokens costs n + q n^2 tokens. 0.0 if the model's shape is unknown before it loads.
+
+    It is known from the `config` of a `Model` or the config.json of a local folder, for the architectures of
+    `ops.flops.Transformer`; attention counts as causal over the whole sample.
+    """
+    try:
+        return quadratic_cost(Transformer.of(_config(model)))
+    except (OSError, ValueError, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
+        return 0.0
+
+
+def _config(model: Model) -> Mapping[str, Any]:
+    if model.config is not None:
+        characters = 256 if model.alphabet == "bytes" else len(model.alphabet or "")
+        return {"vocab_size": characters + 2, **model.config}  # padding, end of sequence
+    return dict(json.loads((Path(model.source) / "config.json").read_text()))

@@ -1,0 +1,123 @@
+"""The quadratic cost of a model's attention: known from a config or a folder, 0.0 otherwise, and part of the plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs import grpo, quickstart
+from ops.flops import Transformer, model_flops, quadratic_cost
+from pipeline import Backend, Model, WorkerGroup
+from pipeline.plan.planner import plan
+from stages import Dynamic, Packed, PrevLogprobs, RefLogprobs, Train
+from stages.model_shape import attention_cost
+
+CONFIG = {  # Qwen3-0.6B
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+COST = quadratic_cost(Transformer.of(CONFIG))
+MODEL = Model("qwen", config=CONFIG, alphabet="bytes")
+
+
+def test_the_cost_is_that_of_the_operations() -> None:
+    shape = Transformer.of(CONFIG)
+    one, two = (model_flops(shape, [n], training=True) for n in (1000, 30_000))
+    assert two / one == pytest.approx((30_000 + COST * 30_000**2) / (1000 + COST * 1000**2), rel=1e-3)
+    assert pytest.approx(1e-4, rel=0.1) == COST
+
+
+def folder(tmp_path: Path, text: str) -> Model:
+    (tmp_path / "config.json").write_text(text)
+    return Model(str(tmp_path))
+
+
+def test_it_is_known_from_a_config_or_a_local_folder(tmp_path: Path) -> None:
+    assert attention_cost(MODEL) == COST == attention_cost(MODEL.frozen())
+    assert attention_cost(folder(tmp_path, json.dumps(CONFIG))) == COST
+
+
+def test_without_a_vocabulary_the_alphabet_counts() -> None:
+    bare = {name: value for name, value in CONFIG.items() if name != "vocab_size"}
+    for alphabet, size in (("0123456789", 12), ("bytes", 258)):
+        expected = quadratic_cost(Transformer.of(bare | {"vocab_size": size}))
+        assert attention_cost(Model("made", config=bare, alphabet=alphabet)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[1]", "{}", '{"hidden_size": "x"}', json.dumps(CONFIG | {"num_experts": 8})]
+)
+def test_it_is_zero_for_an_unknown_shape(tmp_path: Path, text: str) -> None:
+    assert attention_cost(folder(tmp_path, text)) == 0.0
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen3-0.6B", "/nowhere/at/all", "", 3, None])
+def test_it_is_zero_for_a_model_that_is_not_here(source: Any) -> None:
+    assert attention_cost(Model(source)) == 0.0
+
+
+def learner(backend: Any) -> WorkerGroup:
+    return WorkerGroup("learner", backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "microbatch", "expected"),
+    [
+        ("torch", Dynamic(8192), COST),
+        ("megatron", Dynamic(8192), COST),
+        ("megatron", Packed(8192), COST),
+        ("torch", Packed(8192), 0.0),  # it computes the whole row
+        (Backend(name="mine"), Packed(8192), COST),
+        (Backend(name="mine", separates=False), Packed(8192), 0.0),
+        ("megatron", 8, 0.0),
+    ],
+    ids=str,
+)
+def test_stages_divide_their_batch_by_it(backend: Any, microbatch: Any, expected: float) -> None:
+    on = learner(backend)
+    for stage in (
+        Train(MODEL, on=on, lr=1e-3, microbatch=microbatch),
+        PrevLogprobs(MODEL, on=on, microbatch=microbatch),
+        RefLogprobs(MODEL.frozen(), on=on, microbatch=microbatch),
+    ):
+        assert stage.sharding.quadratic == expected
+
+
+def test_it_is_a_number_of_the_plan() -> None:
+    made = quickstart.graph()
+    assert plan(made)[0].stage("train").sharding.quadratic == 0.0
+    stages = [replace(s, microbatch=Dynamic(512)) if isinstance(s, Train) else s for s in made.stages]
+    found = plan(replace(made, stages=stages))[0].stage("train").sharding
+    model = next(stage.model for stage in stages if isinstance(stage, Train))
+    assert found.quadratic == attention_cost(model) > 0
+
+
+def test_the_default_of_grpo_counts_tokens() -> None:
+    by_kind = {type(stage): stage for stage in grpo.graph(microbatch=4096).stages}
+    for kind in (Train, PrevLogprobs, RefLogprobs):
+        assert by_kind[kind].microbatch == Dynamic(4096)
+    assert by_kind[PrevLogprobs].run_samples == 32
+
+
+def test_it_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code = f"""
+import sys
+from pipeline import Model
+from stages.model_shape import attention_cost
+assert attention_cost(Model({str(tmp_path)!r})) > 0
+assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
