@@ -22,7 +22,7 @@ from benchmarks.report import report
 from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.plan import build
 from stages.backends.megatron import places as megatron
-from stages.backends.megatron.names import Part
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
 
@@ -95,9 +95,12 @@ def deepseek(stages: int = 16, tensor: int = 8, experts: int = 64, serve: int = 
 def split(tensor: int = 1, stages: int = 1, experts: int = 1, replicas: int = 1) -> list[Part]:
     """The parts of all ranks of a training layout."""
     return [
-        Part(tensor=t, tensors=tensor, stage=s, stages=stages, expert=e, experts=experts)
+        Part(
+            tensor=t, tensors=tensor, stage=s, stages=stages, expert=e, experts=experts, expert_tensor=t,
+            expert_tensors=tensor,
+        )
         for _, s, e, t in product(range(replicas), range(stages), range(experts), range(tensor))
-    ]
+    ]  # fmt: skip
 
 
 CASES: dict[str, Callable[[], tuple[Layout, Layout]]] = {

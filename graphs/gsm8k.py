@@ -58,6 +58,7 @@ def graph(
     kl: float = 0.001,
     evaluate_every: int = 20,
     evaluate_prompts: int = 200,
+    reward_workers: int = 0,
 ) -> Graph:
     """Group-relative policy optimization on word problems, with math-verify as the reward.
 
@@ -78,10 +79,12 @@ def graph(
     kl                  weight of the KL divergence from the model before training; above 0
     evaluate_every      steps between evaluations on problems of test.jsonl
     evaluate_prompts    problems per evaluation; test.jsonl has 1,319
+    reward_workers      actors that only compute rewards; 0 shares the actor of the other stages without a model
     """
     policy = Model(model) if model else Model("tiny-qwen3", config=TINY_QWEN3, alphabet="bytes", seed=seed)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
+    judges = WorkerGroup("judges", workers=reward_workers) if reward_workers else None
     # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.
     math = MathVerify(timeout_s=5.0, on_timeout=0.0, on_error=0.0, answer_after="####")
     passes = Dynamic(tokens=microbatch)  # samples of similar length share a pass, so little of it is padding
@@ -91,7 +94,7 @@ def graph(
         source=Prompts(Path(data) / "train.jsonl", batch=prompts_per_step, template=TEMPLATE),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
-            Reward(math, boxed, weights=(1.0, 0.1)),
+            Reward(math, boxed, weights=(1.0, 0.1), on=judges),
             PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
             RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run),
             Advantage("group_relative"),

@@ -6,13 +6,14 @@ from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
 from pipeline.declare.handle import KVBatchMeta
-from pipeline.declare.stage import Stage
+from pipeline.declare.stage import External, Stage
 from pipeline.declare.task import Output, StageContext, Task
 from pipeline.errors import DataPlaneError, GraphError, StageError
 
 __all__ = [
     "Backend",
     "DataPlaneError",
+    "External",
     "Field",
     "Graph",
     "GraphError",

@@ -17,6 +17,7 @@ from types import ModuleType
 SCRIPT = "sluice"  # the installed command
 PACKAGES = ("pipeline", "stages", "ops", "graphs")
 HOME = Path(__file__).resolve().parents[1]
+STARTUP = Path(__file__).resolve().with_name("startup")
 
 
 class Ours:
@@ -51,6 +52,12 @@ def hiding_pipeline(folder: Path) -> Path | None:
     found = PathFinder.find_spec("pipeline", [str(folder), *sys.path])
     ours = found is None or (found.origin is not None and Path(found.origin).resolve().parents[1] == HOME)
     return None if ours else hidden("pipeline", [folder])
+
+
+def for_another_python() -> dict[str, str]:
+    """Return the environment variables with which another interpreter imports our packages from this installation, and
+    the modules on this process's PYTHONPATH."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))}
 
 
 def command(module: str, *words: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Names and layout of a run directory, in one place. Knows no content.
 
 runs/quickstart-20260101-120000/
-  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl
+  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 """
 
@@ -45,6 +45,10 @@ class RunDir:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def data_plane(self) -> Path:
+        return self.path / "data_plane.json"
 
     @property
     def events(self) -> Path:

@@ -19,7 +19,7 @@ from ops.refit.transports import TRANSPORTS, Transport, missing
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
-from stages.backends import Route, backend_problems, engine, is_installed, model_problems
+from stages.backends import Route, absent, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Refit(Stage):
                 why="the torch backend has bfloat16 weights on GPUs and float32 weights on CPUs",
                 fix="gpus on both worker groups, or on neither",
             )
-        if self.transport == "auto" and self._between_gpus() and not self._share_gpus() and not is_installed(NCCL):
+        if self.transport == "auto" and self._between_gpus() and not self._share_gpus() and self._lacks_nccl():
             yield Problem(
                 where=str(self.location),
                 what=f"stage {self.name!r} has transport='auto'",
@@ -123,8 +123,14 @@ class Refit(Stage):
             yield f"it does not work between {name}", f"transport='auto', or one of {_listed(fits)}"
         elif on_gpus and transport.both_carry and self._share_gpus():
             yield "both sides share GPUs, and NCCL allows one rank per GPU", "transport='auto'"
-        elif on_gpus and transport.both_carry and not is_installed(NCCL):
+        elif on_gpus and transport.both_carry and self._lacks_nccl():
             yield f"it needs {NEEDS_NCCL}", INSTALL_NCCL
+
+    def _lacks_nccl(self) -> bool:
+        """Whether NCCL's package is missing where the workers of one side run."""
+        sides = [group for group in self.groups() if group.python is not None]
+        here = len(sides) < 2 and not is_installed(NCCL)
+        return here or any(absent((NCCL,), group) for group in sides)
 
     def meets(self, is_near: bool) -> bool:
         """Whether both sides carry. Raises StageError for a one-machine transport between machines."""

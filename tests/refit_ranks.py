@@ -26,15 +26,16 @@ from ops.refit.transports.meeting import Meeting
 from ops.refit.transports.packed import Exchange
 from stages.backends.megatron import places as megatron
 from stages.backends.vllm import places as vllm
-from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
+from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained
 
 SENDERS = 2
 SIZE = 4
-TRAINED, SERVED = ("TP1", "TP2", "PP2", "DP2", "EP2"), ("TP1", "TP2", "DP2")
+TRAINED = ("TP1", "TP2", "PP2", "DP2", "EP2", "TP2 ETP1", "TP2 ETP1 EP2")
+SERVED = ("TP1", "TP2", "DP2")
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
-    if training != "EP2" or FAMILIES[family].experts
+    if fits(family, training)
 ]
 TRANSPORTS = ("pull", "pull of bytes", "golden", "gloo", "broadcast")
 CPU, POISON = torch.device("cpu"), 0xEE

@@ -47,7 +47,8 @@ from ops.refit.transports.broadcast import Buckets
 from ops.refit.transports.meeting import Meeting
 from ops.refit.transports.packed import Exchange
 from ops.refit.transports.pull import PullReceiver
-from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as vllm
 

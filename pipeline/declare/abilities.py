@@ -27,6 +27,13 @@ class Shows(Protocol):
 
 
 @runtime_checkable
+class TakesTensorDict(Protocol):
+    """With `takes_tensordict`, the runner gets its columns as one TensorDict, ragged ones as jagged nested tensors."""
+
+    takes_tensordict: bool
+
+
+@runtime_checkable
 class StartsOnRuns(Protocol):
     """A stage per batch that starts on runs of `run_samples` samples, rounded up to whole groups, in canonical order,
     each as soon as it is complete; None is the whole batch at once."""
@@ -76,3 +83,8 @@ def corrects(stage: object) -> bool:
 def bounds_of(stage: object) -> Mapping[str, int]:
     """Return the most entries per sample of each ragged dimension that a stage limits, by symbol."""
     return stage.bounds if isinstance(stage, Bounds) else {}
+
+
+def takes_tensordict(stage: object) -> bool:
+    """Return whether a stage wants its columns as a TensorDict."""
+    return isinstance(stage, TakesTensorDict) and stage.takes_tensordict

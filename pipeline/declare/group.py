@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -77,13 +78,18 @@ class WorkerGroup(_Located):
     cpus       of each worker, for Ray's placement
     threads    torch threads per worker; 0 is torch's default
     tensor_parallel, context_parallel, pipeline_parallel   how workers split one model; the rest is data parallel
-    expert_parallel   data-parallel workers that share the experts of a mixture
+    expert_parallel   workers that divide the experts of a mixture: each holds some of them
+    expert_tensor_parallel   workers that divide each expert, a divisor of tensor_parallel; None is tensor_parallel.
+               With fewer, tensor-parallel workers hold different experts (expert_parallel) or the same ones
     fetch      for workers that need the same samples: "independent", each reads the data plane; "leader", the first
                one does and broadcasts; "auto" is leader if there are several
     colocated  the group whose GPUs this one shares (the same number): the two take turns, and the one that waits frees
                its memory for the other, so nothing runs ahead (max_staleness=0)
     memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
     fully_sharded  shard a model's weights, gradients and optimizer over the data-parallel workers (FSDP2)
+    python     the interpreter of its workers, such as "venv/bin/python", if their packages must not be the driver's. A
+               relative path is relative to the working directory, like that of data or of a model. On a cluster, it and
+               this installation of Sluice have the same path on every machine. None is the driver's interpreter
     """
 
     name: str
@@ -96,10 +102,12 @@ class WorkerGroup(_Located):
     context_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
     fetch: Literal["auto", "independent", "leader"] = "auto"
     fully_sharded: bool = False
     colocated: WorkerGroup | None = None
     memory: float = 0.85
+    python: str | os.PathLike[str] | None = None
     own: Backend | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,6 +124,12 @@ class WorkerGroup(_Located):
     def description(self) -> Backend | None:
         """The backend itself; None if no backend has that name."""
         return self.own or (BACKENDS.get(self.backend) if isinstance(self.backend, str) else None)
+
+    @property
+    def interpreter(self) -> str | None:
+        """The absolute path of its own interpreter; None without one. A link is kept: in a virtual environment, the
+        interpreter is one."""
+        return os.path.abspath(self.python) if self.python is not None else None
 
     @property
     def leads(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from pipeline.data_plane.outside import publish
 from pipeline.declare.abilities import stamps_of
 from pipeline.declare.graph import Graph
 from pipeline.engine.checkpoints import Folders
@@ -107,7 +108,17 @@ class Engine:
 
         def bring_up() -> Iterable[trace.Placed]:
             yield from self.executor.start(self.graph, self.plan, settings, restore)
-            register(self.executor.plane, self.plan.partition, with_samples(self.graph), settings.parts)
+            stages = with_samples(self.graph)
+            register(self.executor.plane, self.plan.partition, stages, settings.parts)
+            if self.run_dir:
+                publish(
+                    self.run_dir,
+                    self.executor.plane,
+                    stages,
+                    partition=settings.partition,
+                    group_size=settings.group_size,
+                    parts=settings.parts,
+                )
             if termination := self.driver.oversight.termination:
                 termination.install()  # again: Ray has installed its own handler
 

@@ -21,11 +21,12 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Meeting, Task
-from pipeline.errors import PeerLost
+from pipeline.errors import GraphError, PeerLost
 from pipeline.executors import shards
 from pipeline.executors.meetings import End, Meetings
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.plan.group_checks import one_process_problems
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
 from pipeline.record.trace import Placed
@@ -58,6 +59,8 @@ class LocalExecutor:
         self._planned = {stage.name: stage for stage in plan.stages}
         self._turns = Turns(plan, lambda name, awake, room: [self._workers[name].turn(awake, room)])
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
+        if problems := tuple(one_process_problems(groups.values())):
+            raise GraphError(*problems)
         for placed in plan.groups:
             hosted = [by_name[name] for name in placed.stages]
             worker = self._workers[placed.name] = Worker(groups[placed.name], 0, hosted, stages, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.errors import GraphError, Problem
 from pipeline.executors.answers import START_DEADLINE_S, get_all
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup
+from pipeline.precedence import for_another_python
 
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 with the address of the network card, but keeps this one
 # By default Ray's workers yield to everything else on the machine (niceness 15). But they do the actual work, and a
@@ -78,12 +80,16 @@ class Placement:
             variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
         if ray.util.get_node_ip_address() == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
+        own: dict[str, str] = {}
+        if group.interpreter is not None:
+            own["py_executable"] = shlex.quote(group.interpreter)
+            variables |= for_another_python()
         return lambda rank: actor.options(
             num_cpus=cpus,
             num_gpus=gpus,
             scheduling_strategy=strategies[rank],
             name=None,
-            runtime_env={"env_vars": variables | visible[rank]},
+            runtime_env={"env_vars": variables | visible[rank], **own},
         ).remote(rank, hosted, stages, settings)
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, one_line
 from pipeline.executors.heartbeat import Heartbeat
+from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.turns import Turns
@@ -92,11 +93,12 @@ class RayExecutor:
         folders = tuple(map(str, user_folders(self._modules)))
         settings = replace(settings, folders=folders)
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
+        stages = with_samples(graph)
+        groups = {group.name: group for group in worker_groups(stages, graph.host)}
+        check_interpreters(groups.values())
         self._connect(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
-        stages = with_samples(graph)
         by_name = self._stages = {stage.name: stage for stage in stages}
-        groups = {group.name: group for group in worker_groups(stages, graph.host)}
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
         self._turns = Turns(plan, self._turn)

@@ -6,16 +6,23 @@ runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetenso
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.data_plane.tensordicts import given
 from pipeline.declare.columns import Columns, Ragged, in_order
 from pipeline.declare.graph import Graph
+from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, StageContext, Task
 from pipeline.errors import GraphError, Problem, user_error
+from pipeline.executors import returned
+from pipeline.precedence import for_another_python
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
@@ -90,6 +97,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
             )
         )
     group = stage.groups()[0] if stage.groups() else graph.host
+    _check_interpreter(group, folder)
     context = StageContext(
         group=group,
         rank=0,
@@ -106,13 +114,28 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
 
 
+def _check_interpreter(group: WorkerGroup, folder: Path) -> None:
+    """Raise GraphError if the group has its own interpreter and this is another one."""
+    if group.interpreter in (None, os.path.abspath(sys.executable)):
+        return
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in for_another_python().items())
+    raise GraphError(
+        Problem(
+            where=f"--replay {folder}",
+            what=f"worker group {group.name!r} has python={str(group.python)!r}, and this is another interpreter",
+            why="a replay runs the stage in its own process",
+            fix=f"run this command with it: {variables} {shlex.quote(str(group.interpreter))} -m pipeline.run ...",
+        )
+    )
+
+
 def _run(stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
     if stage.shape != "stream":
-        produced = runner(columns, task)
-        return produced if isinstance(produced, Output) else Output(columns=produced or {})
+        return returned.output(stage, runner(given(stage, columns), task))
 
     async def gathered() -> list[Output]:
-        return [made async for made in runner(columns, task) if made.columns]
+        made = [returned.output(stage, one) async for one in runner(given(stage, columns), task)]
+        return [output for output in made if output.columns]
 
     outputs = asyncio.run(gathered())
     if not outputs:

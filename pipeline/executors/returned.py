@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, SupportsFloat
 
+from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
 from pipeline.declare.columns import Columns
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output
@@ -22,8 +24,10 @@ def runner(stage: Stage, made: Any) -> Any:
 
 
 def output(stage: Stage, produced: Output | Columns | None) -> Output:
-    """Return what a runner returned as an Output. Raises StageError if a metric is not a number."""
-    made = produced if isinstance(produced, Output) else Output(columns=produced or {})
+    """Return what a runner returned as an Output with columns. Raises StageError if a metric is not a number."""
+    made = produced if isinstance(produced, Output) else Output(columns={} if produced is None else produced)
+    if is_tensordict(made.columns):
+        made = replace(made, columns=from_tensordict(made.columns))
     for name, value in made.metrics.items():
         if not isinstance(value, SupportsFloat):
             what = f"stage {stage.name!r} returned the metric {name}={shown(value)}"

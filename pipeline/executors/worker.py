@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from pipeline.data_plane import DataPlane
+from pipeline.data_plane.tensordicts import given
 from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
@@ -165,7 +166,7 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            produced = self._runners[stage.name](columns, task)
+            produced = self._runners[stage.name](given(stage, columns), task)
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [produced], result)
@@ -193,7 +194,7 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            async for outputs in _gathered(self._runners[stage.name](columns, task), linger_s):
+            async for outputs in _gathered(self._runners[stage.name](given(stage, columns), task), linger_s):
                 await asyncio.to_thread(self._keep, stage, task, keys, outputs, result)
                 for name, value in result.metrics.items():
                     metrics[name] = metrics.get(name, 0.0) + result.samples * value

@@ -1,22 +1,31 @@
-"""Checks of the worker groups of a graph. Pure."""
+"""Checks of the worker groups of a graph. Pure, except that the file of a group's own interpreter must exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 
+from pipeline.declare import interpreter
 from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
-from pipeline.declare.parameters import at_least, broken, number, one_of, truth
+from pipeline.declare.parameters import Rule, at_least, broken, number, one_of, truth
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
 from pipeline.plan.names import group_name_problem
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
 
 _RULES = (
     at_least("workers", 1),
     at_least("gpus", 0),
     at_least("threads", 0),
     *(at_least(f"{kind}_parallel", 1) for kind in ("tensor", "context", "pipeline", "expert")),
+    at_least("expert_tensor_parallel", 1).optional(),
     one_of(
         "fetch",
         ("auto", "independent", "leader"),
@@ -30,6 +39,12 @@ _RULES = (
         lambda value: 0 < value <= 1,
         why="memory must be a share of each GPU, above 0, at most 1",
         fix=0.85,
+    ),
+    Rule(
+        "python",
+        lambda value: value is None or _is_path(value),
+        "python is the path of the interpreter that runs the workers",
+        "python='venv/bin/python'",
     ),
 )
 
@@ -81,10 +96,8 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
         product = " x ".join(f"{size} {kind}" for kind, size in (*kinds, ("pipeline", group.pipeline_parallel)))
         why = "workers are data x tensor x context x pipeline parallel"
         yield f"{group.workers} workers, and {product} parallel", why, f"workers={group.model_parallel} or a multiple"
-    elif group.data_parallel * group.context_parallel % group.expert_parallel:
-        what = f"expert_parallel={group.expert_parallel} and {group.data_parallel} data-parallel replicas"
-        why = "experts are divided over the workers that hold the same part of everything else"
-        yield what, why, "expert_parallel=1, or a divisor of the data-parallel size"
+    elif experts := _expert_division(group):
+        yield experts
     elif batch % group.data_parallel:
         what, why = (
             f"{group.data_parallel} {alike}, a batch has {batch} groups",
@@ -94,6 +107,28 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
     if group.fetch == "leader" and group.model_parallel == 1:
         why = "a leader fetches for workers that need the same samples, and here all need different ones"
         yield "fetch='leader' and no model parallelism", why, "fetch='auto'"
+
+
+def _expert_division(group: WorkerGroup) -> tuple[str, str, str] | None:
+    """Return why the workers of a pipeline stage cannot divide the experts; None if they can."""
+    tensor = group.expert_tensor_parallel or group.tensor_parallel
+    workers, needed = group.workers // group.pipeline_parallel, group.expert_parallel * tensor
+    if group.tensor_parallel % tensor:
+        what = f"expert_tensor_parallel={tensor} and tensor_parallel={group.tensor_parallel}"
+        why = "an expert is divided over all or some of the tensor-parallel workers"
+        return what, why, "expert_tensor_parallel=1, or a divisor of tensor_parallel"
+    if needed % group.tensor_parallel and group.tensor_parallel % needed:
+        sizes = f"expert_parallel={group.expert_parallel}, expert_tensor_parallel={tensor}"
+        what = f"{sizes} and tensor_parallel={group.tensor_parallel}"
+        why = "the workers that hold all experts once are part of one replica, or one or more whole replicas"
+        return what, why, f"expert_parallel={group.tensor_parallel // tensor} or a multiple"
+    if workers % needed:
+        what = f"expert_parallel={group.expert_parallel} and {workers} workers per pipeline stage"
+        sizes = f"expert_parallel x expert_tensor_parallel = {group.expert_parallel} x {tensor}"
+        why = f"the experts are divided over {sizes} of these workers"
+        least = lcm(needed, group.tensor_parallel * group.context_parallel) * group.pipeline_parallel
+        return what, why, f"expert_parallel=1, or workers={least} or a multiple"
+    return None
 
 
 def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Graph) -> Iterator[tuple[str, str, str]]:
@@ -126,3 +161,29 @@ def group_values(group: WorkerGroup) -> Iterator[Problem]:
     """Yield the problems of a worker group's name and values."""
     yield from group_name_problem(group)
     yield from broken(_RULES, group, where=str(group.location), says=f"worker group {group.name!r} has {{}}")
+    if _is_path(group.python):
+        yield from _interpreter(group)
+
+
+def _interpreter(group: WorkerGroup) -> Iterator[Problem]:
+    """Yield why the file of a group's interpreter cannot be one."""
+    path = str(group.interpreter)
+    if why := interpreter.not_usable(path):
+        yield Problem(
+            where=str(group.location),
+            what=f"worker group {group.name!r} has python={os.fspath(group.python or '')!r}",
+            why=f"{why}: {path}",
+            fix="create the environment, or correct the path; a relative one is relative to the working directory",
+        )
+
+
+def one_process_problems(groups: Iterable[WorkerGroup]) -> Iterator[Problem]:
+    """Yield why one process cannot run the stages of all these groups: it has one interpreter."""
+    for group in groups:
+        if group.python is not None:
+            yield Problem(
+                where=str(group.location),
+                what=f"worker group {group.name!r} has python={os.fspath(group.python)!r}, and the executor is 'local'",
+                why="it runs all stages in one process, which has one interpreter",
+                fix="--executor ray, or leave out python",
+            )

@@ -101,7 +101,8 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A worker group and its stages. `workers` is the number of processes, `model_parallel` that of one replica;
-    `colocated` is the group whose GPUs it shares; `leads`: each process allocates its share of GPU memory at once."""
+    `colocated` is the group whose GPUs it shares; `leads`: each process allocates its share of GPU memory at once.
+    `python` is the absolute path of its interpreter, if it is not the driver's."""
 
     name: str
     backend: str
@@ -113,6 +114,7 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...]
     colocated: str | None = None
     leads: bool = False
+    python: str | None = None
 
     @property
     def replicas(self) -> int:

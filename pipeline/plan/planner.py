@@ -152,6 +152,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
                 stages=tuple(stage.name for stage in planned if group.name in stage.groups),
                 colocated=group.colocated.name if group.colocated else None,
                 leads=group.leads,
+                python=group.interpreter,
             )
             for group in worker_groups(stages, graph.host)
         ),

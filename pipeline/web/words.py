@@ -53,6 +53,8 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     ("train/is_weight", _words("Correction weight", APART, "Mean importance weight. Near 1.")),
     ("train/is_changed", _words("Corrected tokens", APART, "Tokens whose weight was capped or masked.", "%")),
     (r"dropped/(.+)", _words("Dropped: {}", APART, "Groups that were sampled but not trained.")),
+    ("stored/peak_bytes", _words("Data plane, peak", TIME, "Most bytes of samples in all partitions since the step before. Schedule(capacity_bytes=...) bounds it.", "bytes")),
+    (r"stored/peak_bytes_(.+)", _words("Data plane, peak: {}", TIME, "Most bytes in this partition, which is cleared after the stages that it is named by.", "bytes")),
     ("time/step_s", _words("Step", TIME, "From the first admission to the end of the step; steps overlap when the run is ahead.", "s")),
     (r"time/(.+)_s", _words("{}", TIME, "Seconds of all its tasks in the step.", "s")),
     (r"(\w+)/padding", _words("Padding: {}", TIME, "Share of the computed tokens that is padding. Above 10 %, use Dynamic or Packed, or a smaller budget of tokens.", "%")),

@@ -12,12 +12,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
+from pipeline.declare.interpreter import ask
 from pipeline.errors import Problem, message_of, shown
 from stages.backends.interface import (
     PULL,
@@ -59,6 +60,7 @@ __all__ = [
     "Sampling",
     "Served",
     "Work",
+    "absent",
     "backend_problems",
     "cut",
     "engine",
@@ -81,6 +83,7 @@ for _backend in (
         can=("sample", "score", "train", "reward"),
         opener="stages.backends.torch.engine:open_engine",
         checks="stages.backends.torch.limits:problems",
+        separates=False,
     ),
     Backend(
         name="vllm",
@@ -185,14 +188,28 @@ def backend_problems(
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
     yield from _own_checks(backend, group, where)
-    for package in backend.packages:
-        if not is_installed(package):
-            yield Problem(
-                where=where,
-                what=f"{has}, which needs the package {package!r}",
-                why="it is not installed",
-                fix=backend.install,
-            )
+    yield from _package_problems(backend, group, has)
+
+
+def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterator[Problem]:
+    """Packages that the backend needs and the interpreter of the group's workers does not find."""
+    where, why, place = str(group.location), "it is not installed", ""
+    if group.python is not None:
+        why, place = f"the group's python={str(group.python)!r} does not find it", "in its environment, "
+        if silent := ask(str(group.interpreter)).silent:
+            what = f"worker group {group.name!r} has python={str(group.python)!r}, which {silent}"
+            fix = "name the interpreter of a virtual environment"
+            yield Problem(where=where, what=what, why="the workers of the group run with it", fix=fix)
+    for package in absent(backend.packages, group):
+        what, fix = f"{has}, which needs the package {package!r}", backend.install or f"install {package}"
+        yield Problem(where=where, what=what, why=why, fix=f"{place}{fix}")
+
+
+def absent(packages: Sequence[str], group: WorkerGroup) -> Sequence[str]:
+    """The packages that the interpreter of a group's workers does not find; none if it gives no answer."""
+    if group.interpreter is None:
+        return [package for package in packages if not is_installed(package)]
+    return ask(group.interpreter, packages=packages).missing
 
 
 def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:

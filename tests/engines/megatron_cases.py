@@ -1,13 +1,15 @@
-"""Tiny models, a frozen batch, and measurements of a Megatron engine on it; as a script, one of two ranks.
+"""Tiny models, a frozen batch, and measurements of a Megatron engine on it; as a script, ranks 0 and 2, or 1 and 3.
 
     python -m tests.engines.megatron_cases FOLDER RANK PORT
 
-Each rank writes FOLDER/<case>-<rank>.safetensors and .json.
+It forks the second rank, which takes part in the cases of four ranks only. Each rank writes
+FOLDER/<case>-<rank>.safetensors and .json.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ops.logprobs import entropy, selected_logprobs
@@ -30,6 +32,7 @@ from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
+from stages.backends.megatron.parts import stage_layers
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.shares import weight_hash
 
@@ -72,15 +75,22 @@ FAMILIES = {
     },
 }
 FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
+SHAPES = {  # sizes that ranks do not divide evenly
+    "qwen3, 3 layers": FAMILIES["qwen3"] | {"num_hidden_layers": 3},
+    "llama, 5 layers": FAMILIES["llama"] | {"num_hidden_layers": 5},
+    "qwen3, 1 key-value head": FAMILIES["qwen3"] | {"num_key_value_heads": 1},
+    "qwen2, 1 key-value head": FAMILIES["qwen2"] | {"num_key_value_heads": 1},
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one layout of two ranks; `microbatching` as in a stage."""
+    """One model on one layout of two or four ranks; `microbatching` as in a stage."""
 
     family: str
     layout: Layout
     expert: int = 1
+    expert_tensor: int | None = None
     microbatching: Microbatching = field(default_factory=lambda: Plain(2))
     recompute: bool = False
 
@@ -95,6 +105,21 @@ CASES = {
     "expert": Case("qwen3_moe", Layout(data=2), expert=2),
     "expert, packed": Case("qwen3_moe", Layout(data=2), expert=2, microbatching=Packed(64)),
     "pipeline, experts": Case("qwen3_moe", Layout(pipeline=2)),
+    "pipeline, 3 layers": Case("qwen3, 3 layers", Layout(pipeline=2)),
+    "tensor, 1 key-value head": Case("qwen3, 1 key-value head", Layout(tensor=2)),
+    "tensor, 1 key-value head, bias": Case("qwen2, 1 key-value head", Layout(tensor=2), microbatching=Packed(64)),
+    "tensor, experts divided": Case("qwen3_moe", Layout(tensor=2)),
+    "tensor, experts whole": Case("qwen3_moe", Layout(tensor=2), expert_tensor=1),
+    "tensor, experts apart": Case(
+        "qwen3_moe", Layout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), recompute=True
+    ),
+}
+OF_FOUR = {
+    "4, pipeline, 5 layers": Case("llama, 5 layers", Layout(pipeline=4), microbatching=Packed(64)),
+    "4, tensor, 2 key-value heads": Case("qwen3", Layout(tensor=4)),
+    "4, expert and pipeline": Case("qwen3_moe", Layout(data=2, pipeline=2), expert=2),
+    "4, expert and tensor": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2),
+    "4, experts apart, twice": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2, expert_tensor=1),
 }
 
 
@@ -103,7 +128,7 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         network = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family.partition(",")[0], **_COMMON | FAMILIES[family] | sizes)
+            AutoConfig.for_model(family.partition(",")[0], **_COMMON | (FAMILIES | SHAPES)[family] | sizes)
         )
         for parameter in network.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -147,7 +172,9 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dic
 
 
 def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics."""
+    """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics.
+
+    Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
     model, whole = Model(str(folder)), frozen_batch()
     ranks = engine.groups.ranks
     shard = shards_of(whole, case.microbatching, ranks.layout.data)[ranks.replica]
@@ -160,9 +187,17 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
         checkpoint_activations=case.recompute,
     )
     learner = engine.learner(model, optimization)
+    numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
+    part = learner.network.part
+    assert numbers == [layer + 1 for layer in stage_layers(learner.network.shape.layers, part.stages)[part.stage]]
+    loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)
     found, sums = gradients(learner, batch, shard)
     metrics = {f"sum {name}": value for name, value in sums.items()}
+    if ranks.rank == 0:
+        saved = load_file(folder / "model.safetensors")
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(held, saved[name].to(held.dtype)) for name, held in loaded.items())
     for number in range(2):
         made = learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)
         metrics |= {f"{number} {name}": value for name, value in made.items()}
@@ -258,31 +293,67 @@ def _saved_by_one(folder: Path, store: dist.Store, rank: int) -> None:
 
 def _as_rank(folder: Path, rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, use_libuv=False)
+    for name, case in OF_FOUR.items():
+        _measured(folder, store, rank, name, case)
+    _saved(folder, store, rank, "4, saved by experts apart", "qwen3_moe", Layout(data=2, tensor=2), 4, 1)
+    if rank > 1:
+        return
     _saved_by_one(folder, store, rank)
-    for number, (name, case) in enumerate(CASES.items()):
-        ranks = Ranks.join(case.layout, rank, dist.PrefixStore(str(number), store), device="cpu", deadline_s=DEADLINE_S)
-        engine = MegatronEngine(join(ranks, case.expert, torch.device("cpu"), 0))
-        tensors, metrics = measure(engine, folder / case.family, case)
-        save_file(tensors, folder / f"{name}-{rank}.safetensors")
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
-        parallel_state.destroy_model_parallel()
-        ranks.leave()
-        print(name, flush=True)
+    for name, case in CASES.items():
+        _measured(folder, store, rank, name, case)
     for name, family, layout, expert in (
         ("saved by tensor", "qwen3", Layout(tensor=2), 1),
         ("saved by data", "qwen3", Layout(data=2), 1),
         ("saved by expert", "qwen3_moe", Layout(data=2), 2),
         ("saved by pipeline", "qwen3", Layout(pipeline=2), 1),
     ):
-        ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
-        found = checkpointed(folder / family, folder / name, join(ranks, expert, torch.device("cpu"), 0))
-        found |= _vocabulary(rank) if layout.tensor > 1 else {}
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-        parallel_state.destroy_model_parallel()
-        ranks.leave()
-        print(name, flush=True)
+        _saved(folder, store, rank, name, family, layout, expert)
+
+
+def _measured(folder: Path, store: dist.Store, rank: int, name: str, case: Case) -> None:
+    """Write what `measure` returns."""
+    ranks = Ranks.join(case.layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
+    engine = MegatronEngine(join(ranks, case.expert, torch.device("cpu"), 0, case.expert_tensor))
+    tensors, metrics = measure(engine, folder / case.family, case)
+    save_file(tensors, folder / f"{name}-{rank}.safetensors")
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+    parallel_state.destroy_model_parallel()
+    ranks.leave()
+    print(name, flush=True)
+
+
+def _saved(
+    folder: Path,
+    store: dist.Store,
+    rank: int,
+    name: str,
+    family: str,
+    layout: Layout,
+    expert: int,
+    expert_tensor: int | None = None,
+) -> None:
+    """Write what `checkpointed` returns, and for tensor-parallel ranks what `_vocabulary` does."""
+    ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
+    groups = join(ranks, expert, torch.device("cpu"), 0, expert_tensor)
+    found = checkpointed(folder / family, folder / name, groups)
+    found |= _vocabulary(rank) if layout == Layout(tensor=2) else {}
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+    parallel_state.destroy_model_parallel()
+    ranks.leave()
+    print(name, flush=True)
+
+
+def main(folder: Path, rank: int, port: int) -> None:
+    """Run this rank and, in a fork, the rank two above it. Exit with an error if either fails."""
+    torch.set_num_threads(1)
+    fork = os.fork()
+    if not fork:
+        _as_rank(folder, rank + 2, port)
+        return
+    _as_rank(folder, rank, port)
+    _, status = os.waitpid(fork, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _as_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

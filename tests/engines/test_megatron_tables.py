@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from pipeline import StageError, WorkerGroup
+from pipeline.declare.ranks import Layout
 from stages.backends.megatron.limits import problems
-from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
 
 DENSE = Decoder(
@@ -55,34 +59,64 @@ QWEN3 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("decoder", "tensors", "stages", "experts"),
-    [
-        *((DENSE, tensors, stages, 1) for tensors, stages in product((1, 2, 4), (1, 2))),
-        *((MIXTURE, tensors, stages, experts) for tensors, stages, experts in product((1, 2), (1, 2), (1, 2, 4))),
-    ],
-)
-def test_ranks_together_hold_every_number_once(decoder: Decoder, tensors: int, stages: int, experts: int) -> None:
-    held: dict[str, np.ndarray] = {}
-    for tensor, stage, expert in product(range(tensors), range(stages), range(experts)):
-        part = Part(tensor=tensor, tensors=tensors, stage=stage, stages=stages, expert=expert, experts=experts)
+DIVISIONS = [  # tensor, pipeline and data parallel, experts, ranks per expert
+    *((DENSE, tensor, pipeline, 1, 1, tensor) for tensor, pipeline in product((1, 2, 4, 8), (1, 2, 3))),
+    *(
+        (MIXTURE, tensor, pipeline, experts, experts, tensor)
+        for tensor, pipeline, experts in product((1, 2), (1, 2), (1, 2, 4))
+    ),
+    *((MIXTURE, 2, 1, 2, experts, 1) for experts in (1, 2, 4)),
+    (MIXTURE, 4, 2, 1, 2, 2),
+    (MIXTURE, 4, 2, 2, 4, 1),
+]
+
+
+@pytest.mark.parametrize(("decoder", "tensor", "pipeline", "data", "experts", "expert_tensors"), DIVISIONS)
+def test_ranks_together_hold_every_number_once(
+    decoder: Decoder, tensor: int, pipeline: int, data: int, experts: int, expert_tensors: int
+) -> None:
+    layout, held = Layout(tensor=tensor, pipeline=pipeline, data=data), dict[str, np.ndarray]()
+    for rank in range(layout.size):
+        part, within = Part.of(rank, layout, experts, expert_tensors), rank % (tensor * data)
         for name, parameter in parameters(decoder, part).items():
             inside = np.zeros(parameter.shape[0], int)
             for piece in parameter.pieces:
                 inside[piece.inside] += 1
                 columns = piece.columns or (0, piece.shape[1] if len(piece.shape) > 1 else 0)
                 assert parameter.shape[1:] == (() if len(piece.shape) == 1 else (columns[1] - columns[0],))
-                if (
-                    not parameter.copy
-                    and (parameter.expert or expert == 0)
-                    and (parameter.divided is not None or not tensor)
-                ):
+                first = within < (experts * expert_tensors if parameter.expert else tensor)
+                if not parameter.copy and first and (parameter.divided is not None or not within):
                     held.setdefault(piece.name, np.zeros(piece.shape, int))[piece.box] += 1
             assert inside.max(initial=0) <= 1
             assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or inside.min() == 1
     layers = decoder.layers * (3 * max(1, decoder.experts) + bool(decoder.experts) + 8 + 3 * decoder.qkv_bias)
     assert len(held) == layers + 2 + (not decoder.tied)
     assert all((count == 1).all() for count in held.values())
+
+
+def test_uneven_stages_are_contiguous_and_differ_by_one_layer_at_most() -> None:
+    for layers, stages in product(range(1, 81), range(1, 20)):
+        made = stage_layers(layers, stages)
+        assert len(made) == stages
+        assert [layer for own in made for layer in own] == list(range(layers))
+        assert max(map(len, made)) - min(map(len, made)) <= 1
+        assert len(made[-1]) == min(map(len, made))
+        assert len(made[0]) == min(map(len, made)) or sum(len(own) == min(map(len, made)) for own in made) == 1
+    assert [len(own) for own in stage_layers(3, 2)] == [2, 1]
+    assert [len(own) for own in stage_layers(5, 4)] == [1, 1, 2, 1]
+    assert [len(own) for own in stage_layers(61, 16)] == [3, 3, *[4] * 13, 3]
+
+
+def test_61_layers_on_16_ranks_are_each_held_once() -> None:
+    decoder, layout = replace(DENSE, layers=61), Layout(pipeline=16)
+    held = Counter(
+        piece.name
+        for rank in range(16)
+        for parameter in parameters(decoder, Part.of(rank, layout, 1, 1)).values()
+        for piece in parameter.pieces
+        if not parameter.copy and piece.name.endswith("o_proj.weight")
+    )
+    assert held == Counter(f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(61))
 
 
 def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
@@ -95,6 +129,27 @@ def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
         ("q_proj", (36, 48), 24),
         ("k_proj", (18, 24), 36),
         ("v_proj", (18, 24), 42),
+    ]
+
+
+def test_ranks_that_share_a_key_value_head_hold_equal_rows_of_it() -> None:
+    """Megatron-core 0.16.1 replicates no weights: it gathers what the rows compute."""
+
+    def rows(decoder: Decoder, rank: int, ranks: int) -> list[tuple[str, tuple[int, int], int]]:
+        table = parameters(decoder, Part(tensor=rank, tensors=ranks))
+        pieces = table["decoder.layers.0.self_attention.linear_qkv.weight"].pieces
+        return [(piece.name.split(".")[-2][0], piece.rows, piece.at) for piece in pieces]
+
+    assert [rows(DENSE, rank, 8) for rank in (2, 3)] == [
+        [("q", (12, 24), 0)],
+        [("k", (6, 12), 0), ("v", (6, 12), 6)],
+    ]
+    single = replace(DENSE, heads=4, groups=1)
+    assert [rows(single, rank, 4) for rank in range(4)] == [
+        [("q", (0, 9), 0)],
+        [("q", (9, 18), 0)],
+        [("q", (18, 24), 0), ("k", (0, 3), 6)],
+        [("k", (3, 6), 0), ("v", (0, 6), 3)],
     ]
 
 

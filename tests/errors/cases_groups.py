@@ -67,6 +67,13 @@ GROUPS = [
     learner("tensor_parallel_does_not_divide", "workers=3, tensor_parallel=2"),
     learner("tensor_parallel_of_torch", "workers=2, tensor_parallel=2"),
     learner("tensor_parallel_of_0", "tensor_parallel=0"),
+    learner("expert_parallel_does_not_divide", "workers=2, expert_parallel=3"),
+    learner("expert_tensor_parallel_does_not_divide", "expert_tensor_parallel=2"),
+    learner(
+        "experts_over_parts_of_two_replicas",
+        "workers=12, tensor_parallel=4, expert_parallel=3, expert_tensor_parallel=2",
+    ),
+    learner("expert_tensor_parallel_of_0", "expert_tensor_parallel=0"),
     learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
     learner("unknown_fetch", "workers=2, fetch='all'"),
     learner("memory_in_percent", "memory=50"),

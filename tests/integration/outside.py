@@ -1,20 +1,20 @@
-"""A process outside any graph: joins Ray, attaches to TransferQueue, writes one field, prints when.
+"""A process outside any graph: reads a text of a group, writes its score as a TensorDict, and prints both and when.
 
-python outside.py ADDRESS PARTITION ROW FIELD VALUE...
+python outside.py RUN_DIR GROUP VALUE...
 """
 
 import sys
 import time
 
-import ray
 import torch
-import transfer_queue as tq
 from tensordict import TensorDict
 
-address, partition, row, field, *values = sys.argv[1:]
-ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-tq.init()
-score = torch.tensor([[float(value) for value in values]])
-before_s = time.monotonic()
-tq.kv_batch_put(keys=[row], partition_id=partition, fields=TensorDict({field: score}, batch_size=1))
-print(before_s, time.monotonic())
+from pipeline.data_plane.outside import OutsideProcess
+
+run_dir, group, *values = sys.argv[1:]
+score = torch.tensor([float(value) for value in values])
+with OutsideProcess(run_dir) as process:
+    texts = process.read(int(group), "shout")["shout"]
+    before_s = time.monotonic()
+    process.write(int(group), TensorDict({"score": score}, batch_size=[len(score)]))
+print(",".join(texts), before_s, time.monotonic())

@@ -65,5 +65,5 @@ def graph(steps: int = 3, batch: int = 4, bad: int = -1, workers: int = 1, exter
     group = WorkerGroup("shouters", workers=workers)
     stages: tuple[Stage, ...] = (Shout(bad=bad, on=group),)
     if external:
-        stages += (External((SCORE,), timeout_s=240.0), Listen())
+        stages += (External((SCORE,), timeout_s=240.0, reads=(SHOUT,)), Listen())
     return Graph(name="small", source=Numbers(batch=batch), stages=stages, schedule=Schedule(steps=steps))

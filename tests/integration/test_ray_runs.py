@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from pipeline.cli.load import load
-from pipeline.data_plane import row_name
 from pipeline.declare.handle import sample_key
 from pipeline.engine.driver import Engine
 from pipeline.errors import StageError
@@ -49,7 +48,7 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
     engine = engine_of(tmp_path, steps=1, batch=2, external=True)
     thread = threading.Thread(target=engine.execute)
     thread.start()
-    address = ray_session.get_runtime_context().gcs_address
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
     waiting_s = time.monotonic() + 240
     while time.monotonic() < waiting_s and not any(
         put.stage == "shout" for put in (events_of(engine, trace.Put) if engine.run_dir.events.exists() else [])
@@ -57,16 +56,12 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
         time.sleep(0.1)
     read: list[int] = []
     for group in (1, 0):
-        command = [
-            sys.executable,
-            str(HERE / "outside.py"),
-            address,
-            "small",
-            row_name(sample_key(group, 0), 0),
-            "score",
-        ]
-        done = subprocess.run([*command, str(group), "0.5"], capture_output=True, text=True, timeout=240)
+        command = [sys.executable, str(HERE / "outside.py"), str(engine.run_dir.path), str(group)]
+        done = subprocess.run(
+            [*command, str(group), "0.5"], capture_output=True, text=True, timeout=240, env=environment
+        )
         assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.startswith(f"{group}{group},{group}{group} ")
         while time.monotonic() < waiting_s and len(started_s := listened(engine)) == len(read):
             time.sleep(0.1)
         assert started_s.keys() - set(read) == {group}, "the reader starts when the field is there, and not before"

@@ -1,10 +1,10 @@
 """Tiny models of four families: their tensors, and the memory of a Megatron rank and a vLLM rank built from them."""
 
-from itertools import product
-
 import numpy as np
 
-from stages.backends.megatron.names import Part, parameters
+from pipeline.declare.ranks import Layout
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 
 COMMON = {"layers": 4, "hidden": 8, "vocab": 131, "heads": 8, "groups": 4, "head_dim": 6, "intermediate": 24}
@@ -13,17 +13,38 @@ FAMILIES = {
     "qwen2": Decoder(**COMMON, tied=True, qkv_bias=True, qk_norm=False),
     "qwen3": Decoder(**COMMON, tied=True, qkv_bias=False, qk_norm=True),
     "qwen3_moe": Decoder(**COMMON, tied=False, qkv_bias=False, qk_norm=True, experts=4, chosen=2),
+    "qwen2, uneven": Decoder(
+        **COMMON | {"layers": 3, "groups": 1, "head_dim": 8}, tied=True, qkv_bias=True, qk_norm=False
+    ),
 }
+
+
+def split(layout: Layout, experts: int = 1, expert_tensors: int | None = None) -> list[Part]:
+    """Return the parts of all ranks of a training layout."""
+    return [Part.of(rank, layout, experts, expert_tensors or layout.tensor) for rank in range(layout.size)]
+
+
 TRAINING = {
-    "TP1": [Part()],
-    "TP2": [Part(tensor=t, tensors=2) for t in range(2)],
-    "PP2": [Part(stage=s, stages=2) for s in range(2)],
-    "DP2": [Part(), Part()],
-    "TP2 PP2": [Part(tensor=t, tensors=2, stage=s, stages=2) for s, t in product(range(2), repeat=2)],
-    "EP2": [Part(expert=e, experts=2) for e in range(2)],
+    "TP1": split(Layout()),
+    "TP2": split(Layout(tensor=2)),
+    "TP8": split(Layout(tensor=8)),  # more ranks than key-value heads
+    "PP2": split(Layout(pipeline=2)),
+    "PP3": split(Layout(pipeline=3)),
+    "DP2": split(Layout(data=2)),
+    "TP2 PP2": split(Layout(tensor=2, pipeline=2)),
+    "EP2": split(Layout(data=2), experts=2),
+    "TP2 ETP1": split(Layout(tensor=2), expert_tensors=1),
+    "TP2 ETP1 EP2": split(Layout(tensor=2), experts=2, expert_tensors=1),
+    "TP2 EP2 PP2": split(Layout(data=2, tensor=2, pipeline=2), experts=2),
+    "TP2 ETP1 EP4 PP3": split(Layout(data=2, tensor=2, pipeline=3), experts=4, expert_tensors=1),
 }
 SERVING = {"TP1": (1, 1), "TP2": (2, 1), "DP2": (1, 2), "TP8": (8, 1)}  # ranks per replica, replicas
 ITEM = 2
+
+
+def fits(family: str, training: str) -> bool:
+    """Return whether a family can be trained that way: only a mixture has experts to divide."""
+    return FAMILIES[family].experts > 0 or "EP" not in training.replace("ETP", "EP")
 
 
 def folder(decoder: Decoder) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ops.flops import Transformer, model_flops, peak_tflops
 
@@ -26,11 +26,12 @@ CONFIG = Qwen3Config(
     attn_implementation="eager",
 )
 SHAPE = Transformer.of(CONFIG.to_dict())
+SAME = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
-def counted(length, kept, training):
+def counted(length, kept, training, model=None):
     """Return torch's FLOPs of one sequence with logits at its last `kept` positions. It also counts products only."""
-    model = Qwen3ForCausalLM(CONFIG)
+    model = model or Qwen3ForCausalLM(CONFIG)
     ids = torch.zeros(1, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
         logits = model(ids, use_cache=False, logits_to_keep=kept).logits
@@ -80,11 +81,61 @@ def test_shape_of_a_published_model():
     assert (derived.head_dim, derived.kv_heads) == (32, 32)
 
 
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,  # unused: every layer is a mixture
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_a_mixture_counts_its_router_and_the_chosen_experts():
+    """By hand for Qwen3-30B-A3B: 30.5 B weights, 3.3 B per token, embeddings included (model card)."""
+    shape = Transformer.of(QWEN3_30B_A3B)
+    queries_and_output, keys_and_values = 2 * 2048 * 4096, 2 * 2048 * 512
+    router, expert = 2048 * 128, 3 * 2048 * 768
+    assert (queries_and_output + keys_and_values, router, expert) == (18_874_368, 262_144, 4_718_592)
+    assert shape.layer_weights == 48 * (18_874_368 + 262_144 + 8 * 4_718_592) == 2_730_491_904
+    assert shape.logit_weights == 2048 * 151_936 == 311_164_928
+    assert shape.layer_weights + 2 * shape.logit_weights == pytest.approx(3.3e9, rel=0.02)
+    assert shape.layer_weights + 48 * 120 * expert + 2 * shape.logit_weights == pytest.approx(30.5e9, rel=0.01)
+    products, attention = 2 * 1000 * (2_730_491_904 + 311_164_928), 4 * 48 * 32 * 128 * 500_500
+    assert model_flops(shape, [1000], training=False) == products + attention == 6_476_922_880_000
+    assert model_flops(shape, [1000], training=True) == 3 * (products + attention)
+
+
+@pytest.mark.parametrize("length, kept", [(1, 1), (40, 10)])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mixture_is_what_torch_counts(length, kept, training):
+    mixture = Qwen3MoeConfig(
+        **{name: getattr(CONFIG, name) for name in SAME},
+        moe_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    ours = model_flops(Transformer.of(mixture.to_dict()), [length], training=training, logits=[kept], causal=False)
+    assert ours == counted(length, kept, training, Qwen3MoeForCausalLM(mixture))
+
+
 @pytest.mark.parametrize(
     "config, text",
     [
-        (CONFIG.to_dict() | {"num_experts": 8}, "num_experts=8: a mixture of experts"),
-        (CONFIG.to_dict() | {"num_local_experts": 8}, "num_local_experts=8"),
+        (CONFIG.to_dict() | {"num_experts": 8}, "8 experts: not a mixture with the same experts"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": [0]}, "128 experts: not a mixture"),
+        (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "128 experts: not a mixture"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "256 experts: not a mixture"),
+        ({**QWEN3_30B_A3B, "num_experts_per_tok": None}, "no num_experts_per_tok"),
         ({"hidden_size": 4}, "no num_hidden_layers, intermediate_size, num_attention_heads, vocab_size"),
     ],
 )

@@ -5,6 +5,7 @@ import pipeline
 NAMES = [
     "Backend",
     "DataPlaneError",
+    "External",
     "Field",
     "Graph",
     "GraphError",

@@ -9,17 +9,17 @@ import pytest
 from ops.refit.layout import Layout
 from ops.refit.plan import build
 from stages.backends.megatron import places as megatron
-from stages.backends.megatron.names import Part
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.experts import of_expert
 from stages.backends.vllm import places as vllm
-from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, folder, served, trained
+from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained
 from tests.unit.test_refit_plan import carry_out
 
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINING, SERVING)
-    if training != "EP2" or FAMILIES[family].experts
+    if fits(family, training)
 ]
 
 

@@ -24,6 +24,7 @@ from pipeline.declare.ranks import Layout
 from pipeline.errors import CheckpointError, Problem
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
+from stages.backends.megatron.parts import Part
 
 _COUNTERS = "learner.json"
 _FILE_BYTES = 2 << 30  # size of one file; the host holds one at a time
@@ -40,7 +41,7 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
     if groups.ranks.rank == 0:
         written = {
             "counters": counters,
-            "layout": [layout.data, layout.tensor, layout.pipeline, groups.expert],
+            "layout": [layout.data, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
         }
         (folder / _COUNTERS).write_text(json.dumps(written))
     dist.barrier()
@@ -50,8 +51,7 @@ def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str
     """What this rank writes, keyed by `kind:name:start`, on the tensors' device."""
     groups, table = network.groups, parameters(network.shape, network.part)
     for name, parameter in network.named_parameters():
-        expert = network.part.expert if table[name].expert else 0
-        if groups.holder(tensor=network.part.tensor, stage=network.part.stage, expert=expert) == groups.ranks.rank:
+        if groups.is_first(experts=table[name].expert):
             yield f"{_WEIGHT}:{name}:0", parameter.reshape(-1)
     for name, start, found in shares(network, optimizer):
         for kind, share in found.items():
@@ -111,18 +111,23 @@ class _Found:
     """The shares in all files written by ranks with this rank's part of the model."""
 
     def __init__(self, folder: Path, layout: list[int], network: Network, stack: ExitStack) -> None:
-        data, tensor, pipeline, experts = layout
+        data, tensor, pipeline, *experts = layout
         self.folder, self.places = folder, {}  # type: Path, dict[tuple[str, str], list[tuple[int, str, Any]]]
         table, mine = parameters(network.shape, network.part), network.part
         then = Layout(data=data, tensor=tensor, pipeline=pipeline)
         for rank in range(then.size):
-            if (rank % tensor, rank // (tensor * data)) != (mine.tensor, mine.stage):
+            part = Part.of(rank, then, *experts)
+            if part.stage != mine.stage:
                 continue
+            alike = {
+                False: part.tensor == mine.tensor,
+                True: (part.expert, part.expert_tensor) == (mine.expert, mine.expert_tensor),
+            }
             for path in sorted(folder.glob(f"{_prefix(rank)}*.safetensors")):
                 file = stack.enter_context(safe_open(path, "pt"))
                 for key in file.keys():  # noqa: SIM118 - it is no dict
                     kind, name, start = key.split(":")
-                    if not table[name].expert or then.replica(rank) % experts == mine.expert:
+                    if alike[table[name].expert]:
                         self.places.setdefault((kind, name), []).append((int(start), key, file))
 
     def fill(self, kind: str, name: str, start: int, share: torch.Tensor) -> None:
@@ -142,12 +147,14 @@ class _Found:
 
 
 def _check_layout(folder: Path, layout: list[int], network: Network) -> None:
-    now = [network.part.tensors, network.part.stages, network.part.experts]
+    part = network.part
+    now = [part.tensors, part.stages, part.experts, part.expert_tensors]
     if layout[1:] != now:
         raise CheckpointError(
             _problem(
                 folder,
-                f"it was written with tensor_parallel, pipeline_parallel, expert_parallel = {layout[1:]}",
+                "it was written with tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel = "
+                f"{layout[1:]}",
                 f"they are now {now}, and only the data-parallel size may change",
             )
         )

@@ -10,11 +10,13 @@ from torch.nn.functional import silu
 
 from pipeline.errors import Problem, StageError
 from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.names import qkv_rows
+from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
 
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
-    """This rank's configuration. Raises StageError if the ranks do not divide the decoder evenly."""
+    """This rank's configuration. Raises StageError if the ranks cannot divide the decoder."""
     if problems := list(_problems(decoder, groups, where)):
         raise StageError(*problems)
     on_cpu = groups.device.type == "cpu"
@@ -49,8 +51,10 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tensor,
         pipeline_model_parallel_size=groups.layout.pipeline,
+        pipeline_model_parallel_layout=_stages(decoder.layers, groups.layout.pipeline),
         expert_model_parallel_size=groups.expert,
-        sequence_parallel=groups.sequence_parallel,
+        expert_tensor_parallel_size=groups.expert_tensor,
+        sequence_parallel=groups.layout.tensor > 1,  # a mixture requires it; it saves activations in any case
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -70,13 +74,35 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
     return made
 
 
+def _stages(layers: int, stages: int) -> list[list[str]] | None:
+    """What each pipeline stage computes, in Megatron-core's words; None for a single stage."""
+    if stages == 1:
+        return None
+    made = [["decoder"] * len(own) for own in stage_layers(layers, stages)]
+    return [["embedding", *made[0]], *made[1:-1], [*made[-1], "loss"]]
+
+
 def _problems(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]:
-    layout = groups.layout
+    yield from _uneven(decoder, groups, where)
+    yield from _key_values(decoder, groups.layout.tensor, where)
+    if groups.layout.pipeline > decoder.layers:
+        yield Problem(
+            where=where,
+            what=f"pipeline_parallel={groups.layout.pipeline}, and the model has {decoder.layers} layers",
+            why="each pipeline stage needs a layer",
+            fix=f"pipeline_parallel={decoder.layers} or less",
+        )
+    if not decoder.experts:
+        yield from _no_experts(groups, where)
+
+
+def _uneven(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]:
+    """Whatever ranks must divide evenly, and do not."""
+    tensor = ("tensor_parallel", groups.layout.tensor)
+    of_mlp = ("expert_tensor_parallel", groups.expert_tensor) if decoder.experts else tensor
     for what, number, by, ranks in (
-        ("attention heads", decoder.heads, "tensor_parallel", layout.tensor),
-        ("key-value heads", decoder.groups, "tensor_parallel", layout.tensor),
-        ("intermediate_size", decoder.intermediate, "tensor_parallel", layout.tensor),
-        ("layers", decoder.layers, "pipeline_parallel", layout.pipeline),
+        ("attention heads", decoder.heads, *tensor),
+        ("intermediate_size", decoder.intermediate, *of_mlp),
         ("experts", decoder.experts, "expert_parallel", groups.expert),
     ):
         if number % ranks:
@@ -84,19 +110,39 @@ def _problems(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]
                 where=where,
                 what=f"{by}={ranks} does not divide the model's {what} ({number})",
                 why="all ranks hold equal parts",
-                fix=f"a {by} that divides {number}",
+                fix=f"use a divisor of {number}",
             )
-    if groups.expert > 1 and not decoder.experts:
+
+
+def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
+    """Why tensor-parallel ranks cannot share the key-value heads."""
+    rows = qkv_rows(decoder)
+    if decoder.groups % tensor and tensor % decoder.groups:
         yield Problem(
             where=where,
-            what=f"expert_parallel={groups.expert}, and the model has no experts",
-            why="it divides experts over ranks",
-            fix="expert_parallel=1, or a mixture-of-experts model",
+            what=f"tensor_parallel={tensor}, and the model has {decoder.groups} key-value heads",
+            why="each rank computes with whole key-value heads, or equally many ranks share one",
+            fix=f"use a divisor or a multiple of {decoder.groups}",
         )
-    if decoder.experts and layout.tensor > 1 and not groups.sequence_parallel:
+    elif rows % tensor and not decoder.heads % tensor:
         yield Problem(
             where=where,
-            what=f"the model is a mixture of experts, and tensor_parallel={layout.tensor} on the CPU",
-            why="tokens are then divided over the tensor-parallel ranks, which needs NCCL",
-            fix="tensor_parallel=1 with expert_parallel, or GPUs",
+            what=f"tensor_parallel={tensor} does not divide the {rows} rows of the model's queries, keys and values",
+            why="ranks that share a key-value head hold equal parts of its rows and of those of its query heads",
+            fix=f"use a divisor of {rows}",
         )
+
+
+def _no_experts(groups: Groups, where: str) -> Iterator[Problem]:
+    """Sizes that divide experts."""
+    for by, ranks, default in (
+        ("expert_parallel", groups.expert, 1),
+        ("expert_tensor_parallel", groups.expert_tensor, groups.layout.tensor),
+    ):
+        if ranks != default:
+            yield Problem(
+                where=where,
+                what=f"{by}={ranks}, and the model has no experts",
+                why="it divides experts over ranks",
+                fix=f"{by}={default}, or a mixture-of-experts model",
+            )

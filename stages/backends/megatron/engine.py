@@ -43,7 +43,8 @@ def open_engine(context: StageContext) -> MegatronEngine:
     """Open the engine of this rank; all ranks of the group call it together. Raises StageError if the group needs GPUs
     and torch sees none."""
     group, device = context.group, claim(context.group)
-    return MegatronEngine(join(context.ranks, group.expert_parallel, device, context.seed), context.run_dir)
+    groups = join(context.ranks, group.expert_parallel, device, context.seed, group.expert_tensor_parallel)
+    return MegatronEngine(groups, context.run_dir)
 
 
 @dataclass(eq=False)
@@ -146,12 +147,9 @@ class MegatronEngine:
             learner.leave()
         return before_bytes, bytes_in_use(self.groups.device)
 
-    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
-        """Operations of a forward and a backward pass of the whole model; None for a mixture of experts."""
-        try:
-            shape = Transformer.of(self._of(model).config)
-        except ValueError:
-            return None
+    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float:
+        """Operations of a forward and a backward pass of the whole model."""
+        shape = Transformer.of(self._of(model).config)
         lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
         return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from ops.lots import lots
 from stages.backends.megatron.groups import Groups
-from stages.backends.megatron.names import Parameter, Part, parameters
+from stages.backends.megatron.names import Parameter, parameters
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.shards import INDEX, Shards
 
@@ -48,32 +49,18 @@ def gathered(
 
     All ranks iterate together; the other ranks send what they hold and yield nothing.
     """
-    layout = groups.layout
-    for stage in range(layout.pipeline):
-        for expert in range(groups.expert):
-            tables = [
-                parameters(
-                    decoder,
-                    Part(
-                        tensor=tensor,
-                        tensors=layout.tensor,
-                        stage=stage,
-                        stages=layout.pipeline,
-                        expert=expert,
-                        experts=groups.expert,
-                        fused_norms=fused_norms,
-                    ),
-                )
-                for tensor in range(layout.tensor)
-            ]
-            holders = [groups.holder(tensor=t, stage=stage, expert=expert) for t in range(layout.tensor)]
-            for name, first in tables[0].items():
-                if first.copy or (expert and not first.expert):
-                    continue
-                parts = [(rank, table[name]) for rank, table in zip(holders, tables)]
-                if parts[-1][1] == first:  # replicated on all ranks
-                    parts = parts[:1]
-                yield from _assembled(name, parts, held, groups.ranks.rank)
+    for stage in range(groups.layout.pipeline):
+        for experts in (False, True)[: 1 + bool(decoder.experts)]:
+            for ranks in groups.holders(stage, experts=experts):
+                parts = [replace(groups.part(rank), fused_norms=fused_norms) for rank in ranks]
+                tables = [parameters(decoder, part) for part in parts]
+                for name, first in tables[0].items():
+                    if first.copy or first.expert != experts:
+                        continue
+                    held_by = [(rank, table[name]) for rank, table in zip(ranks, tables)]
+                    if held_by[-1][1] == first:  # replicated on all ranks
+                        held_by = held_by[:1]
+                    yield from _assembled(name, held_by, held, groups.ranks.rank)
 
 
 def _assembled(

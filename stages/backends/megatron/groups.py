@@ -6,6 +6,7 @@ A single worker gets a world of size one, so that Megatron-core finds its groups
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from pipeline.declare.ranks import Layout, Ranks
 from stages.backends.megatron.cpu import on_cpu
-from stages.backends.megatron.names import Part
+from stages.backends.megatron.parts import Part, stage_ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
     """This rank's position and its process groups.
 
-    `expert` is the number of data-parallel ranks that the experts are divided over.
+    `expert` is the number of ranks that the experts are divided over, and `expert_tensor` that of ranks that divide
+    each expert.
     """
 
     ranks: Ranks
     expert: int
+    expert_tensor: int
     device: torch.device
     process: ProcessGroupCollection
 
@@ -47,28 +50,22 @@ class Groups:
         """Whether this rank computes logits."""
         return self.last == self.ranks.rank
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks divide the sequence outside the matrix products. Not possible with gloo."""
-        return self.layout.tensor > 1 and self.device.type == "cuda"
-
     def part(self, rank: int | None = None) -> Part:
         """The part of a model that a rank (default: this one) holds."""
         rank = self.ranks.rank if rank is None else rank
-        inside = self.layout.tensor * self.layout.context
-        return Part(
-            tensor=rank % self.layout.tensor,
-            tensors=self.layout.tensor,
-            stage=rank // (inside * self.layout.data),
-            stages=self.layout.pipeline,
-            expert=self.layout.replica(rank) % self.expert,
-            experts=self.expert,
-        )
+        return Part.of(rank, self.layout, self.expert, self.expert_tensor)
 
-    def holder(self, *, tensor: int, stage: int, expert: int = 0) -> int:
-        """The first rank that holds this part."""
-        inside = self.layout.tensor * self.layout.context
-        return stage * inside * self.layout.data + expert * inside + tensor
+    def holders(self, stage: int, *, experts: bool) -> Iterator[tuple[int, ...]]:
+        """Sets of ranks of a pipeline stage. Those of one set divide each parameter: of the same experts, or of
+        everything else. Each set is the first that holds these parameters."""
+        first, size = stage * stage_ranks(self.layout), self.expert_tensor if experts else self.layout.tensor
+        for start in range(first, first + size * (self.expert if experts else 1), size):
+            yield tuple(range(start, start + size))
+
+    def is_first(self, *, experts: bool) -> bool:
+        """Whether no lower rank holds the same part: of the experts, or of everything else."""
+        sets = self.holders(self.part().stage, experts=experts)
+        return any(self.ranks.rank in ranks for ranks in sets)
 
     def computing(self) -> AbstractContextManager[None]:
         """The context for calls of Megatron-core."""
@@ -81,23 +78,28 @@ class Groups:
         return values
 
 
-def join(ranks: Ranks, expert: int, device: torch.device, seed: int) -> Groups:
-    """Create Megatron-core's groups, which are global to the process. All ranks call it together, once."""
+def join(ranks: Ranks, expert: int, device: torch.device, seed: int, expert_tensor: int | None = None) -> Groups:
+    """Create Megatron-core's groups, which are global to the process. All ranks call it together, once.
+
+    `expert_tensor` None divides each expert like everything else, over the tensor-parallel ranks.
+    """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     layout = ranks.layout
+    expert_tensor = expert_tensor or layout.tensor
     computing = nullcontext() if device.type == "cuda" else on_cpu()
     with computing:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=_timeout_minutes(device),
             create_gloo_process_groups=True,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
-    return Groups(ranks, expert, device, ProcessGroupCollection.use_mpu_process_groups())
+    return Groups(ranks, expert, expert_tensor, device, ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _timeout_minutes(device: torch.device) -> int:

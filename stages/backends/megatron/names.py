@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
 
 Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
@@ -21,7 +22,9 @@ Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
 # rows     a range of its rows
 # columns  a range of its columns
 # stacked  a range of rows from each of several tensors, stacked: gate and up of SwiGLU
-# grouped  queries, keys and values: for each key-value head its query heads, its key and its value
+# grouped  a range of rows from queries, keys and values, interleaved: for each key-value head its query heads, its key
+#          and its value. With more ranks than key-value heads, several ranks hold rows of one, and none holds them all:
+#          Megatron-core gathers their products (core/transformer/attention.py, get_query_key_value_tensors)
 DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "stacked": 0, "grouped": 0}
 
 
@@ -78,21 +81,6 @@ FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer 
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The part of a model that a rank holds: its index and the number of ranks in each kind of parallelism.
-
-    `fused_norms` is whether norms are inside linear layers (Transformer Engine)."""
-
-    tensor: int = 0
-    tensors: int = 1
-    stage: int = 0
-    stages: int = 1
-    expert: int = 0
-    experts: int = 1
-    fused_norms: bool = False
-
-
 @dataclass(frozen=True)
 class Piece:
     """A box of a Hugging Face tensor of `shape`, and the parameter row where it starts."""
@@ -118,8 +106,8 @@ class Piece:
 class Parameter:
     """A parameter of one rank. Rows that no piece fills are padding.
 
-    `divided` is the dimension that tensor-parallel ranks divide, None if it is replicated. `expert` is True if other
-    ranks of the expert-parallel group hold other experts; `copy` if the original is on another rank."""
+    `divided` is the dimension that tensor-parallel ranks divide, None if it is replicated. `expert` is True if it
+    belongs to an expert; `copy` if the original is on another rank."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -136,19 +124,18 @@ def padded_vocab(decoder: Decoder, tensors: int) -> int:
 def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
     """All parameters of a rank, by Megatron-core's names."""
     made: dict[str, Parameter] = {}
-    layers = decoder.layers // part.stages
     experts = decoder.experts // part.experts
     if part.stage == 0:
         _add(made, decoder, part, FIRST)
-    for layer in range(layers):
-        numbers = {"layer": (layer, layer + part.stage * layers)}
+    for number, layer in enumerate(stage_layers(decoder.layers, part.stages)[part.stage]):
+        numbers = {"layer": (number, layer)}
         _add(made, decoder, part, (*LAYER, *(ROUTER if decoder.experts else DENSE)), numbers)
         for expert in range(experts):
             _add(made, decoder, part, EXPERT, numbers | {"expert": (expert, expert + part.expert * experts)})
     if part.stage == part.stages - 1:
         _add(made, decoder, part, LAST)
         if decoder.tied and part.stages > 1:
-            shape, pieces = _laid_out(TIED, decoder, part, TIED.tensors)
+            shape, pieces = _laid_out(TIED, decoder, (part.tensor, part.tensors), TIED.tensors)
             made[TIED.parameter] = Parameter(shape, pieces, DIVIDED[TIED.kind], copy=True)
     return made
 
@@ -162,9 +149,10 @@ def _add(
 ) -> None:
     here = {name: mine for name, (mine, _) in (numbers or {}).items()}
     there = {name: whole for name, (_, whole) in (numbers or {}).items()}
+    own = (part.expert_tensor, part.expert_tensors) if "expert" in here else (part.tensor, part.tensors)
     for rule in rules:
         if rule.when(decoder):
-            shape, pieces = _laid_out(rule, decoder, part, [name.format(**there) for name in rule.tensors])
+            shape, pieces = _laid_out(rule, decoder, own, [name.format(**there) for name in rule.tensors])
             made[_named(rule, decoder, part).format(**here)] = Parameter(
                 shape, pieces, DIVIDED[rule.kind], expert="expert" in here
             )
@@ -178,44 +166,55 @@ def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
 
 
 def _laid_out(
-    rule: Rule, decoder: Decoder, part: Part, names: Sequence[str]
+    rule: Rule, decoder: Decoder, own: tuple[int, int], names: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Shape and pieces of a parameter made of the named tensors."""
+    """Shape and pieces of a parameter made of the named tensors. `own` is the rank's index among the ranks that divide
+    it, and their number."""
+    index, ranks = own
     match rule.kind:
         case "whole":
             shape = _whole(names[0], decoder)
             return shape, (Piece(names[0], shape, (0, shape[0]), None, 0),)
         case "rows":
-            share = padded_vocab(decoder, part.tensors) // part.tensors
-            start, stop = (min(share * (part.tensor + i), decoder.vocab) for i in (0, 1))
+            share = padded_vocab(decoder, ranks) // ranks
+            start, stop = (min(share * (index + i), decoder.vocab) for i in (0, 1))
             piece = Piece(names[0], (decoder.vocab, decoder.hidden), (start, stop), None, 0)
             return (share, decoder.hidden), (piece,) if stop > start else ()
         case "columns":
             width = decoder.heads * decoder.head_dim if "self_attn" in names[0] else decoder.intermediate
-            share = width // part.tensors
-            columns = (share * part.tensor, share * (part.tensor + 1))
+            share = width // ranks
+            columns = (share * index, share * (index + 1))
             piece = Piece(names[0], (decoder.hidden, width), (0, decoder.hidden), columns, 0)
             return (decoder.hidden, share), (piece,)
         case "stacked":
-            share = decoder.intermediate // part.tensors
-            rows = (share * part.tensor, share * (part.tensor + 1))
+            share = decoder.intermediate // ranks
+            rows = (share * index, share * (index + 1))
             shape = (decoder.intermediate, decoder.hidden)
             stacked = tuple(Piece(name, shape, rows, None, share * i) for i, name in enumerate(names))
             return (share * len(names), decoder.hidden), stacked
         case "grouped":
             inner = () if names[0].endswith("bias") else (decoder.hidden,)
-            grouped = tuple(_grouped(decoder, part, names, inner))
-            return (grouped[-1].inside.stop, *inner), grouped
+            share = qkv_rows(decoder) // ranks
+            grouped = tuple(_grouped(decoder, share * index, share * (index + 1), names, inner))
+            return (share, *inner), grouped
 
 
-def _grouped(decoder: Decoder, part: Part, names: Sequence[str], inner: tuple[int, ...]) -> Iterator[Piece]:
-    size, at = decoder.head_dim, 0
-    share = decoder.groups // part.tensors
-    for group in range(share * part.tensor, share * (part.tensor + 1)):
+def _grouped(decoder: Decoder, first: int, stop: int, names: Sequence[str], inner: tuple[int, ...]) -> Iterator[Piece]:
+    """The pieces of these rows of the interleaved matrix."""
+    begin = 0
+    for group in range(decoder.groups):
         for name, heads in zip(names, (decoder.heads // decoder.groups, 1, 1)):
-            whole = (size * heads * decoder.groups, *inner)
-            yield Piece(name, whole, (size * heads * group, size * heads * (group + 1)), None, at)
-            at += size * heads
+            count = decoder.head_dim * heads
+            low, high = max(first, begin) - begin, min(stop, begin + count) - begin
+            if low < high:
+                whole = (count * decoder.groups, *inner)
+                yield Piece(name, whole, (count * group + low, count * group + high), None, begin + low - first)
+            begin += count
+
+
+def qkv_rows(decoder: Decoder) -> int:
+    """Rows of the matrix of queries, keys and values."""
+    return decoder.head_dim * (decoder.heads + 2 * decoder.groups)
 
 
 def _whole(name: str, decoder: Decoder) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
@@ -35,7 +34,8 @@ from ops.vocab_parallel import logprobs_and_entropy
 from stages.backends.megatron.attention import CausalAttention
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import Row
-from stages.backends.megatron.names import Part, padded_vocab, parameters
+from stages.backends.megatron.names import padded_vocab, parameters
+from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
 
 
@@ -67,6 +67,10 @@ class Network(GPTModel):
         # without the mark, the gradient norm would count only one rank's part.
         table = parameters(decoder, part)
         for name, parameter in self.named_parameters():
+            if table[name].expert:
+                # Sum its gradients over the ranks with the same expert (expt_dp). Megatron-core does so only with
+                # expert_parallel > 1; without it, tensor-parallel ranks can hold whole experts, for their own tokens.
+                parameter.allreduce = False
             if (dim := table[name].divided) is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
@@ -87,10 +91,7 @@ class Network(GPTModel):
     def logprobs(self, hidden_SNH: torch.Tensor, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each response token, [R]; on the last stage."""
         group = self.groups.process.tp
-        if self.config.sequence_parallel:
-            hidden_SNH = gather_from_sequence_parallel_region(hidden_SNH, group=group)
-        else:
-            hidden_SNH = copy_to_tensor_model_parallel_region(hidden_SNH, group=group)
+        hidden_SNH = gather_from_sequence_parallel_region(hidden_SNH, group=group)
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         first = self.part.tensor * len(weight_VH)
         weight_VH = weight_VH[: max(1, self.shape.vocab - first)]  # the rest is padding
@@ -176,4 +177,5 @@ def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> Transform
             layer.submodules.mlp.submodules.router = Router
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     whole = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
-    return TransformerBlockSubmodules(layer_specs=[whole] * (decoder.layers // part.stages), layer_norm=norm)
+    layers = stage_layers(decoder.layers, part.stages)[part.stage]
+    return TransformerBlockSubmodules(layer_specs=[whole] * len(layers), layer_norm=norm)

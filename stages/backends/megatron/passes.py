@@ -79,8 +79,9 @@ def _finished(
 def rows_of(
     prompt_ids: Ragged, response_ids: Ragged, microbatches: Sequence[Microbatch], groups: Groups, *, packed: bool
 ) -> list[Callable[[], Row]]:
-    """Functions that create each microbatch's row. Ranks that share experts first agree on its tokens, collectively."""
-    multiple = groups.layout.tensor if groups.sequence_parallel else 1
+    """Functions that create each microbatch's row. Replicas that share experts first agree on its tokens, collectively:
+    one of a replica's ranks in each expert-parallel group suffices, since all of them have the same tokens."""
+    multiple = groups.layout.tensor  # of positions: tensor-parallel ranks divide the sequence
     cuts = [(part(prompt_ids, each.samples), part(response_ids, each.samples), each) for each in microbatches]
     least = [0] * len(microbatches)
     if groups.expert > 1:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import prod
 
 from ops.refit.layout import Place, Tensor
-from stages.backends.megatron.names import Part, parameters
+from stages.backends.megatron.names import parameters
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.experts import of_expert
 
