@@ -33,6 +33,15 @@ def moments(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> tupl
     return ratio.sum().item(), ratio.square().sum().item(), ratio.max().item()
 
 
+def multiplicative_error(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> float:
+    """Return the sum of exp(|prev - rollout|) over tokens without padding, any shape; in float64.
+
+    Per token, this is the factor by which the two probabilities differ, whichever is larger: 1 if they are equal.
+    NeMo-RL reports its mean as `token_mult_prob_error`.
+    """
+    return (prev_logprobs.double() - rollout_logprobs.double()).abs().exp().sum().item()
+
+
 def truncated_is(
     prev_logprobs_NT: torch.Tensor,
     rollout_logprobs_NT: torch.Tensor,

@@ -21,7 +21,8 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of
+from pipeline.cli.command import Parser, exit_code, graph_named, natural, number
+from pipeline.cli.executor_flags import add_executor_flags, executor_problems
 from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
@@ -91,6 +92,8 @@ def _main(argv: list[str]) -> int:
     graph = file.build({name: value for name, value in values.items() if name in defaults})
     planned, warnings = plan(graph, gpus=options.gpus)
     console.print_problems(warnings)
+    if problems := tuple(executor_problems(options, graph)):
+        raise GraphError(*problems)
     if options.check:
         print(f"{file.path}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
@@ -124,9 +127,7 @@ def _parser(*, add_help: bool) -> Parser:
     )
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="resume from a checkpoint in --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
-    parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="what runs the workers")
-    parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
-    parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
+    add_executor_flags(parser)
     parser.add_argument("--gpus", type=natural, metavar="N", help="check the placement against N GPUs")
     parser.add_argument(
         "--deadline-s", type=number, default=3600.0, metavar="S", help="fail if no task finishes for this long"
@@ -279,7 +280,10 @@ def _executor(asked: _Asked) -> Any:
     from pipeline.executors.ray import RayExecutor, user_modules
 
     return RayExecutor(
-        address=options.address, modules=user_modules(asked.file.module), trusted_network=options.trusted_network
+        address=options.address,
+        modules=user_modules(asked.file.module),
+        trusted_network=options.trusted_network,
+        storage_units=options.storage_units,
     )
 
 

@@ -161,6 +161,7 @@ def scoring_problems(
             why="microbatch is samples per pass (0 for all), or Dynamic or Packed with a number of tokens",
             fix="microbatch=0, or microbatch=Packed(tokens=8192)",
         )
+    yield from _slice_problems(stage, microbatch)
     for rollout in graph.stages:
         if not isinstance(rollout, Rollout):
             continue
@@ -180,4 +181,19 @@ def scoring_problems(
                 what=f"{stage.name!r} has temperature={temperature} and {rollout.name!r} has {rollout.temperature}",
                 why="logprobs at another temperature belong to another policy, so every ratio would be wrong",
                 fix=f"temperature={rollout.temperature}",
+            )
+
+
+def _slice_problems(stage: Stage, microbatch: int | Dynamic | Packed) -> Iterable[Problem]:
+    """Check that context-parallel workers get packed rows, if they divide nothing else."""
+    for group in stage.groups():
+        backend = group.description
+        if group.context_parallel > 1 and backend and backend.slices and not isinstance(microbatch, Packed):
+            tokens = microbatch.tokens if isinstance(microbatch, Dynamic) else 8192
+            yield Problem(
+                where=str(stage.location),
+                what=f"stage {stage.name!r} has microbatch={shown(microbatch)} and its worker group {group.name!r} has "
+                f"context_parallel={group.context_parallel}",
+                why="these workers divide the samples of packed rows, not of padded ones",
+                fix=f"microbatch=Packed(tokens={tokens})",
             )

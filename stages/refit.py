@@ -19,7 +19,7 @@ from ops.refit.transports import TRANSPORTS, Transport, missing
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
-from stages.backends import Route, absent, backend_problems, engine, is_installed, model_problems
+from stages.backends import Route, asked, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Refit(Stage):
         """Whether NCCL's package is missing where the workers of one side run."""
         sides = [group for group in self.groups() if group.python is not None]
         here = len(sides) < 2 and not is_installed(NCCL)
-        return here or any(absent((NCCL,), group) for group in sides)
+        return here or any(asked((NCCL,), group).missing for group in sides)
 
     def meets(self, is_near: bool) -> bool:
         """Whether both sides carry. Raises StageError for a one-machine transport between machines."""

@@ -68,12 +68,13 @@ class Train(Stage):
     Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat per token), `clip_fraction`, its part
     `clip_high` with a ratio above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat per
     token). Distance of the sampler, its kernels and its age, from the weights before these updates: `mismatch_kl`, the
-    k3 estimate in nat per token; `mismatch_ratio_max`, the largest importance weight of a token; `mismatch_ess`, the
+    k3 estimate in nat per token; `token_mult_prob_error`, the mean of exp(|difference of the logprobs|) over tokens, as
+    NeMo-RL reports it; `mismatch_ratio_max`, the largest importance weight of a token; `mismatch_ess`, the
     effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
     fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`, the
-    cost of the slowest rank over the mean of all ranks. `flops` of all ranks' forward and backward passes, counted from
+    cost of the slowest rank over the mean of all ranks. `flops` of all replicas' forward and backward passes, counted from
     sequence lengths; `ranks`; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
@@ -256,7 +257,7 @@ class TrainRunner:
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
         """Distance of the sampler and its samples from the trained weights, over all ranks."""
-        from ops.correction import moments
+        from ops.correction import moments, multiplicative_error
         from ops.kl import kl_k3
 
         assert batch.rollout_logprobs is not None
@@ -267,6 +268,7 @@ class TrainRunner:
             {
                 "tokens": float(len(age)),
                 "mismatch_kl": kl_k3(sampled, trained).sum().item(),
+                "token_mult_prob_error": multiplicative_error(trained, sampled),
                 "mismatch_ratio_max": largest,
                 "weight": weight,
                 "square": square,
@@ -287,7 +289,7 @@ class TrainRunner:
         if flops is None:
             return {}
         total = self.ranks.totals({"flops": stage.epochs * flops, "s": taken_s}, largest=("s",))
-        ranks = self.ranks.layout.data
+        ranks = self.ranks.layout.size
         tflops_per_s = total["flops"] / total["s"] / ranks / 1e12
         peak = self.backend.peak_tflops()
         work = {"flops": total["flops"], "ranks": float(ranks), "tflops_per_s": tflops_per_s}

@@ -34,6 +34,7 @@ class Backend:
     leads     whether one process starts all ranks of a replica itself and allocates its share of GPU memory at once
     separates whether attention in a packed row computes each sample alone, so that its cost grows with the square of
               the sample; otherwise it computes the whole row and masks, and a row costs what its tokens cost
+    slices    whether context-parallel workers divide packed rows and nothing else, so that stages need Packed
     """
 
     name: str
@@ -44,6 +45,7 @@ class Backend:
     checks: str | Callable[[Any, str], Any] | None = None
     leads: bool = False
     separates: bool = True
+    slices: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions

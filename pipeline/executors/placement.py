@@ -36,6 +36,28 @@ class Placement:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
+        self._reserved: list[Any] = []
+
+    def reserve(self, bundles: list[dict[str, float]]) -> None:
+        """Keep resources for TransferQueue, which places its processes itself, until `release`. Raises GraphError if
+        they do not become free."""
+        reserved = placement_group(bundles, strategy="PACK")
+        self._reserved.append(reserved)
+        if not reserved.wait(START_DEADLINE_S):
+            raise GraphError(
+                Problem(
+                    where="TransferQueue",
+                    what=f"its {len(bundles)} CPUs could not be reserved within {START_DEADLINE_S:g} s",
+                    why=f"its controller and each storage unit ask for one; free are {ray.available_resources()}",
+                    fix="end other jobs on the cluster, or add machines",
+                )
+            )
+
+    def release(self) -> None:
+        """Free what `reserve` kept. Idempotent."""
+        for reserved in self._reserved:
+            remove_placement_group(reserved)
+        self._reserved.clear()
 
     def place(
         self,
@@ -93,7 +115,8 @@ class Placement:
         ).remote(rank, hosted, stages, settings)
 
     def close(self) -> None:
-        """Release them. Idempotent."""
+        """Release them and what is reserved. Idempotent."""
+        self.release()
         for held in self._held:
             remove_placement_group(held)
         self._held.clear()

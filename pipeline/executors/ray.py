@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,7 @@ from pipeline.executors.heartbeat import Heartbeat
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
+from pipeline.executors.storage import Units, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
@@ -53,23 +55,25 @@ RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
-DATA_PLANE_CPUS = 2  # one each for TransferQueue's controller and its storage unit
 
 
 class RayExecutor:
     """The executor of actors.
 
     `modules` are the user's modules, pickled by value; `address` joins a cluster; `trusted_network` lets the data plane
-    listen beyond loopback, which a multi-machine cluster needs.
+    listen beyond loopback, which a multi-machine cluster needs. `storage_units` is TransferQueue's number of storage units
+    on this machine, or "per-node": one on each machine of the cluster.
     """
 
     name = "ray"
     store: Settings | None = None  # an existing TransferQueue that outlives the run; set per process
 
     def __init__(
-        self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False
-    ) -> None:
+        self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False,
+        storage_units: int | str = 1,
+    ) -> None:  # fmt: skip
         self._address, self._modules, self._trusted_network = address, modules, trusted_network
+        self._storage_units = storage_units
         self.plane: Any = None
         self._owns_ray = False
         self._actors: dict[str, list[Any]] = {}
@@ -97,6 +101,7 @@ class RayExecutor:
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         check_interpreters(groups.values())
         self._connect(plan)
+        units = self._reserve(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
         by_name = self._stages = {stage.name: stage for stage in stages}
         for module in self._modules:
@@ -121,7 +126,7 @@ class RayExecutor:
                 met = [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
             joins += met
             setups += [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
-        self.plane = self._open_plane()  # while the models load
+        self.plane = self._open_plane(units)  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
         get_all(joins, "meet the other ranks of their group")
         get_all(setups, "set up")
@@ -222,7 +227,7 @@ class RayExecutor:
                     fix=f"rename {theirs}, or run from another folder",
                 )
             )
-        needed = sum(group.cpus * group.workers for group in plan.groups) + DATA_PLANE_CPUS
+        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
         if self._address:
             options = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
@@ -245,30 +250,34 @@ class RayExecutor:
                 )
             ) from error
         self._owns_ray = True
-        for kind, asked in (("GPU", plan.gpus), ("CPU", needed)):
-            have = ray.cluster_resources().get(kind, 0.0)
-            if asked > have:
-                raise GraphError(
-                    Problem(
-                        where=plan.name,
-                        what=f"the run asks for {asked:g} {kind}s, the cluster has {have:g}",
-                        why="every worker group holds its resources for the whole run, and the data plane 2 CPUs",
-                        fix="use smaller worker groups, or more machines",
-                    )
-                )
 
-    def _open_plane(self) -> TransferQueuePlane:
-        """Return a data plane with its storage on this node. Ray may still list the one of a run that just ended."""
-        if self.store is not None:
+    def _reserve(self, plan: Plan) -> Units | None:
+        """Reserve the CPUs of TransferQueue, so that no worker group takes them; None if it runs already. Raises
+        GraphError if the cluster lacks resources of the run."""
+        units = None if self.store else units_of(self._storage_units, ray.nodes(), ray.util.get_node_ip_address())
+        if problems := tuple(shortages(plan, units, ray.nodes())):
+            raise GraphError(*problems)
+        if units:
+            self._placement.reserve(units.bundles)
+        return units
+
+    def _open_plane(self, units: Units | None) -> TransferQueuePlane:
+        """Return a data plane with these storage units. Ray may still list the one of a run that just ended."""
+        if units is None:
+            assert self.store is not None
             return TransferQueuePlane.attach(self.store)
-        here = f"node:{ray.util.get_node_ip_address()}"  # a resource that only this node has
+        self._placement.release()
+        create = partial(
+            TransferQueuePlane.create, trusted_network=self._trusted_network, storage_units=units.count,
+            storage_resource=units.resource,
+        )  # fmt: skip
         for _ in range(PLANE_ATTEMPTS - 1):
             try:
-                return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
+                return create()
             except RayActorError:
                 TransferQueuePlane.forget()
                 time.sleep(1.0)
-        return TransferQueuePlane.create(trusted_network=self._trusted_network, storage_resource=here)
+        return create()
 
     def _is_near(self, transfer: PlannedStage) -> bool:
         """Return whether all workers of both sides are on one machine."""

@@ -113,20 +113,22 @@ def _expert_division(group: WorkerGroup) -> tuple[str, str, str] | None:
     """Return why the workers of a pipeline stage cannot divide the experts; None if they can."""
     tensor = group.expert_tensor_parallel or group.tensor_parallel
     workers, needed = group.workers // group.pipeline_parallel, group.expert_parallel * tensor
+    inside = group.tensor_parallel * group.context_parallel  # workers of a replica in one pipeline stage
     if group.tensor_parallel % tensor:
         what = f"expert_tensor_parallel={tensor} and tensor_parallel={group.tensor_parallel}"
         why = "an expert is divided over all or some of the tensor-parallel workers"
         return what, why, "expert_tensor_parallel=1, or a divisor of tensor_parallel"
-    if needed % group.tensor_parallel and group.tensor_parallel % needed:
+    if needed % inside and inside % needed:
         sizes = f"expert_parallel={group.expert_parallel}, expert_tensor_parallel={tensor}"
-        what = f"{sizes} and tensor_parallel={group.tensor_parallel}"
+        context = f" and context_parallel={group.context_parallel}" if group.context_parallel > 1 else ""
+        what = f"{sizes} and tensor_parallel={group.tensor_parallel}{context}"
         why = "the workers that hold all experts once are part of one replica, or one or more whole replicas"
-        return what, why, f"expert_parallel={group.tensor_parallel // tensor} or a multiple"
+        return what, why, f"expert_parallel={inside // tensor} or a multiple"
     if workers % needed:
         what = f"expert_parallel={group.expert_parallel} and {workers} workers per pipeline stage"
         sizes = f"expert_parallel x expert_tensor_parallel = {group.expert_parallel} x {tensor}"
         why = f"the experts are divided over {sizes} of these workers"
-        least = lcm(needed, group.tensor_parallel * group.context_parallel) * group.pipeline_parallel
+        least = lcm(needed, inside) * group.pipeline_parallel
         return what, why, f"expert_parallel=1, or workers={least} or a multiple"
     return None
 

@@ -260,22 +260,31 @@ class Board:
                     ready.append(group)
         return ready
 
-    def release(self, groups: Iterable[int], stage: str) -> list[Freed]:
+    def release(self, groups: Sequence[int], stage: str) -> list[Freed]:
         """Record that a stage holds these groups no longer. Returns what has no holder left."""
-        return self._let_go(groups, self._lives.bits((stage,), pooled=False))
+        return self._let_go(groups, self._lives.bit[stage]) if groups else []
 
     def _let_go(self, groups: Iterable[int], holders: int) -> list[Freed]:
         """Take holders from groups. Forgets groups without any. Returns the partitions that nobody holds any more, by
         the groups that they are free of."""
-        held, freed = self._holders, dict[Ending, list[int]]()
+        held, known = self._holders, self._lives.changes[holders]
+        freed: dict[int, tuple[Ending, list[int]]] = {}
         for group in groups:
             before = held[group]
-            left = held[group] = before & ~holders
-            if ending := self._lives.ending(before, left):
-                freed.setdefault(ending, []).append(group)
-            if not left:
+            left, ending = known.get(before) or self._lives.learn(before, holders)
+            if left:
+                held[group] = left
+            else:
                 self._forget(group)
-        found = [Freed(tuple(of), *ending) for ending, of in freed.items()]
+            if ending is None:
+                continue
+            if (of := freed.get(id(ending))) is None:
+                freed[id(ending)] = (ending, [group])
+            else:
+                of[1].append(group)
+        if not freed:
+            return []
+        found = [Freed(tuple(of), *ending) for ending, of in freed.values()]
         self._lives.budget.end(found)
         return found
 

@@ -6,6 +6,7 @@ partition of a group is freed when the last of the plan's `holders` for it has l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Sequence
 from functools import reduce
 from operator import or_
@@ -21,6 +22,13 @@ class Ending(NamedTuple):
     last: bool
 
 
+class Change(NamedTuple):
+    """Who still holds a group, as bits, and what ends; None if nothing does."""
+
+    left: int
+    ending: Ending | None
+
+
 class Freed(NamedTuple):
     """Groups of which nobody holds these partitions any more; with `last`, nobody holds the groups."""
 
@@ -33,28 +41,23 @@ class Lives:
     """The holders of one plan's partitions. `holding` are the stages that read or write samples."""
 
     def __init__(self, plan: Plan, holding: Collection[str]) -> None:
-        self._bit = {name: 1 << i for i, name in enumerate(sorted(holding))}
+        self.bit = {name: 1 << i for i, name in enumerate(sorted(holding))}
         self.pool_bit = 1 << len(holding)
-        self._of_stages: dict[tuple[str, ...], int] = {}  # a cache
-        self._endings: dict[tuple[int, int], Ending | None] = {}  # (holders before, after); a cache
+        self.changes = defaultdict[int, dict[int, Change]](dict)  # holders that let go -> holders before; a cache
         pool = set(plan.pool)
         self._masks = {partition.name: self._mask(partition, pool) for partition in plan.partitions}
         self.budget = Budget(plan)
 
     def bits(self, stages: Iterable[str], *, pooled: bool) -> int:
         """Return those of these stages that hold samples, and with `pooled` the pool, as a set of bits."""
-        names = tuple(stages)
-        if (bits := self._of_stages.get(names)) is None:
-            bits = self._of_stages[names] = reduce(or_, (self._bit.get(name, 0) for name in names), 0)
-        return bits | self.pool_bit if pooled else bits
+        return reduce(or_, (self.bit.get(name, 0) for name in stages), self.pool_bit if pooled else 0)
 
-    def ending(self, before: int, left: int) -> Ending | None:
-        """Return what ends for a group whose holders change from `before` to `left`; None if nothing does."""
-        change = (before, left)
-        if change not in self._endings:
-            freed = tuple(name for name, mask in self._masks.items() if mask & before and not mask & left)
-            self._endings[change] = Ending(freed, not left) if freed or not left else None
-        return self._endings[change]
+    def learn(self, before: int, holders: int) -> Change:
+        """Return what changes for a group held by `before` when `holders` let go of it, and add it to `changes`."""
+        left = before & ~holders
+        freed = tuple(name for name, mask in self._masks.items() if mask & before and not mask & left)
+        change = self.changes[holders][before] = Change(left, Ending(freed, not left) if freed or not left else None)
+        return change
 
     def begin(self, groups: Sequence[int], bits: int) -> None:
         """Count groups that are admitted, with these holders."""
@@ -63,7 +66,7 @@ class Lives:
     def _mask(self, partition: Partition, pool: Container[str]) -> int:
         """Return the bits of a partition's holders. A later holder may come to hold a pooled group."""
         if not partition.holders:
-            return reduce(or_, self._bit.values(), self.pool_bit)
+            return reduce(or_, self.bit.values(), self.pool_bit)
         return self.bits(partition.holders, pooled=any(name not in pool for name in partition.holders))
 
 

@@ -48,6 +48,7 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     ("train/staleness_mean", _words("Staleness", APART, "Versions between sampling and training, mean over tokens.")),
     ("train/staleness_max", _words("Staleness, largest", APART, "Never above max_staleness.")),
     ("train/mismatch_kl", _words("Mismatch KL", APART, "Between sampler and trainer on the same tokens. Above 1e-2 without staleness, the engines disagree.")),
+    ("train/token_mult_prob_error", _words("Token probability error", APART, "Mean factor between a token's two probabilities, whichever is larger. 1 if sampler and trainer agree; NeMo-RL's name and formula.")),
     ("train/mismatch_ratio_max", _words("Mismatch, largest ratio", APART, "The token on which they differ most.")),
     ("train/mismatch_ess", _words("Effective sample size", APART, "Share of the batch that counts after correction. 1 if nothing is stale.", "%")),
     ("train/is_weight", _words("Correction weight", APART, "Mean importance weight. Near 1.")),

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
-from pipeline.declare.interpreter import ask
+from pipeline.declare.interpreter import Answer, ask
 from pipeline.errors import Problem, message_of, shown
 from stages.backends.interface import (
     PULL,
@@ -60,7 +60,7 @@ __all__ = [
     "Sampling",
     "Served",
     "Work",
-    "absent",
+    "asked",
     "backend_problems",
     "cut",
     "engine",
@@ -101,6 +101,7 @@ for _backend in (
         can=("score", "train"),
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.limits:problems",
+        slices=True,
     ),
 ):
     register(_backend)
@@ -193,23 +194,22 @@ def backend_problems(
 
 def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterator[Problem]:
     """Packages that the backend needs and the interpreter of the group's workers does not find."""
-    where, why, place = str(group.location), "it is not installed", ""
-    if group.python is not None:
-        why, place = f"the group's python={str(group.python)!r} does not find it", "in its environment, "
-        if silent := ask(str(group.interpreter)).silent:
-            what = f"worker group {group.name!r} has python={str(group.python)!r}, which {silent}"
-            fix = "name the interpreter of a virtual environment"
-            yield Problem(where=where, what=what, why="the workers of the group run with it", fix=fix)
-    for package in absent(backend.packages, group):
+    where, own = str(group.location), f"python={str(group.python)!r}"
+    answer = asked(backend.packages, group)
+    if answer.silent:
+        what, why = f"worker group {group.name!r} has {own}, which {answer.silent}", "its workers run with it"
+        yield Problem(where=where, what=what, why=why, fix="name the interpreter of a virtual environment")
+    for package in answer.missing:
         what, fix = f"{has}, which needs the package {package!r}", backend.install or f"install {package}"
-        yield Problem(where=where, what=what, why=why, fix=f"{place}{fix}")
+        why = "it is not installed" if group.python is None else f"the group's {own} does not find it"
+        yield Problem(where=where, what=what, why=why, fix=fix if group.python is None else f"in its environment, {fix}")
 
 
-def absent(packages: Sequence[str], group: WorkerGroup) -> Sequence[str]:
-    """The packages that the interpreter of a group's workers does not find; none if it gives no answer."""
+def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
+    """What the interpreter of a group's workers answers: the group's own one, or else this process's."""
     if group.interpreter is None:
-        return [package for package in packages if not is_installed(package)]
-    return ask(group.interpreter, packages=packages).missing
+        return Answer(missing=tuple(package for package in packages if not is_installed(package)))
+    return ask(group.interpreter, packages=packages)
 
 
 def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:

@@ -28,12 +28,14 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Layout, Ranks
 from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
+from stages.backends.megatron import network as networks
 from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.parts import stage_layers
 from stages.losses import ClippedLoss, TruncatedIS
+from tests.engines.gathered_attention import GatheredAttention
 from tests.shares import weight_hash
 
 VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
@@ -113,12 +115,17 @@ CASES = {
     "tensor, experts apart": Case(
         "qwen3_moe", Layout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), recompute=True
     ),
+    "context": Case("qwen3", Layout(context=2), microbatching=Packed(64)),
+    "context, experts": Case("qwen3_moe", Layout(context=2), expert=2, microbatching=Packed(64), recompute=True),
 }
 OF_FOUR = {
     "4, pipeline, 5 layers": Case("llama, 5 layers", Layout(pipeline=4), microbatching=Packed(64)),
     "4, tensor, 2 key-value heads": Case("qwen3", Layout(tensor=4)),
     "4, expert and pipeline": Case("qwen3_moe", Layout(data=2, pipeline=2), expert=2),
     "4, expert and tensor": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2),
+    "4, context and data": Case("llama", Layout(context=2, data=2), microbatching=Packed(64)),
+    "4, context and tensor": Case("qwen3", Layout(context=2, tensor=2), microbatching=Packed(64)),
+    "4, context and pipeline": Case("qwen3", Layout(context=2, pipeline=2), microbatching=Packed(64)),
     "4, experts apart, twice": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2, expert_tensor=1),
 }
 
@@ -217,12 +224,13 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
 def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
     """Check that two updates, a save, and two more in another learner equal four updates, bit for bit."""
     model, whole, ranks = Model(str(folder)), frozen_batch(), groups.ranks
-    shard = shards_of(whole, Plain(2), ranks.layout.data)[ranks.replica]
+    cut = Packed(64) if ranks.layout.context > 1 else Plain(2)
+    shard = shards_of(whole, cut, ranks.layout.data)[ranks.replica]
     batch = whole.at(shard.index)
 
     def train(learner: MegatronLearner) -> None:
         for _ in range(2):
-            learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=False)
+            learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)
 
     first = MegatronEngine(groups)
     learner = first.learner(model, OPTIMIZATION)
@@ -306,6 +314,7 @@ def _as_rank(folder: Path, rank: int, port: int) -> None:
         ("saved by data", "qwen3", Layout(data=2), 1),
         ("saved by expert", "qwen3_moe", Layout(data=2), 2),
         ("saved by pipeline", "qwen3", Layout(pipeline=2), 1),
+        ("saved by context", "qwen3", Layout(context=2), 1),
     ):
         _saved(folder, store, rank, name, family, layout, expert)
 
@@ -346,6 +355,7 @@ def _saved(
 def main(folder: Path, rank: int, port: int) -> None:
     """Run this rank and, in a fork, the rank two above it. Exit with an error if either fails."""
     torch.set_num_threads(1)
+    networks.SlicedAttention = GatheredAttention  # type: ignore[assignment,misc] # Transformer Engine's needs a GPU
     fork = os.fork()
     if not fork:
         _as_rank(folder, rank + 2, port)

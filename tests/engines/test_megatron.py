@@ -43,10 +43,15 @@ CASES = (
     "tensor, experts divided",
     "tensor, experts whole",
     "tensor, experts apart",
+    "context",
+    "context, experts",
     "4, pipeline, 5 layers",
     "4, tensor, 2 key-value heads",
     "4, expert and pipeline",
     "4, expert and tensor",
+    "4, context and data",
+    "4, context and tensor",
+    "4, context and pipeline",
     "4, experts apart, twice",
 )
 SAVED = (
@@ -54,6 +59,7 @@ SAVED = (
     "saved by data",
     "saved by expert",
     "saved by pipeline",
+    "saved by context",
     "4, saved by experts apart",
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tests.errors.harness import Case
 
 NO_GROUPS: Mapping[str, str] = {}
-IMPORT = "from stages import ClippedLoss, Packed, Supervised, TruncatedIS\n\n\n"
+IMPORT = "from stages import ClippedLoss, Dynamic, Packed, Supervised, TruncatedIS\n\n\n"
 ENDS = """from ops.refit.transports import Receiver, Sender, Transport
 
 
@@ -43,6 +43,18 @@ def learner(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **li
     return Case(name, made | lines, at=at, top=IMPORT)
 
 
+PACKED = {
+    "prev": "PrevLogprobs(policy, on=learner, microbatch=Packed(64))",
+    "train": "Train(policy, on=learner, lr=1e-3, microbatch=Packed(64))",
+}
+
+
+def megatron(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **lines: str) -> Case:
+    """Return a case of a learner with Megatron-core and packed rows."""
+    made = {"learner": f'WorkerGroup("learner", backend="megatron", {parameters})'}
+    return Case(name, made | PACKED | lines, at=at, top=IMPORT)
+
+
 def refit(name: str, transport: str, groups: Mapping[str, str] = NO_GROUPS) -> Case:
     """Return a case of a weight transport between these worker groups."""
     stage = f"Refit(policy, source=learner, target=sampler, transport={transport!r})"
@@ -73,7 +85,20 @@ GROUPS = [
         "experts_over_parts_of_two_replicas",
         "workers=12, tensor_parallel=4, expert_parallel=3, expert_tensor_parallel=2",
     ),
+    learner(
+        "experts_over_parts_of_two_sliced_replicas",
+        "workers=12, context_parallel=4, expert_parallel=6",
+    ),
     learner("expert_tensor_parallel_of_0", "expert_tensor_parallel=0"),
+    megatron("context_parallel_on_cpus", "workers=2, context_parallel=2"),
+    megatron("context_parallel_without_transformer_engine", "gpus=2, context_parallel=2"),
+    megatron(
+        "context_parallel_of_padded_rows",
+        "workers=2, context_parallel=2",
+        at=("learner", "prev", "train"),
+        prev="PrevLogprobs(policy, on=learner)",
+        train="Train(policy, on=learner, lr=1e-3, microbatch=Dynamic(64))",
+    ),
     learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
     learner("unknown_fetch", "workers=2, fetch='all'"),
     learner("memory_in_percent", "memory=50"),

@@ -297,6 +297,15 @@ def check_moments(ops: ModuleType) -> None:
     assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(found, expected, strict=True)), (found, expected)
 
 
+def check_multiplicative_error(ops: ModuleType) -> None:
+    """Factors of 2 and 4 in either direction and of 1, and a column of float32 whose difference float32 would round."""
+    prev, rollout = torch.log(torch.tensor([0.2, 0.4, 0.5, 0.1])), torch.log(torch.tensor([0.4, 0.1, 0.5, 0.1]))
+    assert math.isclose(ops.multiplicative_error(prev, rollout), 2 + 4 + 1 + 1, rel_tol=1e-6)
+    prev, rollout = torch.tensor([-1.0, -9.0], dtype=torch.float32), torch.tensor([-1e-8, 9.0], dtype=torch.float32)
+    expected = sum(math.exp(abs(a - b)) for a, b in zip(prev.tolist(), rollout.tolist()))
+    assert math.isclose(ops.multiplicative_error(prev, rollout), expected, rel_tol=1e-12)
+
+
 def check_correction_bounds(ops: ModuleType) -> None:
     """A weight on a bound is kept."""
     log2 = torch.tensor([[math.log(2.0)]], dtype=DOUBLE)
@@ -362,6 +371,7 @@ CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "ops.correction": (
         check_corrections,
         check_moments,
+        check_multiplicative_error,
         check_correction_bounds,
         check_correction_overflow,
         check_correction_input,

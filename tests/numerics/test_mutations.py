@@ -132,6 +132,9 @@ HANDWRITTEN = [  # (module, original text that occurs once, replacement)
     ("ops.kl", "kl_k3(logprobs_NT, ref_logprobs_NT)\n", "kl_k3(ref_logprobs_NT, logprobs_NT)\n"),
     ("ops.kl", "clamp(-clamp, clamp)", "clamp(0, clamp)"),
     ("ops.kl", "logprobs_NT - logprobs_NT.detach()", "logprobs_NT - ref_logprobs_NT"),
+    ("ops.correction", ").abs().exp().sum()", ").exp().sum()"),
+    ("ops.correction", ").abs().exp().sum()", ").exp().abs().sum()"),
+    ("ops.correction", ").abs().exp().sum()", ").abs().sum()"),
     (
         "ops.logprobs",
         "logits_NTV.shape[-1]), ids_NT.reshape(-1)\n",

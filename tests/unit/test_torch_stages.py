@@ -1,6 +1,7 @@
 """The model stages without an engine: columns in, columns out."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,6 +226,18 @@ def test_mismatch_is_seen() -> None:
     columns["rollout_logprobs"] = Ragged(rollout.values - 0.5, rollout.lengths)
     output = Train(POLICY, on=LEARNER, lr=1e-3).setup(context(LEARNER))(columns, Task(stage="train", step=0))
     assert output.metrics["mismatch_kl"] == pytest.approx(torch.tensor(0.5).exp().item() - 1.5, rel=1e-3)
+    assert output.metrics["token_mult_prob_error"] == pytest.approx(math.exp(0.5), rel=1e-3)
+    assert output.metrics["mismatch_ratio_max"] == pytest.approx(math.exp(0.5), rel=1e-3)
+
+
+def test_the_error_of_a_token_counts_the_same_in_both_directions() -> None:
+    columns = batch_columns()
+    rollout = columns["rollout_logprobs"]
+    shifts = torch.where(torch.arange(len(rollout.values)) % 2 == 0, math.log(2.0), -math.log(4.0))
+    columns["rollout_logprobs"] = Ragged(rollout.values + shifts, rollout.lengths)
+    output = Train(POLICY, on=LEARNER, lr=1e-3).setup(context(LEARNER))(columns, Task(stage="train", step=0))
+    expected = float(torch.where(shifts > 0, 2.0, 4.0).mean())
+    assert output.metrics["token_mult_prob_error"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_step_without_a_finite_update_reports_only_counts() -> None:

@@ -1,15 +1,17 @@
-"""Causal attention over rectangles and packed rows, for Megatron-core's layers. Knows no model.
+"""Causal attention over rectangles, packed rows and slices of packed rows, for Megatron-core's layers. Knows no model.
 
 Legend: S positions, N samples (1 for a packed row), H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -68,3 +70,38 @@ class CausalAttention(MegatronModule):
             window_size=(-1, 0),  # causal
         )
         return made_SHD[:, None]
+
+
+class SlicedAttention(MegatronModule):
+    """The `core_attention` of a layer whose context-parallel ranks each hold a slice of every sample (slices.py).
+
+    It is Transformer Engine's, which passes keys and values around these ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, **given: Any) -> None:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        super().__init__(config=config)
+        self.around = TEDotProductAttention(config, **given)
+
+    def forward(
+        self,
+        query_S1HD: torch.Tensor,
+        key_S1GD: torch.Tensor,
+        value_S1GD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams,
+    ) -> torch.Tensor:
+        """Returns [S, 1, H * D], S being this rank's positions. The mask is always causal."""
+        made = self.around(
+            query_S1HD[:, 0],
+            key_S1GD[:, 0],
+            value_S1GD[:, 0],
+            None,
+            AttnMaskType.padding_causal,
+            packed_seq_params=replace(packed_seq_params, qkv_format="thd"),
+        )
+        return made.reshape(len(made), 1, -1)

@@ -1,7 +1,7 @@
 """Saves a learner's exact state as safetensors files per rank and a small JSON. Reading them executes no code.
 
 Each rank writes its share of the master weights and moments; one rank per model part writes the weights. The number of
-data-parallel ranks may change between write and read: shares are ranges of a flattened parameter, and a rank reads from
+data-parallel and context-parallel ranks may change between write and read: shares are ranges of a flattened parameter, and a rank reads from
 all files that overlap its own. Knows Megatron-core's distributed optimizer, not when it is called.
 """
 
@@ -34,6 +34,7 @@ _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
     """Write the state; all ranks call it together. On return everything is written, `learner.json` last."""
     groups, layout = network.groups, network.groups.layout
+    copies = layout.data * layout.context  # context-parallel ranks hold the same weights, like replicas
     for number, lot in enumerate(lots(_state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
         path = folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors"
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in lot}, path)
@@ -41,7 +42,7 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
     if groups.ranks.rank == 0:
         written = {
             "counters": counters,
-            "layout": [layout.data, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
+            "layout": [copies, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
         }
         (folder / _COUNTERS).write_text(json.dumps(written))
     dist.barrier()
@@ -155,7 +156,7 @@ def _check_layout(folder: Path, layout: list[int], network: Network) -> None:
                 folder,
                 "it was written with tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel = "
                 f"{layout[1:]}",
-                f"they are now {now}, and only the data-parallel size may change",
+                f"they are now {now}, and only the data-parallel and context-parallel sizes may change",
             )
         )
 

@@ -15,6 +15,9 @@ from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
 
 
+_LARGEST_HEAD = 128  # of cuDNN's attention, forward and backward, in all versions (cuDNN's support matrix)
+
+
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
     """This rank's configuration. Raises StageError if the ranks cannot divide the decoder."""
     if problems := list(_problems(decoder, groups, where)):
@@ -51,6 +54,7 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tensor,
         pipeline_model_parallel_size=groups.layout.pipeline,
+        context_parallel_size=groups.layout.context,
         pipeline_model_parallel_layout=_stages(decoder.layers, groups.layout.pipeline),
         expert_model_parallel_size=groups.expert,
         expert_tensor_parallel_size=groups.expert_tensor,
@@ -92,6 +96,8 @@ def _problems(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]
             why="each pipeline stage needs a layer",
             fix=f"pipeline_parallel={decoder.layers} or less",
         )
+    if groups.layout.context > 1:
+        yield from _attention(decoder, groups.layout.context, where)
     if not decoder.experts:
         yield from _no_experts(groups, where)
 
@@ -130,6 +136,18 @@ def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
             what=f"tensor_parallel={tensor} does not divide the {rows} rows of the model's queries, keys and values",
             why="ranks that share a key-value head hold equal parts of its rows and of those of its query heads",
             fix=f"use a divisor of {rows}",
+        )
+
+
+def _attention(decoder: Decoder, context: int, where: str) -> Iterator[Problem]:
+    """Why Transformer Engine's attention cannot take the heads of a sliced sample."""
+    if decoder.head_dim % 8 or decoder.head_dim > _LARGEST_HEAD:
+        yield Problem(
+            where=where,
+            what=f"context_parallel={context}, and the model has heads of size {decoder.head_dim}",
+            why="Transformer Engine trains packed rows over several ranks with heads whose size is a multiple of 8, at "
+            f"most {_LARGEST_HEAD}",
+            fix="context_parallel=1, or tensor_parallel, which divides heads",
         )
 
 

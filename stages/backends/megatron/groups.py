@@ -42,7 +42,7 @@ class Groups:
 
     @property
     def last(self) -> int:
-        """The rank with the logits of this rank's replica: the last stage at the same tensor-parallel position."""
+        """The rank with the logits of this rank's replica: the last stage at the same tensor and context position."""
         return dist.get_process_group_ranks(self.process.pp)[-1]
 
     @property
@@ -93,6 +93,7 @@ def join(ranks: Ranks, expert: int, device: torch.device, seed: int, expert_tens
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=_timeout_minutes(device),

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from pipeline import WorkerGroup
 from pipeline.errors import Problem
+from stages.backends import asked
+
+ENGINE = "transformer_engine"
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
@@ -27,10 +30,16 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             fix="fully_sharded=False, and tensor_parallel or pipeline_parallel above 1 if the model does not fit",
         )
     if group.context_parallel > 1:
-        yield Problem(
-            where=where,
-            what=f"{has} has context_parallel={group.context_parallel}",
-            why="Megatron-core divides sequences over ranks only with Transformer Engine's attention; this backend has "
-            "its own, over whole sequences",
-            fix="context_parallel=1; tensor_parallel also divides the activations of a sequence",
-        )
+        yield from _context(group, where)
+
+
+def _context(group: WorkerGroup, where: str) -> Iterator[Problem]:
+    """Reasons why the group cannot divide the samples of a row."""
+    has = f"worker group {group.name!r} has context_parallel={group.context_parallel}"
+    why = "Megatron-core divides samples over ranks only with Transformer Engine's attention"
+    otherwise = "context_parallel=1; tensor_parallel also divides the activations of a sample"
+    if not group.gpus:
+        yield Problem(where=where, what=f"{has} and no GPUs", why=f"{why}, which needs GPUs", fix=otherwise)
+    elif asked((ENGINE,), group).missing:
+        what = f"{has}, and its workers do not find the package {ENGINE!r}"
+        yield Problem(where=where, what=what, why=why, fix=f"pip install 'transformer-engine[pytorch]', or {otherwise}")

@@ -1,9 +1,10 @@
 """Turns a microbatch into the tensors of one pass: a packed row or a rectangle, and where logits are needed.
 
 Both hold each sample as prompt and response without the last token, from position 0; padding is at the end, where
-causal attention never sees it. Knows token ids, no model.
+causal attention never sees it. Context-parallel ranks get slices of one packed row. Knows token ids, no model.
 
-Legend: N samples, S positions per row, P longest prompt, T longest response, R response tokens of all samples.
+Legend: N samples, S positions per row, P longest prompt, T longest response, R response tokens of all samples, M those
+that this rank predicts: R, except for a slice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ops.packing import pack, rectangle
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch
+from stages.backends.megatron.slices import Slices, found, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,34 +25,38 @@ class Row:
     """The inputs of one pass.
 
     ids_NS, positions_S   input tokens and positions; N is 1 in a packed row
-    packed                the starts of a packed row's samples
-    keep_R, targets_R     indices in [S * N], position-major, at which response tokens are predicted, and the tokens
+    packed                the starts of a packed row's samples, also of a slice's whole row
+    keep_M, targets_M     indices in [S * N], position-major, at which response tokens are predicted, and the tokens
+    here_M                of a slice: which of the R response tokens these are
     lengths, width        response lengths, and the width of the rectangle that they are padded to
     """
 
     ids_NS: torch.Tensor
     positions_S: torch.Tensor
     packed: PackedSeqParams | None
-    keep_R: torch.Tensor
-    targets_R: torch.Tensor
+    keep_M: torch.Tensor
+    targets_M: torch.Tensor
     lengths: tuple[int, ...]
     width: int
+    here_M: torch.Tensor | None = None
 
     @property
     def mask(self) -> torch.Tensor:
         """[N, T], True for response tokens."""
-        lengths_N1 = torch.tensor(self.lengths, device=self.keep_R.device)[:, None]
-        return torch.arange(self.width, device=self.keep_R.device) < lengths_N1
+        lengths_N1 = torch.tensor(self.lengths, device=self.keep_M.device)[:, None]
+        return torch.arange(self.width, device=self.keep_M.device) < lengths_N1
 
     def rectangle(self, values_R: torch.Tensor) -> torch.Tensor:
         """Reshape one value per response token to [N, T]."""
         return rectangle(values_R, self.lengths, self.width)
 
 
-def tokens_of(prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, *, packed: bool, multiple: int) -> int:
-    """Number of input tokens of the pass, padding included."""
+def tokens_of(
+    prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, *, packed: bool, multiple: int, slices: Slices
+) -> int:
+    """Number of input tokens of the pass, padding included; of all slices of a row together."""
     if packed:
-        return _up(sum(prompt_ids.lengths) + sum(response_ids.lengths) - len(prompt_ids), multiple)
+        return _up(sum(slices.padded(_lengths(prompt_ids, response_ids))), multiple * slices.multiple)
     return len(prompt_ids) * _up(microbatch.prompt + microbatch.response - 1, multiple)
 
 
@@ -61,41 +67,72 @@ def row_of(
     *,
     packed: bool,
     multiple: int,
+    slices: Slices,
     least: int,
     device: torch.device,
 ) -> Row:
-    """The pass over these samples, padded to at least `least` tokens and a multiple of `multiple` positions."""
-    made = _packed if packed else _padded
-    return made(prompt_ids, response_ids, microbatch, multiple, least, device)
+    """The pass over these samples, padded to at least `least` tokens and a multiple of `multiple` positions per rank.
+
+    Of a packed row, only this rank's slice; `least` counts the whole row.
+    """
+    if packed:
+        return _packed(prompt_ids, response_ids, microbatch, multiple, slices, least, device)
+    assert slices.ranks == 1, "a rectangle has no slices"
+    return _padded(prompt_ids, response_ids, microbatch, multiple, least, device)
 
 
 def _packed(
-    prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, multiple: int, least: int, device: torch.device
+    prompt_ids: Ragged,
+    response_ids: Ragged,
+    microbatch: Microbatch,
+    multiple: int,
+    slices: Slices,
+    least: int,
+    device: torch.device,
 ) -> Row:
-    row = pack(prompt_ids.rows(), response_ids.rows())
-    lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]
-    size = _up(max(sum(lengths), least), multiple)
-    ids_1S, positions_S = row.ids_1S, row.positions_1S[0]
-    if spare := size - sum(lengths):
-        lengths.append(spare)  # padding is an extra sample without targets
-        ids_1S = torch.cat([ids_1S, ids_1S.new_zeros(1, spare)], dim=1)
-        positions_S = torch.cat([positions_S, torch.arange(spare)])
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="sbhd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
+    row, lengths = pack(prompt_ids.rows(), response_ids.rows()), _lengths(prompt_ids, response_ids)
+    padded = slices.padded(lengths)
+    size = _up(max(sum(padded), least), multiple * slices.multiple)
+    if spare := size - sum(padded):
+        lengths.append(0)  # the rest is an extra sample without tokens
+        padded.append(spare)
+    start_N = torch.tensor([0, *padded]).cumsum(0)
+    at_S = ranges(start_N[:-1], torch.tensor(lengths))  # where each token is in the padded row
+    own_S = slices.positions(padded)
+    here_M, keep_M = found(own_S, at_S[row.keep_R], size)
+    sliced = slices.ranks > 1
     return Row(
-        ids_1S.to(device),
-        positions_S.to(device),
-        packed,
-        row.keep_R.to(device),
-        row.targets_1R[0].to(device),
+        _spread(row.ids_1S[0], at_S, size)[None, own_S].to(device),
+        _spread(row.positions_1S[0], at_S, size)[own_S].to(device),
+        _described(start_N.to(device=device, dtype=torch.int32), max(padded), sliced),
+        keep_M.to(device),
+        row.targets_1R[0, here_M].to(device),
         response_ids.lengths,
         microbatch.response,
+        here_M.to(device) if sliced else None,
+    )
+
+
+def _spread(values_S: torch.Tensor, at_S: torch.Tensor, size: int) -> torch.Tensor:
+    """A row of `size` numbers with these values, and zeros elsewhere."""
+    made = values_S.new_zeros(size)
+    made[at_S] = values_S
+    return made
+
+
+def _described(starts_N: torch.Tensor, longest: int, sliced: bool) -> PackedSeqParams:
+    """The samples of the whole row. Of a slice, Transformer Engine wants their starts with and without padding. They are
+    the same here: padding at the end of a sample is computed like a token, which leaves no number undefined, and causal
+    attention does not see it."""
+    padded = starts_N if sliced else None
+    return PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=starts_N,
+        cu_seqlens_kv=starts_N,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -119,6 +156,11 @@ def _padded(
         response_ids.lengths,
         microbatch.response,
     )
+
+
+def _lengths(prompt_ids: Ragged, response_ids: Ragged) -> list[int]:
+    """Input tokens of each sample."""
+    return [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]
 
 
 def _up(number: int, multiple: int) -> int:

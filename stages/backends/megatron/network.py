@@ -2,7 +2,8 @@
 
 Knows layers and process groups, not where weights come from or what is trained.
 
-Legend: S positions, N samples, H hidden size, R response tokens, V this rank's part of the vocabulary, D head size.
+Legend: S positions, N samples, H hidden size, R response tokens, M those that this rank predicts, V this rank's part of the
+vocabulary, D head size.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from ops.context_parallel import whole
 from ops.vocab_parallel import logprobs_and_entropy
-from stages.backends.megatron.attention import CausalAttention
+from stages.backends.megatron.attention import CausalAttention, SlicedAttention
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.names import padded_vocab, parameters
@@ -95,14 +97,21 @@ class Network(GPTModel):
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         first = self.part.tensor * len(weight_VH)
         weight_VH = weight_VH[: max(1, self.shape.vocab - first)]  # the rest is padding
-        logits_RV = linear(hidden_SNH.flatten(0, 1)[row.keep_R], weight_VH)
-        return logprobs_and_entropy(
-            logits_RV,
-            row.targets_R,
+        logits_MV = linear(hidden_SNH.flatten(0, 1)[row.keep_M], weight_VH)
+        logprobs_M, entropy_M = logprobs_and_entropy(
+            logits_MV,
+            row.targets_M,
             group=group if self.groups.layout.tensor > 1 else None,
             first=first,
             temperature=temperature,
         )
+        return self._whole(logprobs_M, row), self._whole(entropy_M, row)
+
+    def _whole(self, values_M: torch.Tensor, row: Row) -> torch.Tensor:
+        """[R]: the values of this rank and of the others that hold slices of the row."""
+        if row.here_M is None:
+            return values_M
+        return whole(values_M, row.here_M, size=sum(row.lengths), group=self.groups.process.cp)
 
     def recompute(self) -> None:
         """From now on, keep only layer inputs and recompute activations in the backward pass."""
@@ -175,7 +184,8 @@ def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> Transform
             inside.q_layernorm = inside.k_layernorm = Norm
         if experts:
             layer.submodules.mlp.submodules.router = Router
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    whole = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
+    attention = SlicedAttention if config.context_parallel_size > 1 else CausalAttention
+    layer.submodules.self_attention.submodules.core_attention = attention
+    spec = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
     layers = stage_layers(decoder.layers, part.stages)[part.stage]
-    return TransformerBlockSubmodules(layer_specs=[whole] * len(layers), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=norm)

@@ -21,6 +21,7 @@ from stages.backends.interface import part
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import Row, row_of, tokens_of
 from stages.backends.megatron.network import Network
+from stages.backends.megatron.slices import Slices
 
 
 def run(
@@ -81,16 +82,20 @@ def rows_of(
 ) -> list[Callable[[], Row]]:
     """Functions that create each microbatch's row. Replicas that share experts first agree on its tokens, collectively:
     one of a replica's ranks in each expert-parallel group suffices, since all of them have the same tokens."""
-    multiple = groups.layout.tensor  # of positions: tensor-parallel ranks divide the sequence
+    how: Any = {
+        "packed": packed,
+        "multiple": groups.layout.tensor,  # of positions: tensor-parallel ranks divide the sequence
+        "slices": Slices(rank=groups.process.cp.rank(), ranks=groups.layout.context),
+    }
     cuts = [(part(prompt_ids, each.samples), part(response_ids, each.samples), each) for each in microbatches]
     least = [0] * len(microbatches)
     if groups.expert > 1:
-        counts = [tokens_of(*cut, packed=packed, multiple=multiple) for cut in cuts]
+        counts = [tokens_of(*cut, **how) for cut in cuts]
         largest = torch.tensor(counts, device=groups.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.process.ep)
         least = largest.tolist()
     return [
-        partial(row_of, *cut, packed=packed, multiple=multiple, least=size, device=groups.device)
+        partial(row_of, *cut, **how, least=size, device=groups.device)
         for cut, size in zip(cuts, least)
     ]
 

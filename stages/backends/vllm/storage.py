@@ -45,6 +45,11 @@ class Storage:
         beside = [dense(name, whole(shape), self._dtype.itemsize, _whole(name)) for name, shape in shapes.items()]
         return self._ruled(rank) + beside
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the tensors that go through vLLM's loader."""
+        return sum(self.held[_whole(name)].nbytes for name in self.loaded)
+
     @torch.no_grad()
     def finish(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
         """Have vLLM process the received weights; call it when all have arrived. `load` is vLLM's own loader."""

@@ -88,6 +88,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._storage.finish(self._load)
         self._received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
         self._received.record["through_loader"] = float(len(self._storage.loaded))
+        self._received.record["loader_bytes"] = float(self._storage.loaded_bytes)
 
     def answer(self, tokens: dict[str, int]) -> Answer:
         """The result of the last version."""

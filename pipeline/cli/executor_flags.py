@@ -1,0 +1,45 @@
+"""The flags that choose and configure what runs the workers, and which graphs and flags go with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from pipeline.cli.command import one_of
+from pipeline.declare.graph import Graph
+from pipeline.errors import Problem
+from pipeline.executors.storage import PER_NODE
+from pipeline.plan.group_checks import one_process_problems
+from pipeline.plan.planner import worker_groups
+
+
+def add_executor_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser."""
+    parser.add_argument("--executor", **one_of("ray", "local"), default="ray", help="what runs the workers")
+    parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
+    parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
+    parser.add_argument(
+        "--storage-units", type=storage_units, default=1, metavar=f"N|{PER_NODE}",
+        help=f"processes that hold the columns: N on this machine, or {PER_NODE}: one on each machine of the cluster",
+    )  # fmt: skip
+
+
+def storage_units(text: str) -> int | str:
+    """Parse the value of --storage-units."""
+    if text != PER_NODE and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, or {PER_NODE}, got {text!r}")
+    return text if text == PER_NODE else int(text)
+
+
+def executor_problems(options: argparse.Namespace, graph: Graph) -> Iterator[Problem]:
+    """Yield why the local executor cannot run the graph, or does not have the flags."""
+    if options.executor != "local":
+        return
+    yield from one_process_problems(worker_groups(graph.all_stages(), graph.host))
+    if options.storage_units != 1:
+        yield Problem(
+            where=f"--storage-units {options.storage_units}",
+            what="--executor local has no storage units",
+            why="it keeps the columns in its own process",
+            fix="--executor ray, or leave out --storage-units",
+        )

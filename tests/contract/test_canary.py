@@ -1,0 +1,211 @@
+"""Every private or undocumented member of another package that the product uses, so that an upgrade which changes one is
+noticed here, by its name, and not in the middle of a run.
+
+A use that is not in the tables fails too: add it with its home and its parameters, or use something documented.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+
+from pipeline.data_plane.transfer_queue import environment
+from tests.contract.foreign import CLIENT, MANAGER, MESSAGE, META, POOL, SERVER, product, uses
+
+FIELD = "a field"  # a value, a property, or an attribute that the class sets on itself
+KIND = "a class"  # an enumeration or an exception
+NATIVE = "a native function"  # whose parameters cannot be read
+TABLE = {  # home -> member -> its parameters; `=` marks those with a default
+    CLIENT: {
+        "": "client_id, controller_info, zmq_io_threads=, zmq_max_sockets=",
+        "_controller": FIELD,
+        "_request_controller": "self, socket, request_type, response_type, body",
+        "async_clear_partition": "self, partition_id",
+        "async_clear_samples": "self, metadata",
+        "async_get_production_status": "self, data_fields, partition_id, socket=",
+        "async_kv_list": "self, partition_id=, socket=",
+        "async_kv_retrieve_keys": "self, global_indexes, partition_id, socket=",
+        "async_kv_retrieve_meta": "self, keys, partition_id, create=, socket=",
+        "close": "self",
+        "controller_rpc_pool": FIELD,
+        "initialize_storage_manager": "self, manager_type, config",
+        "storage_manager": FIELD,
+    },
+    MANAGER: {
+        "_get_from_single_storage_unit": "self, global_indexes, fields, target_storage_unit, socket=",
+        "_group_by_hash": "self, global_indexes",
+        "_put_to_single_storage_unit": "self, global_indexes, storage_data, target_storage_unit, data_parser=, socket=",
+        "_request_with_retry": "self, operation, target_storage_unit, request_context, make_request, max_attempts=",
+        "_select_by_positions": "field_data, positions",
+    },
+    META: {"field_schema": FIELD, "global_indexes": FIELD, "size": FIELD},
+    MESSAGE: {"body": FIELD},
+    POOL: {"alease": "self, peer"},
+    SERVER: {"": "role, id, ip, ports", "id": FIELD, "ip": FIELD, "ports": FIELD},
+    "transfer_queue.utils.zmq_utils:ZMQRequestType": {
+        "": KIND, "NOTIFY_DATA_UPDATE": FIELD, "NOTIFY_DATA_UPDATE_ACK": FIELD
+    },
+    "transfer_queue.utils.enum_utils:Role": {"": KIND, "CONTROLLER": FIELD, "STORAGE": FIELD},
+    "transfer_queue.utils.zmq_utils:get_node_ip_address": {"": ""},
+    "transfer_queue.storage.managers.simple_storage_manager:StorageUnitTimeout": {"": KIND},
+    "transfer_queue:StorageKeyNotFoundError": {"": KIND},
+    "transfer_queue:init": {"": "conf="},
+    "transfer_queue:close": {"": ""},
+    "transfer_queue:get_client": {"": ""},
+    "torch:_foreach_copy_": {"": NATIVE},
+    "torch:UntypedStorage": {"_new_shared_cuda": NATIVE, "_share_cuda_": NATIVE},
+    "torch.distributed:ProcessGroup": {"_get_backend": NATIVE},
+    "torch.distributed:ProcessGroupGloo": {"_Options": NATIVE},
+    "torch.distributed:ProcessGroupGloo._Options": {"_devices": FIELD, "_timeout": FIELD},
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": {
+        "": "global_shape, mesh, placements, skip_offset="
+    },
+    "torch.nn:Module": {"_parameters": FIELD},
+    "transformers:PreTrainedModel": {"_no_split_modules": FIELD},
+    "argparse:ArgumentParser": {"_actions": FIELD, "_option_string_actions": FIELD},
+    "argparse:HelpFormatter": {
+        "_format_action": "self, action",
+        "_format_action_invocation": "self, action",
+        "_split_lines": "self, text, width",
+    },
+    "sys:_getframe": {"": "depth="},
+}  # fmt: skip
+KEYWORDS = {"_node_ip_address": ray.init}  # private names of parameters
+DOCUMENTED = {"._replace"}  # of a NamedTuple
+
+
+def listed() -> dict[str, str]:
+    """Return the homes of all members in the tables, by the names that `uses` has for them."""
+    found = {f'"{name}"': name for name in KEYWORDS}
+    for home, members in TABLE.items():
+        for member in members:
+            whole = f"{home}.{member}".removesuffix(".")
+            private = member or home.partition(":")[2]
+            found[whole] = whole
+            if private.startswith("_"):
+                found[f".{private}"] = whole
+    return found
+
+
+def changed() -> Iterator[str]:
+    """Yield what is no longer as the table says, with its name."""
+    for home, members in TABLE.items():
+        for member, parameters in members.items():
+            whole = f"{home}.{member}".removesuffix(".")
+            if (now := shape(whole)) != parameters:
+                yield f"{whole} was ({parameters}) and is {'gone' if now is None else f'({now})'}"
+
+
+def shape(home: str) -> str | None:
+    """Return the parameters of a member, or FIELD, KIND or NATIVE; None if it is gone."""
+    module, _, path = home.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    for name in path.split("."):
+        if isinstance(found, type) and not hasattr(found, name):
+            return FIELD if _sets(found, name) else None
+        if not hasattr(found, name):
+            return None
+        found = getattr(found, name)
+    return _parameters(found)
+
+
+def _parameters(found: object) -> str:
+    if isinstance(found, type) and issubclass(found, enum.Enum | BaseException):
+        return KIND
+    if not callable(found) or isinstance(found, enum.Enum):
+        return FIELD
+    try:
+        named = inspect.signature(found).parameters.values()
+    except ValueError:
+        return NATIVE
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    words = [f"{marks.get(each.kind, '')}{each.name}{'=' * (each.default is not each.empty)}" for each in named]
+    return ", ".join(words)
+
+
+def _sets(kind: type, name: str) -> bool:
+    """Return whether a class declares an attribute, or sets it on its instances."""
+    if any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__):
+        return True
+    texts = (inspect.getsource(base) for base in kind.__mro__ if base.__module__ != "builtins")
+    return any(re.search(rf"\bself\.{name}\b\s*(:.*)?=(?!=)", text) for text in texts)
+
+
+def test_every_member_of_another_package_is_in_the_tables():
+    texts = product()
+    found, known = uses(texts), listed()
+    new = [f"{use} in {', '.join(sorted(found[use]))}" for use in sorted(found.keys() - known.keys() - DOCUMENTED)]
+    assert not new, "private or undocumented, and not in the tables:\n" + "\n".join(new)
+    words = {word for text in texts.values() for word in re.findall(r"\w+", text)}
+    unused = [use for use in known if re.findall(r"\w+", use)[-1] not in words]
+    assert not unused, "in the tables, and not used any more:\n" + "\n".join(unused)
+
+
+def test_they_are_as_the_product_expects():
+    found = list(changed())
+    assert not found, "an upgrade has changed what the product relies on:\n" + "\n".join(found)
+    for keyword, function in KEYWORDS.items():
+        assert f'"{keyword}"' in inspect.getsource(function), f"{function.__qualname__} does not take {keyword}"
+
+
+def test_transfer_queue_reads_the_settings():
+    """Environment variables, and keys of its configuration. It ignores what it does not know."""
+    with resources.as_file(resources.files("transfer_queue")) as folder:
+        text = "\n".join(path.read_text() for path in Path(folder).rglob("*.py"))
+        config = OmegaConf.load(folder / "config.yaml")
+    assert [name for name in environment(1.0) if f'"{name}"' not in text] == []
+    assert {"polling_mode", "zmq_info"} <= config.controller.keys()
+    assert {"num_data_storage_units", "required_node_resource", "zmq_info"} <= config.backend.SimpleStorage.keys()
+    assert '"put_get_socket"' in text and '"request_handle_socket"' in text
+
+
+USES = """
+import ray._private
+from ray._private.worker import connect
+from torch import _C
+from transfer_queue.client import Fresh
+
+def use(self, client, group):
+    ray.init(_temp_dir="x")
+    getattr(client, "_hidden")
+    return self._client.kv_new, self._inherited, client._foreign, group.options["_key"], self._foreign_too
+
+class Ours:
+    _own = 1
+
+    def __init__(self, other):
+        self._inherited, self._client = other._own, other
+"""
+
+
+def test_a_new_use_is_found():
+    file = "pipeline/data_plane/wire.py"
+    known = uses({file: USES, "ops/other.py": "class Base:\n    def _base(self):\n        return self._base\n"})
+    assert known.keys() == {
+        "ray._private:", "ray._private.worker:connect", "torch:_C", "transfer_queue.client:Fresh", '"_temp_dir"',
+        '"_hidden"', '"_key"', f"{CLIENT}.kv_new", f"{CLIENT}._foreign", "._foreign_too",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ["parameters", "removed"])
+def test_a_changed_member_is_named(monkeypatch: pytest.MonkeyPatch, change: str):
+    from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+
+    if change == "removed":
+        monkeypatch.delattr(AsyncSimpleStorageManager, "_group_by_hash")
+    else:
+        monkeypatch.setattr(AsyncSimpleStorageManager, "_group_by_hash", lambda self, indexes: {})
+    now = "gone" if change == "removed" else "(self, indexes)"
+    assert list(changed()) == [f"{MANAGER}._group_by_hash was (self, global_indexes) and is {now}"]
