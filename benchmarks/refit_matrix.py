@@ -12,7 +12,8 @@ The table has medians over the versions after the second, when nothing is alloca
 weights to the first sampler that has acknowledged them, `move` on the wire, MB per engine that the transport wrote
 directly (`bulk`) and that vLLM's own loader wrote; and the largest value of any step: mismatch KL, NeMo-RL's
 token_mult_prob_error (the mean over tokens of exp(|trainer logprob - sampler logprob|)), and lookups. `as golden` says
-whether every version's bytes have the same hash as in the run with the transport `golden`.
+whether every version's bytes have the same hash as in the run with the transport `golden`. `kept` and `peak` are the MB
+that a training rank and a sampling rank hold for refits between versions, and the most during one.
 
 Aims: no lookups, every version as in the run with `golden`, and a mismatch below 1e-5 in float32.
 """
@@ -50,8 +51,8 @@ MIXTURE = TINY_QWEN3 | {
 }  # fmt: skip
 TASK = Generated("reverse", digits=4)
 COLUMNS = (
-    "mapping", "transport", "ready ms", "move ms", "bulk MB", "loader MB", "mismatch KL", "prob error", "lookups",
-    "as golden",
+    "mapping", "transport", "ready ms", "move ms", "bulk MB", "loader MB", "kept MB", "peak MB", "mismatch KL",
+    "prob error", "lookups", "as golden",
 )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ def measured(run_dir: RunDir) -> dict[str, Any]:
         "move ms": round(statistics.median(refit("move_ms")), 2),
         "bulk MB": round((received - loaded) / 1e6, 3),
         "loader MB": round(loaded / 1e6, 3),
+        **{f"{what} MB": sides(what, warm) for what in ("kept", "peak")},
         "mismatch KL": max(line["train/mismatch_kl"] for line in lines),
         "prob error": max(line["train/token_mult_prob_error"] for line in lines),
         "lookups": max(refit("lookups")),
@@ -171,6 +173,12 @@ def measured(run_dir: RunDir) -> dict[str, Any]:
         "parts ms": {n[6:-3]: round(statistics.median(line.get(n, 0.0) for line in warm), 2) for n in parts},
         "published": published(run_dir),
     }
+
+
+def sides(what: str, lines: Sequence[dict[str, Any]]) -> str:
+    """The MB that a training rank and a sampling rank hold: the largest of any version."""
+    found = [max(line[f"refit/{what}_bytes_{side}"] for line in lines) for side in ("source", "target")]
+    return " + ".join(f"{size_bytes / 1e6:.3g}" for size_bytes in found)
 
 
 def ready_ms(run_dir: RunDir) -> list[float]:
@@ -210,9 +218,7 @@ def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         mapping = Mapping.of(name)
         policy = policy_of(mapping, options.model, folder)
         for transport in options.transport:
-            graph = described(
-                mapping, transport, policy, steps=options.steps, gpus=options.gpus, tokens=options.tokens
-            )
+            graph = described(mapping, transport, policy, steps=options.steps, gpus=options.gpus, tokens=options.tokens)
             found = measured(run(graph, folder / f"run {len(rows)}"))
             rows.append({"mapping": name, "transport": transport, **found})
             write(rows, options)
@@ -226,7 +232,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         f"{options.model} on {where}, {options.steps} steps of 32 samples of at most {options.tokens} tokens; medians "
         f"of versions {WARM} to {options.steps}. Aims: no lookups, all as golden, mismatch KL below 1e-5 in float32."
     )
-    shown = [row | {"transport": f"{row['path']}"} for row in compared(rows)]
+    shown = [row | {"transport": row["path"]} for row in compared(rows)]
     report("refit_matrix", shown, COLUMNS, notes, options.out)
 
 

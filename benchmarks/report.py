@@ -22,7 +22,10 @@ from rich.table import Table
 
 STAT = Path("/proc/stat")
 WRITTEN = ("--out", "--trace")  # flags that say where to write
-PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core", "trl")
+PACKAGES = (
+    *("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core"),
+    *("transformer-engine", "trl"),
+)
 
 
 def _seconds() -> list[int]:

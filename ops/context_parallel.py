@@ -2,8 +2,8 @@
 
     logprobs_R = whole(logprobs_of_mine, mine, size=R, group=context_parallel_group)
 
-Every rank then computes the same loss from the same values, and the backward pass gives each rank the gradient of its own
-tokens: summed over the ranks, gradients of the weights are those of one rank that computes all tokens. Knows no model.
+Every rank then computes the same loss from the same values, and the backward pass gives each rank the gradient of its
+own tokens. Summed over the ranks, gradients of the weights equal those of one rank with all tokens. Knows no model.
 
 Legend: R tokens; M tokens of this rank.
 """

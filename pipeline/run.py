@@ -222,8 +222,10 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
 
 
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
-    command = [*typed("pipeline.run"), str(asked.file.path), "--executor", asked.options.executor]
-    return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
+    options = asked.options
+    command = [*typed("pipeline.run"), str(asked.file.path), "--executor", options.executor]
+    units = ["--storage-units", str(options.storage_units)] if options.storage_units != 1 else []
+    return shlex.join([*command, *units, "--run-dir", str(run_dir.path), "--resume"])
 
 
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:

@@ -8,6 +8,7 @@ and their microbatches depend only on this order and on lengths, so the results 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.errors import Problem, shown
-from stages.backends import backend_problems, engine, model_problems, one_shard
+from stages.backends import Engine, backend_problems, engine, model_problems, one_shard
 from stages.model_shape import attention_cost
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
@@ -72,8 +73,14 @@ class _Logprobs(Stage):
             prompt_ids: Any = columns[PROMPT_IDS.name]
             response_ids: Any = columns[RESPONSE_IDS.name]
             shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
+            start_s = time.monotonic()
             logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
-            return Output({field.name: logprobs}, {"logprob_mean": logprobs.values.mean().item()} | division(shard))
+            metrics = {"logprob_mean": logprobs.values.mean().item()} | division(shard)
+            flops = backend.flops(self.model, prompt_ids, response_ids, training=False)
+            if flops is not None:
+                ranks = context.group.processes // context.group.data_parallel  # they score these samples together
+                metrics |= speed(flops, time.monotonic() - start_s, ranks, backend)
+            return Output({field.name: logprobs}, metrics)
 
         return run
 
@@ -137,6 +144,12 @@ def sharding(
 def division(shard: Shard) -> dict[str, float]:
     """The metrics `padding` and `imbalance` of a batch, which are equal on all ranks."""
     return {"padding": shard.padding, "imbalance": shard.imbalance}
+
+
+def speed(flops: float, taken_s: float, ranks: int, backend: Engine) -> dict[str, float]:
+    """The metrics `tflops_per_s`, per rank, and `utilization`, its fraction of the device's peak, if that is known."""
+    tflops_per_s, peak = flops / taken_s / ranks / 1e12, backend.peak_tflops()
+    return {"tflops_per_s": tflops_per_s} | ({"utilization": tflops_per_s / peak} if peak else {})
 
 
 def scoring_problems(

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ops.refit.transports import TRANSPORTS, Transport, missing
+from ops.refit.transports import TRANSPORTS, Transport, missing, wrong_sizes
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
@@ -34,7 +34,8 @@ NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip i
 class Refit(Stage):
     """Pushes the trained copy of `model` on `source` into the served copy on `target`.
 
-    `transport` is a name, or an instance of your own class (docs/your-own-transport.md). "auto" is "pull" if all
+    `transport` is a name, a description with its sizes, as Broadcast(bucket_bytes=...) or P2P(keep_copy=False)
+    (docs/refit.md), or an instance of your own class (docs/your-own-transport.md). "auto" is "pull" if all
     workers are on one machine; otherwise "p2p" between GPUs, "gloo" between CPUs, and "messages" if both groups share
     GPUs.
 
@@ -47,7 +48,10 @@ class Refit(Stage):
 
     The version is the number of steps before it: the first refit, before the first step of a new run, is version 0, so
     the sampler starts from the trainer's weights. Metrics: `size_bytes` of the model, `path_pull` (or another
-    transport) = 1, `received_bytes`, `lookups` (0 after the first versions), and milliseconds of each part.
+    transport) = 1, `received_bytes`, `loader_bytes` (of those, what vLLM's own loader wrote), `lookups` (0 after the
+    first versions), and milliseconds of each part. Memory for refits, of a worker of the source and of the target:
+    `kept_bytes_source` and `kept_bytes_target` stay allocated between versions, `peak_bytes_source` and
+    `peak_bytes_target` are the most during one. The model's own weights do not count.
     """
 
     model: Model
@@ -97,7 +101,7 @@ class Refit(Stage):
                 fix=f"{INSTALL_NCCL}, or keep both worker groups on one machine",
                 warning=True,
             )
-        for why, fix in self._objections():
+        for why, fix in (*self._objections(), *wrong_sizes(self._transport)):
             what = f"stage {self.name!r} has transport={shown(self.transport)}"
             yield Problem(where=str(self.location), what=what, why=why, fix=fix)
 
@@ -121,6 +125,13 @@ class Refit(Stage):
         if device not in transport.devices:
             fits = [each.name for each in TRANSPORTS.values() if device in each.devices]
             yield f"it does not work between {name}", f"transport='auto', or one of {_listed(fits)}"
+        elif not isinstance(transport.keep_copy, bool):
+            yield "keep_copy must be True or False", "keep_copy=True"
+        elif not transport.keep_copy and not transport.both_carry:
+            yield (
+                "samplers read the trainer's copy while training continues, so there must be one",
+                f"keep_copy=True, or {'P2P' if on_gpus else 'Gloo'}(keep_copy=False), which the trainer waits for",
+            )
         elif on_gpus and transport.both_carry and self._share_gpus():
             yield "both sides share GPUs, and NCCL allows one rank per GPU", "transport='auto'"
         elif on_gpus and transport.both_carry and self._lacks_nccl():
@@ -163,13 +174,14 @@ class Refit(Stage):
         def run(rendezvous: Rendezvous, task: Task) -> Output:
             transport, begun_s, version = self.path(rendezvous.is_near), time.perf_counter(), task.step + 1
             if rendezvous.side == "source":
-                rendezvous.offer(backend.share(self.model, transport))
-                return Output(metrics={"offer_ms": 1e3 * (time.perf_counter() - begun_s)})
+                share = backend.share(self.model, transport)
+                rendezvous.offer(share)
+                return Output(metrics={"offer_ms": 1e3 * (time.perf_counter() - begun_s), **share.record})
             route = Route(transport, rendezvous.meeting if transport.both_carry else None)
             shares = rendezvous.take()
             if rendezvous.side == "carrier":
-                backend.carry(self.model, shares, version, route)
-                return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s)})
+                record = backend.carry(self.model, shares, version, route)
+                return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s), **record})
             served = backend.serve(self.model, shares, version, route)
             metrics = {"size_bytes": float(shares[0].model_bytes), f"path_{transport.name}": 1.0, **served.record}
             return Output(metrics=metrics, weights=(version, served.sha256))

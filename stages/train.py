@@ -25,7 +25,7 @@ from stages.backends import (
     model_problems,
     one_shard,
 )
-from stages.logprobs import division, scoring_problems, sharding
+from stages.logprobs import division, scoring_problems, sharding, speed
 from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
 from stages.vocabulary import (
@@ -74,8 +74,9 @@ class Train(Stage):
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
     fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`, the
-    cost of the slowest rank over the mean of all ranks. `flops` of all replicas' forward and backward passes, counted from
-    sequence lengths; `ranks`; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
+    cost of the slowest rank over the mean of all ranks. `flops` of all forward and backward passes, counted from
+    sequence lengths; `ranks` of the worker group; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's
+    peak, if known.
     """
 
     model: Model
@@ -285,15 +286,13 @@ class TrainRunner:
     def _work(self, batch: Batch, taken_s: float) -> dict[str, float]:
         """Operations and speed over all ranks; empty if the model's operations are unknown."""
         stage = self.stage
-        flops = self.backend.training_flops(stage.model, batch.prompt_ids, batch.response_ids)
+        flops = self.backend.flops(stage.model, batch.prompt_ids, batch.response_ids, training=True)
         if flops is None:
             return {}
         total = self.ranks.totals({"flops": stage.epochs * flops, "s": taken_s}, largest=("s",))
         ranks = self.ranks.layout.size
-        tflops_per_s = total["flops"] / total["s"] / ranks / 1e12
-        peak = self.backend.peak_tflops()
-        work = {"flops": total["flops"], "ranks": float(ranks), "tflops_per_s": tflops_per_s}
-        return work | ({"utilization": tflops_per_s / peak} if peak else {})
+        work = {"flops": total["flops"], "ranks": float(ranks)}
+        return work | speed(total["flops"], total["s"], ranks, self.backend)
 
     def save(self, folder: Path) -> None:
         """Save weights and optimizer into an existing folder."""

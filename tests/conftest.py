@@ -78,19 +78,49 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
     return Shared(config, log)
 
 
-@pytest.fixture(scope="session")
-def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The `ray` module, connected to a cluster of this session: 8 logical CPUs for tests, loopback, token required.
+class SessionStore:
+    """The TransferQueue that every run in this process uses while it is open; each run removes its rows at its end."""
 
-    It has one TransferQueue, which every run in this process uses; each run removes its rows at its end.
-    """
-    from pipeline.data_plane.transfer_queue import TransferQueuePlane, environment
+    def open(self) -> None:
+        """Start it."""
+        from pipeline.data_plane.transfer_queue import TransferQueuePlane
+        from pipeline.executors.ray import RayExecutor
+
+        self._plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
+        RayExecutor.store = self._plane.settings
+
+    def close(self) -> None:
+        """Stop it."""
+        from pipeline.executors.ray import RayExecutor
+
+        RayExecutor.store = None
+        self._plane.close()
+
+
+@pytest.fixture(scope="session")
+def session_store(cluster: Any) -> Iterator[SessionStore]:
+    """The TransferQueue of the cluster."""
+    store = SessionStore()
+    store.open()
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def ray_session(cluster: Any, session_store: SessionStore) -> Any:
+    """The `ray` module, connected to a cluster of this session that has a TransferQueue."""
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The `ray` module, connected to a cluster of this session: 8 logical CPUs for tests, loopback, token required."""
+    from pipeline.data_plane.transfer_queue import environment
 
     os.environ.update(environment())
     import ray
 
     from pipeline.executors.placement import worker_environment
-    from pipeline.executors.ray import RayExecutor
 
     variables = {**worker_environment(), "PYTHONPATH": REPOSITORY}
     with forked_workers(tmp_path_factory.mktemp("workers") / "socket", variables) as executable:
@@ -106,9 +136,5 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             runtime_env={"env_vars": variables, "py_executable": executable},
             _system_config={"kill_worker_timeout_milliseconds": 500},  # a stopped process does not end by itself
         )
-        plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
-        RayExecutor.store = plane.settings
         yield ray
-        RayExecutor.store = None
-        plane.close()
         ray.shutdown()

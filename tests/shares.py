@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,11 +36,11 @@ def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
 
 
 @contextmanager
-def carried(source: Source, share: Share, version: int, route: Route) -> Iterator[None]:
-    """Carry a share in a thread within the context."""
+def carried(source: Source, share: Share, version: int, route: Route) -> Iterator[Future[Mapping[str, float]]]:
+    """Carry a share in a thread within the context. Yields the future of the metrics."""
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(source.carry, [share], version, route)
-        yield
+        yield sent
         sent.result()
 
 

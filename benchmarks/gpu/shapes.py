@@ -27,6 +27,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32))),
     "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
 }
+MIXTURE = QWEN3 | {  # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, except for the number of layers
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "30B-A3B-2-layers": MIXTURE | {"num_hidden_layers": 2},
+    "tiny-mixture": MIXTURE
+    | {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "vocab_size": 2048}
+    | {"num_experts_per_tok": 2, "head_dim": 32, "num_attention_heads": 8},
+}
 DEADLINE_S = 600.0
 
 
@@ -56,7 +73,7 @@ def main() -> None:
     name, path = sys.argv[1:]
     tokenizer, gpu = byte_tokenizer(), torch.cuda.is_available()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    shape = SHAPES[name] | ends
+    shape = (SHAPES | MIXTURES)[name] | ends
     torch.manual_seed(0)
     with torch.device("cuda" if gpu else "cpu"):
         config = AutoConfig.for_model(shape.pop("model_type"), **shape)

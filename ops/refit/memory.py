@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
+from ops.refit.ledger import Ledger
+
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, tag="handle"):
     """The key with which another process opens memory. Plain values that can be sent anywhere, but are valid only on
@@ -32,12 +34,17 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
 
     mark: str
 
+    @staticmethod
+    def new() -> Mark:
+        """Return a mark that no other memory has."""
+        return Mark(os.urandom(8).hex())
+
 
 class SharedMemory:
-    """Memory at a fixed address; `bytes` is a flat uint8 tensor. Pickling sends the handle."""
+    """Memory at a fixed address; `bytes` is a flat uint8 tensor. Pickling sends the handle. A ledger counts it."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.mark = Mark(os.urandom(8).hex())
+    def __init__(self, size: int, device: torch.device, ledger: Ledger | None = None) -> None:
+        self.mark = Mark.new()
         if device.type == "cuda":
             self._file = -1
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -45,6 +52,8 @@ class SharedMemory:
             self._file = os.memfd_create("sluice", os.MFD_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size)
+            if ledger is not None:
+                ledger.follow(self, size)
             self.bytes = _mapped(self._file, size)
 
     @cached_property

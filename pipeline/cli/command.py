@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,13 +24,18 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
     try:
-        return command(list(sys.argv[1:] if argv is None else argv))
+        code = command(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
     except SluiceError as error:
         console.print_problems(error.problems)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
+        return 141
 
 
 def whole(text: str) -> int:

@@ -19,8 +19,8 @@ def add_executor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", metavar="ADDRESS", help="join a running Ray cluster instead of starting one")
     parser.add_argument("--trusted-network", action="store_true", help="let the data plane listen beyond this machine")
     parser.add_argument(
-        "--storage-units", type=storage_units, default=1, metavar=f"N|{PER_NODE}",
-        help=f"processes that hold the columns: N on this machine, or {PER_NODE}: one on each machine of the cluster",
+        "--storage-units", type=storage_units, default=1, metavar="N",
+        help=f"processes that hold the columns: N on this machine, or {PER_NODE} for one per machine of the cluster",
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ order]; a str field is a list of texts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -26,7 +27,10 @@ from pipeline.declare.handle import KVBatchMeta
 
 
 class DataPlane(Protocol):
-    """One process's access to the columns. All methods are thread-safe."""
+    """One process's access to the columns. All methods are thread-safe. `counts` has the `requests` sent so far, and
+    the `hits` and `misses` of its cache, in columns of rows."""
+
+    counts: Counter[str]
 
     def register(
         self,
@@ -51,7 +55,6 @@ class DataPlane(Protocol):
         stage: str,
         attempt: int = 0,
         unit: str = "sample",
-        tags: Sequence[dict] | None = None,
     ) -> KVBatchMeta:
         """Write columns for `keys` (in canonical order) and return a handle that names the fields now present."""
 

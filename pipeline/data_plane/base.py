@@ -7,6 +7,7 @@ row layout and handles are the same for all of them, and are implemented here an
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ class RowPlane:
     """Base of the stores. As thread-safe as the subclass's primitives."""
 
     def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()  # since the start: requests to the store, cache hits and misses
         self._partitions: dict[str, Partition] = {}
         self._registering = threading.Lock()
 
@@ -62,12 +64,12 @@ class RowPlane:
 
     def put(
         self, keys: Sequence[str], columns: Mapping[str, Column], *, partition: str, stage: str, attempt: int = 0,
-        unit: str = "sample", tags: Sequence[dict] | None = None,
+        unit: str = "sample",
     ) -> KVBatchMeta:  # fmt: skip
         """Write columns and return their handle; see `DataPlane.put`."""
         where = f"stage {stage!r}, put into {partition!r}"
         declared = self._declared(partition, where)
-        lengths = check_put(declared, keys, columns, stage=stage, tags=tags)
+        lengths = check_put(declared, keys, columns, stage=stage)
         layout = lay_out(keys, attempt, lengths)
         blocks = {name: layout.block(declared.fields[name], column, lengths) for name, column in columns.items()}
         parts = {part: {n: blocks[n] for n in names} for part, names in declared.divided(blocks).items()}
@@ -75,7 +77,7 @@ class RowPlane:
         return KVBatchMeta(
             keys=tuple(keys), partition_id=partition, fields=tuple(columns), lengths=lengths,
             placements=(layout.placement,), placement_of=dict.fromkeys(columns, 0),
-            tags=tuple(dict(tag) for tag in tags) if tags else (), unit=unit, attempt=attempt,
+            unit=unit, attempt=attempt,
             schema_hash=declared.schema_hash,
         )  # fmt: skip
 

@@ -87,14 +87,12 @@ def broken(where: str, what: str, why: str, fix: str) -> DataPlaneError:
 
 
 def check_put(
-    partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str, tags: Sequence[dict] | None
+    partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str
 ) -> dict[str, tuple[int, ...]]:
     """Check a put and return its lengths, ragged dimension -> one per key. Raises DataPlaneError if it breaks the
     contract."""
     where = f"stage {stage!r}, put into {partition.name!r}"
     _check_keys(where, keys)
-    if tags is not None and len(tags) != len(keys):
-        raise broken(where, f"{len(tags)} tags for {len(keys)} keys", "every key has one tag", "give one dict per key")
     if not columns:
         raise broken(where, "no column", "a put writes at least one field", "give the columns that the stage writes")
     lengths: dict[str, tuple[int, ...]] = {}

@@ -84,7 +84,7 @@ class TransferQueuePlane(RowPlane):
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="data-plane")
         self._thread.start()
         self._patience = Patience(_addresses(settings), settings.deadline_s)
-        self._wire = TransferQueueWire(self._client, self._patience)
+        self._wire = TransferQueueWire(self._client, self._patience, self.counts)
         exchange, deadline_s = Exchange(self._wire), settings.deadline_s
         self._writes: Lane[Write] = Lane(self._loop, exchange.write, deadline_s)
         self._reads: Lane[Read] = Lane(self._loop, exchange.read, deadline_s)
@@ -180,6 +180,8 @@ class TransferQueuePlane(RowPlane):
             for ((part, rows), fields), have in zip(wanted.items(), cached)
             if (missing := [field for field in fields if field not in have])
         ]
+        self.counts["hits"] += sum(len(have) for have in cached)
+        self.counts["misses"] += sum(len(call.fields) for call in reads)
         self._check_open(where)
         if reads:
             self._reads.submit(*reads)

@@ -7,6 +7,7 @@ than the transport. Idempotent requests are retried if no reply comes.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from pipeline.data_plane.patience import Patience
 
 
 class TransferQueueWire:
-    """`exchange.Wire` over a client of TransferQueue."""
+    """`exchange.Wire` over a client of TransferQueue. Counts its requests in `counts`."""
 
-    def __init__(self, client: Any, patience: Patience) -> None:
+    def __init__(self, client: Any, patience: Patience, counts: Counter[str]) -> None:
+        self._counts = counts
         self._client, self._storage, self._patience = client, client.storage_manager, patience
 
     async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], dict[str, Any]]:
@@ -26,10 +28,12 @@ class TransferQueueWire:
         return found.global_indexes, found.field_schema
 
     async def _meta(self, partition: str, rows: Sequence[str], *, create: bool) -> Any:
+        self._counts["requests"] += 1
         look_up = self._client.async_kv_retrieve_meta
         return await self._patience.ask(partial(look_up, keys=list(rows), partition_id=partition, create=create))
 
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
+        self._counts["requests"] += 1
         status_of = self._client.async_get_production_status
         index, status = await self._patience.ask(partial(status_of, list(fields), partition))
         if index is None:  # a field that is missing in the partition hides the others: ask for each by itself
@@ -57,6 +61,7 @@ class TransferQueueWire:
         body = {
             "partition_id": partition, "global_indexes": indexes, "field_schema": schema, "custom_backend_meta": None
         }  # fmt: skip
+        self._counts["requests"] += 1
         async with self._client.controller_rpc_pool.alease(self._client._controller) as socket:
             answer = await self._client._request_controller(
                 socket=socket, body=body, request_type=ZMQRequestType.NOTIFY_DATA_UPDATE,
@@ -87,6 +92,7 @@ class TransferQueueWire:
         return values
 
     async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
+        self._counts["requests"] += 1
         if rows is None:
             await self._client.async_clear_partition(partition)
             return
@@ -96,6 +102,7 @@ class TransferQueueWire:
             await self._client.async_clear_samples(found)
 
     def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
+        self._counts["requests"] += 1
         return self._storage._request_with_retry(operation, unit, f"rows={len(indexes)}", request)
 
 

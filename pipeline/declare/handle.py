@@ -1,6 +1,6 @@
 """`KVBatchMeta`, the handle that stages exchange: it names rows of the data plane and holds no tensor.
 
-It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, tags, extra_info) and adds what a reader
+It mirrors `transfer_queue.metadata.KVBatchMeta` (keys, partition_id, fields, extra_info) and adds what a reader
 needs to find and slice the columns: lengths, the place of each key, unit, attempt and a schema hash. `fields` lists the
 fields of *this* put, not of the schema. The logical unit is the sample; the put chooses what one row of the store
 holds, and `Placement` records it.
@@ -75,7 +75,6 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     fields            field names that are present for every key
     lengths           ragged dimension -> entries, one per key ("T" are response tokens)
     placements        where the keys are; `placement_of[field]` indexes them
-    tags              one dict of small values per key
     extra_info        one dict per handle; never shared between instances
     unit              "sample", "group" or "batch"
     attempt           of the put that created it
@@ -88,15 +87,12 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     lengths: dict[str, tuple[int, ...]] = {}
     placements: tuple[Placement, ...] = ()
     placement_of: dict[str, int] = {}
-    tags: tuple[dict[str, Any], ...] = ()
     extra_info: dict[str, Any] = {}
     unit: str = "sample"
     attempt: int = 0
     schema_hash: str = ""
 
     def __post_init__(self) -> None:
-        if self.tags and len(self.tags) != len(self.keys):
-            raise ValueError(f"{len(self.tags)} tags for {len(self.keys)} keys")
         if len(set(self.keys)) != len(self.keys):
             raise ValueError("the keys of a handle are not distinct")
 
@@ -121,12 +117,11 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def reorder(self, index: Sequence[int]) -> KVBatchMeta:
-        """Return the keys at `index`, in that order, with their tags and lengths: a slice, a shard, a permutation."""
+        """Return the keys at `index`, in that order, with their lengths: a slice, a shard, a permutation."""
         return self._with(
             keys=tuple(self.keys[i] for i in index),
             lengths={dim: tuple(lengths[i] for i in index) for dim, lengths in self.lengths.items()},
             placements=tuple(placement.at(index) for placement in self.placements),
-            tags=tuple(self.tags[i] for i in index) if self.tags else (),
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
@@ -165,7 +160,6 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
                 for combination in combinations
             ),
             placement_of=placement_of,
-            tags=tuple(tag for handle in handles for tag in handle.tags) if all(h.tags for h in handles) else (),
             extra_info={key: value for handle in handles for key, value in handle.extra_info.items()},
             attempt=max(handle.attempt for handle in handles),
         )
@@ -192,12 +186,6 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
             lengths={dim: lengths for handle in handles for dim, lengths in handle.lengths.items()},
             placements=tuple(placements),
             placement_of=placement_of,
-            tags=tuple(
-                {name: value for handle in handles if handle.tags for name, value in handle.tags[i].items()}
-                for i in range(len(first))
-            )
-            if any(handle.tags for handle in handles)
-            else (),
             extra_info={key: value for handle in handles for key, value in handle.extra_info.items()},
             attempt=max(handle.attempt for handle in handles),
         )
@@ -209,7 +197,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
             raise ValueError(
                 f"handle of {len(self)} samples takes {len(data)} bytes, more than "
-                f"{SIZE_CAP_BYTES_PER_SAMPLE} per sample; tags and extra_info are for small values"
+                f"{SIZE_CAP_BYTES_PER_SAMPLE} per sample; extra_info is for small values"
             )
         return data
 

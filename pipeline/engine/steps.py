@@ -55,6 +55,7 @@ class Numbers:
         self._tally, self._usage, self._stored = Tally(plan), Usage(), stored
         self._metrics = run_dir.metrics if run_dir else None
         self._start, self._listener = start, listener
+        self._writer = {field: stage.name for stage in plan.stages for field in stage.writes}
         self._transfers = {stage.name for stage in plan.stages if stage.shape == "transfer"}
         self._published_s = 0.0
         self.admitted, self.claimed, self.dropped = self._tally.admitted, self._tally.claimed, self._tally.dropped
@@ -64,6 +65,11 @@ class Numbers:
         task = report.task
         groups = [group for group in report.finished if group not in report.cancelled]
         self._tally.report(task, report.metrics, report.samples if task.groups else 0, groups)
+        self._tally.count(task.step, report.counts)
+        for event in report.events:
+            if isinstance(event, trace.Got):
+                for field, size in zip(event.fields, event.field_bytes):
+                    self._tally.count(task.step, {f"bytes_{self._writer[field]}_to_{event.stage}": size})
         spans = [event for event in report.events if isinstance(event, trace.Ran)]
         if not spans:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.declare.task import Task
 from pipeline.plan.plan import Plan
@@ -19,6 +19,7 @@ class _Numbers:
         self.seconds: dict[str, float] = {}
         self.admitted = 0
         self.dropped: Counter[str] = Counter()  # by reason: the gate's name, STALE or CANCELLED
+        self.counts: Counter[str] = Counter()  # of the data plane
         self.first_admitted_s: float | None = None
 
 
@@ -73,6 +74,10 @@ class Tally:
         numbers = self._of(step)
         numbers.seconds[what] = numbers.seconds.get(what, 0.0) + seconds
 
+    def count(self, step: int, counts: Mapping[str, int]) -> None:
+        """Add to numbers that are summed over the tasks of a step."""
+        self._of(step).counts.update(counts)
+
     def close(self, step: int, now_s: float) -> dict[str, float]:
         """Close a finished step. Returns all its metrics."""
         numbers = self._of(step)
@@ -83,6 +88,7 @@ class Tally:
         if numbers.first_admitted_s is not None:
             numbers.seconds.setdefault("step", now_s - numbers.first_admitted_s)
         metrics |= {f"time/{name}_s": value for name, value in numbers.seconds.items()}
+        metrics |= _data(numbers.counts)
         if self._plan.gate is not None and numbers.admitted:
             name = self._plan.gate.stage
             metrics |= {
@@ -104,3 +110,10 @@ class Tally:
         """Return the numbers of a step, or of the next open one if it is closed: late reports count there."""
         step = max(step, self._done + 1)
         return self._steps.setdefault(step, _Numbers())
+
+
+def _data(counts: Counter[str]) -> dict[str, float]:
+    """Return the metrics of the data plane: bytes by edge, requests, and the share of columns found in a cache."""
+    hits, misses = counts.pop("hits", 0), counts.pop("misses", 0)
+    found = {f"data/{name}": float(count) for name, count in counts.items()}
+    return found | ({"data/cache_hits": hits / (hits + misses)} if hits + misses else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +88,7 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
     for result in results:
         whole.handles += result.handles
         whole.sizes += result.sizes
+        whole.counts = dict(Counter(whole.counts) + Counter(result.counts))
         whole.events += result.events
         whole.dropped |= result.dropped
         whole.oldest |= result.oldest

@@ -1,4 +1,4 @@
-"""Whether the interpreters of worker groups go together with the driver's. Asked before any worker starts; knows no Ray.
+"""Whether interpreters of worker groups go together with the driver's. Asked before any worker starts; knows no Ray.
 
 Handles, stages and results travel as pickles and as TransferQueue's messages, so some versions must be the same on both
 sides. Ray itself does not compare them: with another version it fails later, and without Ray a worker never starts.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -44,29 +44,34 @@ def _problems(python: str, groups: list[WorkerGroup]) -> Iterator[Problem]:
 
 
 def differences(answer: Answer, python: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what an interpreter has, why a worker of this driver could not work with it, and a fix."""
+    """Yield what an interpreter has, why a worker of this driver could not work with it, and a fix: at most one."""
     if answer.silent:
-        yield answer.silent, "the workers of the group run with it", "name the interpreter of a virtual environment"
+        yield answer.silent, "its workers run with it", "name the interpreter of a virtual environment"
     elif answer.python != sys.version_info[:2]:
         theirs, ours = (".".join(map(str, version)) for version in (answer.python, sys.version_info[:2]))
         why = "functions are sent between them as bytecode, which another minor version cannot run"
         yield f"is Python {theirs}, and the driver is Python {ours}", why, f"create the environment with Python {ours}"
     elif wanted := _other_versions(answer):
-        theirs = ", ".join(
-            f"{name} {answer.versions[name]}" if answer.versions[name] else f"no {name}" for name in wanted
-        )
-        ours = ", ".join(f"{name} {version}" for name, version in wanted.items())
-        install = " ".join(f"{name}=={version}" for name, version in wanted.items())
-        why = "driver and workers exchange objects of these packages"
-        yield f"has {theirs}, and the driver has {ours}", why, f"{python} -m pip install {install}"
+        yield _other_packages(answer, wanted, python)
     elif answer.missing:
-        fix = f"{python} -m pip install, with the packages that the backend names (docs/engines.md)"
-        yield f"finds no {', '.join(answer.missing)}", "the workers of the group import it", fix
+        what, why = f"finds no {', '.join(answer.missing)}", "the workers of the group import it"
+        yield what, why, "install it in that environment"
     elif answer.failed:
-        yield f"cannot import Sluice's worker: {answer.failed}", "every worker does so first", "install what is missing"
+        what, why = f"cannot import Sluice's worker: {answer.failed}", "every worker does so first"
+        yield what, why, "install what is missing in that environment"
     elif Path(str(answer.home)).resolve().parents[1] != HOME:
-        why = f"workers must run the driver's Sluice, {HOME}"
-        yield f"imports Sluice from {answer.home}", why, "use an interpreter that reads PYTHONPATH"
+        what, why = f"imports Sluice from {answer.home}", f"workers must run the driver's Sluice, {HOME}"
+        yield what, why, "use an interpreter that reads PYTHONPATH"
+
+
+def _other_packages(answer: Answer, wanted: Mapping[str, str], python: str) -> tuple[str, str, str]:
+    """Return the difference in these distributions, which have the driver's versions."""
+    found = {name: answer.versions.get(name) for name in wanted}
+    theirs = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in found.items())
+    ours = ", ".join(f"{name} {version}" for name, version in wanted.items())
+    install = " ".join(f"{name}=={version}" for name, version in wanted.items())
+    why = "driver and workers exchange objects of these packages"
+    return f"has {theirs}, and the driver has {ours}", why, f"{python} -m pip install {install}"
 
 
 def _other_versions(answer: Answer) -> dict[str, str]:

@@ -48,7 +48,8 @@ class Placement:
                 Problem(
                     where="TransferQueue",
                     what=f"its {len(bundles)} CPUs could not be reserved within {START_DEADLINE_S:g} s",
-                    why=f"its controller and each storage unit ask for one; free are {ray.available_resources()}",
+                    why="its controller and each storage unit ask for one on their machine; in the whole cluster, "
+                    f"{ray.available_resources().get('CPU', 0.0):g} are free",
                     fix="end other jobs on the cluster, or add machines",
                 )
             )

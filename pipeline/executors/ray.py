@@ -61,8 +61,8 @@ class RayExecutor:
     """The executor of actors.
 
     `modules` are the user's modules, pickled by value; `address` joins a cluster; `trusted_network` lets the data plane
-    listen beyond loopback, which a multi-machine cluster needs. `storage_units` is TransferQueue's number of storage units
-    on this machine, or "per-node": one on each machine of the cluster.
+    listen beyond loopback, which a multi-machine cluster needs. `storage_units` is the number of TransferQueue's
+    storage units on this machine, or "per-node" for one on each machine of the cluster.
     """
 
     name = "ray"
@@ -254,11 +254,12 @@ class RayExecutor:
     def _reserve(self, plan: Plan) -> Units | None:
         """Reserve the CPUs of TransferQueue, so that no worker group takes them; None if it runs already. Raises
         GraphError if the cluster lacks resources of the run."""
-        units = None if self.store else units_of(self._storage_units, ray.nodes(), ray.util.get_node_ip_address())
-        if problems := tuple(shortages(plan, units, ray.nodes())):
+        nodes, here = ray.nodes(), ray.util.get_node_ip_address()
+        units = None if self.store else units_of(self._storage_units, nodes, here)
+        if problems := tuple(shortages(plan, units, nodes)):
             raise GraphError(*problems)
         if units:
-            self._placement.reserve(units.bundles)
+            self._placement.reserve(units.bundles(plan, nodes))
         return units
 
     def _open_plane(self, units: Units | None) -> TransferQueuePlane:

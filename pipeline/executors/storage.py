@@ -39,10 +39,29 @@ class Units:
         """The CPUs of the controller and the units."""
         return CPUS + CPUS * self.count
 
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """The resources of the controller and of each unit."""
-        return [{"CPU": CPUS}, *({"CPU": CPUS, f"node:{address}": 0.001} for address in self.addresses)]
+    def bundles(self, plan: Plan, nodes: Nodes) -> list[dict[str, float]]:
+        """Return the resources of the controller and of each unit.
+
+        The controller's are on the driver's node if that has room beside its units and the host group: elsewhere they
+        could take the room of a worker that needs nearly a whole node.
+        """
+        room = _cpus_at(self.here, nodes) - self._asked_here(plan) >= CPUS
+        return [_bundle(self.here) if room else {"CPU": CPUS}, *map(_bundle, self.addresses)]
+
+    def shortage_here(self, plan: Plan, nodes: Nodes) -> Iterator[Problem]:
+        """Yield that the driver's node lacks CPUs for its units and for the host group."""
+        asked, have, local = self._asked_here(plan), _cpus_at(self.here, nodes), self.addresses.count(self.here)
+        if asked > have:
+            yield Problem(
+                where=plan.name,
+                what=f"the run asks for {asked:g} CPUs on the driver's machine, which has {have:g}",
+                why=f"the host group and {local} of TransferQueue's storage units, with one CPU each, run there",
+                fix=f"--storage-units {PER_NODE}, or start the run on a larger machine",
+            )
+
+    def _asked_here(self, plan: Plan) -> float:
+        host = cpus_of(group for group in plan.groups if group.name == HOST)
+        return host + CPUS * self.addresses.count(self.here)
 
 
 def units_of(asked: int | str, nodes: Nodes, here: str) -> Units:
@@ -79,20 +98,16 @@ def shortages(plan: Plan, units: Units | None, nodes: Nodes) -> Iterator[Problem
             )
             return
     if units:
-        yield from _shortage_here(plan, units, nodes)
+        yield from units.shortage_here(plan, nodes)
 
 
-def _shortage_here(plan: Plan, units: Units, nodes: Nodes) -> Iterator[Problem]:
-    """Yield that the driver's node lacks CPUs for its units and for the host group."""
-    local, host = units.addresses.count(units.here), cpus_of(group for group in plan.groups if group.name == HOST)
-    have = sum(n["Resources"].get("CPU", 0.0) for n in _with_cpus(nodes) if n["NodeManagerAddress"] == units.here)
-    if local * CPUS + host > have:
-        yield Problem(
-            where=plan.name,
-            what=f"the run asks for {local * CPUS + host:g} CPUs on the driver's machine, which has {have:g}",
-            why=f"the host group ({host:g} CPUs) and {local} of TransferQueue's storage units (1 each) run there",
-            fix=f"--storage-units {PER_NODE}, or start the run on a larger machine",
-        )
+def _bundle(address: str) -> dict[str, float]:
+    """Return the resources of one of TransferQueue's processes on the node with this address."""
+    return {"CPU": CPUS, f"node:{address}": 0.001}
+
+
+def _cpus_at(address: str, nodes: Nodes) -> float:
+    return sum(node["Resources"]["CPU"] for node in _with_cpus(nodes) if node["NodeManagerAddress"] == address)
 
 
 def _with_cpus(nodes: Nodes) -> list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class WorkerSettings:
 class TaskResult(msgspec.Struct, kw_only=True):
     """A worker's report on a task: all of it, or, for a stream, everything since the last report.
 
+    counts     what the worker's data plane counted since its last report
     sizes      of each handle: the bytes of each field that it put
     finished   finished groups, by admission number
     samples    the number of samples that the metrics average over
@@ -72,6 +74,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     task: Task
     handles: list[KVBatchMeta] = []
     sizes: list[dict[str, int]] = []
+    counts: dict[str, int] = {}
     finished: tuple[int, ...] = ()
     samples: int = 0
     metrics: dict[str, float] = {}
@@ -109,6 +112,7 @@ class Worker:
         self._runners: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
         self._plane: DataPlane | None = None
+        self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
@@ -328,13 +332,15 @@ class Worker:
         assert self._plane is not None
         start_s = time.monotonic()
         columns = self._plane.get(meta, fields, reader=stage.name)
+        sizes = tuple(size_bytes(columns[name]) for name in fields)
         result.events.append(
             trace.Got(
                 stage=stage.name,
                 step=task.step,
                 fields=tuple(fields),
                 samples=len(meta),
-                size_bytes=sum(map(size_bytes, columns.values())),
+                size_bytes=sum(sizes),
+                field_bytes=sizes,
                 start_s=start_s,
                 end_s=time.monotonic(),
             )
@@ -452,6 +458,9 @@ class Worker:
 
     def _end(self, task: Task, result: TaskResult, start_s: float, metrics: dict[str, float]) -> None:
         """Record the end of a task on this worker."""
+        if self._plane is not None:
+            now = Counter(self._plane.counts)
+            result.counts, self._counted = dict(now - self._counted), now
         result.events.append(
             trace.Ran(
                 **trace.of(task),

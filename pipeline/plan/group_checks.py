@@ -119,15 +119,16 @@ def _expert_division(group: WorkerGroup) -> tuple[str, str, str] | None:
         why = "an expert is divided over all or some of the tensor-parallel workers"
         return what, why, "expert_tensor_parallel=1, or a divisor of tensor_parallel"
     if needed % inside and inside % needed:
-        sizes = f"expert_parallel={group.expert_parallel}, expert_tensor_parallel={tensor}"
-        context = f" and context_parallel={group.context_parallel}" if group.context_parallel > 1 else ""
-        what = f"{sizes} and tensor_parallel={group.tensor_parallel}{context}"
+        sizes = [f"expert_parallel={group.expert_parallel}", f"expert_tensor_parallel={tensor}"]
+        sizes += [f"tensor_parallel={group.tensor_parallel}"]
+        sizes += [f"context_parallel={group.context_parallel}"] if group.context_parallel > 1 else []
+        what = f"{', '.join(sizes[:-1])} and {sizes[-1]}"
         why = "the workers that hold all experts once are part of one replica, or one or more whole replicas"
         return what, why, f"expert_parallel={inside // tensor} or a multiple"
     if workers % needed:
         what = f"expert_parallel={group.expert_parallel} and {workers} workers per pipeline stage"
-        sizes = f"expert_parallel x expert_tensor_parallel = {group.expert_parallel} x {tensor}"
-        why = f"the experts are divided over {sizes} of these workers"
+        product = f"expert_parallel x expert_tensor_parallel = {group.expert_parallel} x {tensor}"
+        why = f"the experts are divided over {product} of these workers"
         least = lcm(needed, inside) * group.pipeline_parallel
         return what, why, f"expert_parallel=1, or workers={least} or a multiple"
     return None

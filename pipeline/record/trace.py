@@ -110,13 +110,14 @@ class Submitted(_OfTask, tag="submitted", frozen=True, kw_only=True, gc=False):
 
 
 class Got(msgspec.Struct, tag="got", frozen=True, kw_only=True, gc=False):
-    """A task fetched columns."""
+    """A task fetched columns. `field_bytes` has the bytes of each field."""
 
     stage: str
     step: int
     fields: tuple[str, ...]
     samples: int
     size_bytes: int
+    field_bytes: tuple[int, ...] = ()
     start_s: float
     end_s: float
 

@@ -60,11 +60,16 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     (r"time/(.+)_s", _words("{}", TIME, "Seconds of all its tasks in the step.", "s")),
     (r"(\w+)/padding", _words("Padding: {}", TIME, "Share of the computed tokens that is padding. Above 10 %, use Dynamic or Packed, or a smaller budget of tokens.", "%")),
     (r"(\w+)/imbalance", _words("Imbalance: {}", TIME, "Cost of the slowest worker over the mean; the others wait for it. Near 1. Attention counts where the model's shape is known.")),
-    ("train/utilization", _words("Model FLOP utilization", TIME, "Share of the GPU's peak while training.", "%")),
-    ("train/tflops_per_s", _words("Training speed", TIME, "TFLOP/s per rank.")),
+    (r"(\w+)/utilization", _words("Model FLOP utilization: {}", TIME, "Share of the GPU's peak while the stage runs.", "%")),
+    (r"(\w+)/tflops_per_s", _words("Speed: {}", TIME, "TFLOP/s per rank.")),
+    ("data/requests", _words("Data plane, requests", TIME, "Sent to TransferQueue by the workers in the step.")),
+    ("data/cache_hits", _words("Data plane, cache hits", TIME, "Share of the columns read that a worker still had.", "%")),
+    (r"data/bytes_(.+)", _words("Data plane: {}", TIME, "Bytes that this reader got from this writer in the step, from its cache too.", "bytes")),
     (r"refit/(.+)_ms", _words("Refit: {}", TIME, "Milliseconds.")),
     (r"refit/path_(.+)", _words("Refit by {}", TIME, "1 if the version arrived by this transport.")),
     ("refit/lookups", _words("Refit: lookups", TIME, "New plans, tables, buffers and connections. 0 after the first refit.")),
+    (r"refit/kept_bytes_(.+)", _words("Refit, kept: {}", TIME, "Memory of a worker of this side that stays allocated between refits: the published copy, messages and tables.", "bytes")),
+    (r"refit/peak_bytes_(.+)", _words("Refit, peak: {}", TIME, "The most of that memory during a refit.", "bytes")),
     (r"refit/(.+)_bytes", _words("Refit: {}", TIME, "Moved in the step.", "bytes")),
 )  # fmt: skip
 

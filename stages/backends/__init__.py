@@ -202,7 +202,9 @@ def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterato
     for package in answer.missing:
         what, fix = f"{has}, which needs the package {package!r}", backend.install or f"install {package}"
         why = "it is not installed" if group.python is None else f"the group's {own} does not find it"
-        yield Problem(where=where, what=what, why=why, fix=fix if group.python is None else f"in its environment, {fix}")
+        yield Problem(
+            where=where, what=what, why=why, fix=fix if group.python is None else f"in its environment, {fix}"
+        )
 
 
 def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:

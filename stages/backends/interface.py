@@ -290,14 +290,15 @@ class Trainer(Texts, Protocol):
         """This rank's part of the trained copy, as this transport offers it, often in memory that a later call
         overwrites. All ranks call it together."""
 
-    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
         """Send what this rank offered to the ranks that `serve`, if both sides carry. `shares` are those of all ranks.
+        Returns metrics.
 
         Raises PeerLost if another worker failed."""
 
-    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
-        """Floating-point operations of a forward and a backward pass over these samples, without padding and
-        recomputation; None if they are unknown for the architecture."""
+    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
+        """Floating-point operations of a forward pass over these samples, and with `training` of a backward pass,
+        without padding and recomputation; None if they are unknown for the architecture."""
 
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of this worker's device, dense bfloat16; None if unknown."""

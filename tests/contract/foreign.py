@@ -116,7 +116,7 @@ def _is_foreign(module: str, name: str) -> bool:
 
 
 def _members(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the attributes that a file defines: methods and variables of its classes, and what they set on themselves."""
+    """Yield the attributes that a file defines: methods and variables of its classes, and what they set on self."""
     for node in nodes:
         match node:
             case ast.ClassDef(body=body):

@@ -1,5 +1,5 @@
-"""Every private or undocumented member of another package that the product uses, so that an upgrade which changes one is
-noticed here, by its name, and not in the middle of a run.
+"""Every private or undocumented member of another package that the product uses, so that an upgrade that changes one
+is noticed here, by its name, and not in the middle of a run.
 
 A use that is not in the tables fails too: add it with its home and its parameters, or use something documented.
 """

@@ -19,10 +19,15 @@ def handle(lengths: list[int], group: int = 2, partition: str = "p", first: int 
     keys = tuple(sample_key(first + i // group, i % group) for i in range(len(lengths)))
     shared = lay_out(keys, 0, {"T": tuple(lengths)}).placement
     return KVBatchMeta(
-        keys=keys, partition_id=partition, fields=("ids", "reward"), lengths={"T": tuple(lengths)},
-        placements=(shared,), placement_of={"ids": 0, "reward": 0},
-        tags=tuple({"i": i, "key": key} for i, key in enumerate(keys)), **changes,
+        keys=keys, partition_id=partition, fields=("ids", "reward"),
+        lengths={"T": tuple(lengths), "K": tuple(map(named_by, keys))},
+        placements=(shared,), placement_of={"ids": 0, "reward": 0}, **changes,
     )  # fmt: skip
+
+
+def named_by(key: str) -> int:
+    """A length that tells which key it belongs to."""
+    return 1000 * int(key[:8]) + int(key[-3:])
 
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=24)
@@ -39,7 +44,7 @@ def test_round_trips_under_the_size_cap(lengths, group):
 
 def test_size_does_not_depend_on_the_tokens():
     assert len(handle([30_000] * 64).encode()) - len(handle([100] * 64).encode()) < 64 * 8
-    with pytest.raises(ValueError, match="tags and extra_info are for small values"):
+    with pytest.raises(ValueError, match="extra_info is for small values"):
         handle([1], extra_info={"text": "x" * 5000}).encode()
 
 
@@ -49,9 +54,9 @@ def test_holds_no_tensor():
 
 
 def rows_agree(meta: KVBatchMeta) -> None:
-    """Check that tags, lengths and placements still belong to their keys."""
+    """Check that lengths and placements still belong to their keys."""
     for i, key in enumerate(meta.keys):
-        assert meta.tags[i]["key"] == key
+        assert meta.lengths["K"][i] == named_by(key)
         for field in meta.fields:
             placement = meta.placement(field)
             assert placement.rows[placement.row[i]] == f"{key[:8]}.0"
@@ -73,7 +78,7 @@ def test_reorder_slice_chunk_and_concat_carry_everything(lengths, data):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     back = KVBatchMeta.concat(parts)
     rows_agree(back)
-    assert (back.keys, back.lengths, back.tags) == (shuffled.keys, shuffled.lengths, shuffled.tags)
+    assert (back.keys, back.lengths) == (shuffled.keys, shuffled.lengths)
     restored = back.reorder([order.index(i) for i in range(len(lengths))])
     assert (restored.keys, restored.lengths) == (whole.keys, whole.lengths)
     assert [restored.placement("ids").offsets["T"]] == [whole.placement("ids").offsets["T"]]
@@ -92,7 +97,7 @@ def test_join_keeps_each_fields_own_place(lengths, data):
     assert joined.fields == ("ids", "reward") and joined.sequence_lengths == tuple(lengths)
     assert joined.placement("ids") == left.placement("ids")
     assert joined.placement("reward") == right.placement("reward")
-    assert joined.attempt == 1 and joined.tags == left.tags
+    assert joined.attempt == 1
     only = KVBatchMeta.join([left, right], fields=("reward",))
     assert only.fields == ("reward",) and len(only.placements) == 1
 
@@ -160,8 +165,6 @@ def test_refuses_what_does_not_belong_together():
         KVBatchMeta.concat([handle([1]), handle([1])])
     with pytest.raises(ValueError, match="same keys"):
         KVBatchMeta.join([handle([1, 2]), handle([1, 2]).reorder([1, 0])])
-    with pytest.raises(ValueError, match="2 tags for 1 keys"):
-        KVBatchMeta(keys=("a",), partition_id="p", fields=(), tags=({}, {}))
     with pytest.raises(KeyError, match="handle has ids, reward; asked for gone"):
         handle([1]).select("gone")
 

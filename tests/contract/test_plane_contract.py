@@ -100,9 +100,9 @@ def test_parts_of_a_split_group_do_not_collide(store: Store):
 
 def test_handle_says_what_is_present(store: Store):
     keys = keys_of(1, 2)
-    meta = store.put(keys, {"response_ids": Ragged(torch.tensor([1, 2, 3]), (1, 2))}, unit="group", tags=[{"a": 1}, {}])
+    meta = store.put(keys, {"response_ids": Ragged(torch.tensor([1, 2, 3]), (1, 2))}, unit="group")
     assert (meta.keys, meta.fields, meta.unit, meta.attempt) == (tuple(keys), ("response_ids",), "group", 0)
-    assert (meta.lengths, meta.tags, meta.extra_info) == ({"T": (1, 2)}, ({"a": 1}, {}), {})
+    assert (meta.lengths, meta.extra_info) == ({"T": (1, 2)}, {})
     assert meta.placements[0].rows == (row_name(keys[0], 0),)
     assert KVBatchMeta.decode(meta.encode()) == meta
 

@@ -109,8 +109,6 @@ def test_text_of_other_refused_puts(plane: MemoryPlane):
         "stage 'rollout', put into 'other': partition 'other' is not registered in this process; fields and readers "
         "are declared before use. Fix: call register(partition, fields, readers) first"
     )
-    with pytest.raises(DataPlaneError, match=r"1 tags for 2 keys; every key has one tag"):
-        plane.put(K, {"reward": torch.zeros(2)}, partition="batch", stage="rollout", tags=[{}])
     plane.put(K, {"reward": torch.zeros(2)}, partition="batch", stage="rollout")
     with pytest.raises(DataPlaneError) as caught:
         plane.put(K, {"reward": torch.ones(2)}, partition="batch", stage="rollout")

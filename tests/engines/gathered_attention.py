@@ -1,4 +1,4 @@
-"""Attention over slices of packed rows on the CPU, in the place of Transformer Engine's: every rank gathers all keys."""
+"""Attention over slices of packed rows on the CPU instead of Transformer Engine's: every rank gathers all keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ class GatheredAttention(MegatronModule):
         super().__init__(config=config)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams,
+        **__: Any,
     ) -> torch.Tensor:
         """Returns [S, 1, H * D] of [S, 1, H, D] queries, S being this rank's positions."""
         assert torch.equal(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded)

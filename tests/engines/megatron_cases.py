@@ -173,7 +173,7 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dic
         sums = learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
         finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
     made = {name: parameter.main_grad for name, parameter in network.named_parameters()}
-    found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part.fused_norms)}
+    found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part)}
     learner.buffered.zero_grad_buffer()
     return found, sums
 

@@ -444,7 +444,8 @@ def test_logprobs_and_entropy_in_blocks_are_the_dense_ones(dtype: torch.dtype, m
 def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder: Path) -> None:
     batch = cases.frozen_batch()
     done = [
-        engine.training_flops(Model(str(folder / family)), batch.prompt_ids, batch.response_ids) for family in FAMILIES
+        engine.flops(Model(str(folder / family)), batch.prompt_ids, batch.response_ids, training=True)
+        for family in FAMILIES
     ]
     assert min(done) > 1e6
     assert done[3] == done[4]
@@ -512,6 +513,14 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
             4,
             "expert_tensor_parallel=4 does not divide the model's intermediate_size (50); all ranks hold equal parts. "
             "Fix: use a divisor of 50",
+        ),
+        (
+            {"head_dim": 136},
+            Layout(context=2),
+            1,
+            "context_parallel=2, and the model has heads of size 136; Transformer Engine trains packed rows over "
+            "several ranks with heads whose size is a multiple of 8, at most 128. "
+            "Fix: context_parallel=1, or tensor_parallel, which divides heads",
         ),
     ],
 )

@@ -12,8 +12,9 @@ import pytest
 
 from pipeline import StageError, WorkerGroup
 from pipeline.declare.ranks import Layout
+from stages import backends
 from stages.backends.megatron.limits import problems
-from stages.backends.megatron.names import parameters
+from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
 
@@ -173,6 +174,17 @@ def test_transformer_engine_keeps_norms_in_the_linear_layer_that_follows() -> No
     assert "decoder.layers.0.pre_mlp_layernorm.weight" in mixture
 
 
+@pytest.mark.parametrize("division", [{}, {"expert": 1, "experts": 2}, {"expert_tensor": 1, "expert_tensors": 2}])
+def test_grouped_experts_hold_what_single_ones_do(division: dict[str, int]) -> None:
+    single, grouped = (parameters(MIXTURE, Part(**division, grouped_experts=each)) for each in (False, True))
+    assert list(single.values()) == list(grouped.values())
+    names = plain_names(MIXTURE, Part(**division, grouped_experts=True, fused_norms=True))
+    assert list(names.values()) == list(single)
+    experts = "decoder.layers.1.mlp.experts."
+    assert names[f"{experts}linear_fc1.weight1"] == f"{experts}local_experts.1.linear_fc1.weight"
+    assert names[f"{experts}linear_fc2.weight0"] == f"{experts}local_experts.0.linear_fc2.weight"
+
+
 def test_a_config_of_either_age_gives_the_same_decoder() -> None:
     older = {name: value for name, value in QWEN3.items() if name != "rope_parameters"} | {"rope_theta": 1000000.0}
     decoder = Decoder.of(QWEN3, "here")
@@ -202,7 +214,8 @@ def test_what_would_be_computed_differently_is_refused(change: dict, told: str) 
     [
         ({"workers": 4, "gpus": 2}, "has 2 GPUs for 4 workers"),
         ({"workers": 2, "fully_sharded": True}, "is fully_sharded"),
-        ({"workers": 2, "context_parallel": 2}, "context_parallel=2"),
+        ({"workers": 2, "context_parallel": 2}, "context_parallel=2 and no GPUs"),
+        ({"gpus": 2, "context_parallel": 2}, "do not find the package 'transformer_engine'"),
     ],
 )
 def test_groups_that_cannot_train_are_refused_before_anything_starts(given: dict, told: str) -> None:
@@ -214,6 +227,12 @@ def test_groups_that_cannot_train_are_refused_before_anything_starts(given: dict
 
 def test_groups_that_can_train_are_not() -> None:
     group = WorkerGroup("learner", backend="megatron", workers=8, gpus=8, tensor_parallel=2, pipeline_parallel=2)
+    assert not list(problems(group, "graph.py:3"))
+
+
+def test_samples_are_sliced_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "is_installed", lambda package: package == "transformer_engine")
+    group = WorkerGroup("learner", backend="megatron", gpus=4, tensor_parallel=2, context_parallel=2)
     assert not list(problems(group, "graph.py:3"))
 
 

@@ -7,7 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.refit_matrix import WARM, Layout, Mapping, compared, described, measured, parsed, policy_of, ready_ms, run
+from benchmarks.refit_matrix import (
+    WARM,
+    Layout,
+    Mapping,
+    compared,
+    described,
+    measured,
+    parsed,
+    policy_of,
+    ready_ms,
+    run,
+)
 from ops.refit.share import digest_of
 from pipeline.record import trace
 from pipeline.rundir import RunDir

@@ -91,7 +91,11 @@ GROUPS = [
     ),
     learner("expert_tensor_parallel_of_0", "expert_tensor_parallel=0"),
     megatron("context_parallel_on_cpus", "workers=2, context_parallel=2"),
-    megatron("context_parallel_without_transformer_engine", "gpus=2, context_parallel=2"),
+    megatron(
+        "context_parallel_without_transformer_engine",
+        "gpus=2, context_parallel=2",
+        sampler='WorkerGroup("sampler", backend="torch", gpus=1)',
+    ),
     megatron(
         "context_parallel_of_padded_rows",
         "workers=2, context_parallel=2",
@@ -161,6 +165,12 @@ TRANSPORTS = [
     own("transport_whose_receiver_fails", "Own()", receiver="lambda self: 1 / 0"),
     own("transport_is_a_number", "7"),
     own("own_transport_on_the_same_gpus", "Own()", groups=ON_GPUS | COLOCATED, both_carry="True", sender="Sends"),
+    own("buckets_of_no_bytes", "Broadcast(bucket_bytes=0, buckets=True)", "from ops.refit.transports import Broadcast"),
+    own("slots_given_as_a_text", "Gloo(slot_bytes='64 MiB')", "from ops.refit.transports import Gloo"),
+    own("half_a_slot", "Tree(slots=0.5)", "from ops.refit.transports import Tree"),
+    own("pull_without_a_copy", "Pull(keep_copy=False)", "from ops.refit.transports.listed import Pull"),
+    own("own_transport_without_a_copy", "Own()", keep_copy="False"),
+    own("copies_are_counted", "Gloo(keep_copy=2)", "from ops.refit.transports import Gloo"),
     refit("p2p_between_cpus", "p2p"),
     refit("gloo_between_gpus", "gloo", ON_GPUS),
     refit("broadcast_on_the_same_gpus", "broadcast", ON_GPUS | COLOCATED),
@@ -184,4 +194,21 @@ MODELS = [
     ),
     Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
 ]
-CASES = [*GROUPS, *TRANSPORTS, *MODELS]
+APART = {"scorers": 'WorkerGroup("scorers", python="/bin/true")'}
+EXECUTORS = [
+    learner("python_that_does_not_exist", "python='venv/bin/python'"),
+    Case(
+        "python_that_is_not_executable",
+        {"learner": 'WorkerGroup("learner", backend="torch", python="venv/bin/python")'},
+        files={"venv/bin/python": b""},
+    ),
+    learner("python_is_a_folder", "python='.'"),
+    learner("python_is_a_version", "python=3.12"),
+    learner("python_is_another_program", "python='/bin/true'"),
+    Case("python_is_another_program_at_the_start", APART, args=("--run-dir", "run")),
+    Case("python_of_the_local_executor", APART, args=("--check", "--executor", "local")),
+    Case("storage_units_of_0", args=("--check", "--storage-units", "0")),
+    Case("storage_units_on_a_node", args=("--check", "--storage-units", "pernode")),
+    Case("storage_units_of_the_local_executor", args=("--executor", "local", "--storage-units", "per-node")),
+]
+CASES = [*GROUPS, *TRANSPORTS, *MODELS, *EXECUTORS]

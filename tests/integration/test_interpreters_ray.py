@@ -30,7 +30,7 @@ def engine_of(run_dir: Path, python: str) -> Engine:
 
 
 def test_a_stage_runs_with_the_interpreter_of_its_group(tmp_path, ray_session, monkeypatch):
-    """The interpreter has a module that the driver lacks. Sluice is not installed there; a child process finds it too."""
+    """It has a module that the driver lacks, and Sluice is not installed there; a child process finds Sluice too."""
     python = other_python(tmp_path / "venv", {"only_there": "VALUE = 7\n"})
     monkeypatch.chdir(tmp_path)
     engine = engine_of(tmp_path / "run", "venv/bin/python")

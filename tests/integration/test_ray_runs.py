@@ -174,6 +174,7 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
     assert done.returncode == 0, done.stderr[-3000:]
     seen = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert seen["nodes"] == {"host": "127.0.0.2", "shouters": "127.0.0.3"}
+    assert seen["units"] == ["127.0.0.2", "127.0.0.3"], "one storage unit per node"
     assert seen["samples"] == [text * 2 for text in "44556677"]
     assert (seen["steps"], seen["rows_left"]) == (2, 0)
 

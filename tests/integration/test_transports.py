@@ -49,6 +49,9 @@ def test_every_transport_brings_the_weights_that_are_pulled(tmp_path, pulled, tr
     for record, other in zip(refits(run_dir), refits(pulled), strict=True):
         assert record[f"path_{transport}"] == other["path_pull"] == 1.0
         assert record["received_bytes"] == other["received_bytes"] == record["size_bytes"]
+        sizes = [record[f"{what}_bytes_{side}"] for side in ("source", "target") for what in ("kept", "peak")]
+        assert record["size_bytes"] < sizes[0] <= sizes[1] and sizes[2] <= sizes[3]
+        assert (sizes[2] > 0) == (transport in TOGETHER) and other["kept_bytes_target"] == 0
         parts = {name for name in record if name.endswith("_ms")}
         assert parts >= {"offer_ms", "move_ms", "check_ms"} and all(record[part] >= 0 for part in parts)
         assert (parts >= {"meet_ms", "plan_ms", "carry_ms"}) == (transport in TOGETHER)
@@ -60,6 +63,30 @@ def test_every_transport_brings_the_weights_that_are_pulled(tmp_path, pulled, tr
         begun_s, ended_s = min(event.start_s for event in own), max(event.end_s for event in own)
         assert line["time/refit_s"] <= ended_s - begun_s + 1e-6, "time that both sides share counts once"
     assert not check(run_dir.path)
+
+
+IN_PLACE = """
+from dataclasses import replace
+from ops.refit.transports import Gloo
+from pipeline import Graph
+from stages import Refit
+from tests.integration import transport_graph
+
+def graph() -> Graph:
+    made = transport_graph.graph()
+    without = {"transport": Gloo(keep_copy=False)}
+    return replace(made, stages=tuple(replace(s, **without) if isinstance(s, Refit) else s for s in made.stages))
+"""
+
+
+def test_without_a_copy_of_the_weights_the_same_arrive(tmp_path, pulled):
+    file = tmp_path / "in_place.py"
+    file.write_text(IN_PLACE)
+    run_dir = execute(file, {}, tmp_path / "run")
+    assert published(run_dir) == published(pulled) and weights(run_dir, 3) == weights(pulled, 3)
+    for record, other in zip(refits(run_dir), refits(pulled), strict=True):
+        assert record["kept_bytes_source"] == record["kept_bytes_target"], "only the messages"
+        assert record["kept_bytes_source"] < 1.1 * record["size_bytes"] < other["kept_bytes_source"] / 1.8
 
 
 def test_a_version_that_does_not_get_through_though_nobody_died_ends_the_run(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""A run that joins a cluster of two logical nodes; the worker group fits only on the second.
+"""A run that joins a cluster of two logical nodes, with a storage unit on each; the worker group fits only on the
+second.
 
 python two_nodes.py FOLDER   copies the small graph to FOLDER with a helper beside it, loads it, deletes FOLDER, runs.
 
-On the workers, the graph's code can only come from the driver. Prints where the workers ran, as JSON.
+On the workers, the graph's code can only come from the driver. Prints where workers and storage units ran, as JSON.
 """
 
 import json
@@ -37,7 +38,7 @@ text = text.replace('WorkerGroup("shouters", workers=workers)', 'WorkerGroup("sh
 (source / "small_graph.py").write_text(text)
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "node_ip_address": "127.0.0.2"})
-cluster.add_node(num_cpus=4, node_ip_address="127.0.0.3")
+cluster.add_node(num_cpus=5, node_ip_address="127.0.0.3")
 cluster.wait_for_nodes()
 file = load(source / "small_graph.py")
 graph = file.build({"steps": 2})
@@ -45,11 +46,23 @@ modules = user_modules(file.module)
 shutil.rmtree(source)
 
 run_dir = RunDir(folder / "run").create()
-executor = RayExecutor(address=cluster.address, modules=modules)
+executor = RayExecutor(address=cluster.address, modules=modules, storage_units="per-node")
+units = []
+open_plane = executor._open_plane
+
+
+def noting(wanted):
+    plane = open_plane(wanted)
+    units.extend(sorted(address for _, address, _ in plane.settings.storage))
+    return plane
+
+
+executor._open_plane = noting
 Engine(graph, plan(graph)[0], executor, run_dir=run_dir, deadline_s=240).execute()
 events = [event for _, event in trace.read(run_dir.events)]
 nodes = {event.group: event.node for event in events if isinstance(event, trace.Placed)}
 ended = [event for event in events if isinstance(event, trace.Ended)]
 samples = [json.loads(line)["shout"] for line in run_dir.samples(1).read_text().splitlines()]
-print(json.dumps({"nodes": nodes, "rows_left": ended[0].rows_left, "steps": ended[0].steps, "samples": samples}))
+said = {"nodes": nodes, "units": units, "rows_left": ended[0].rows_left, "steps": ended[0].steps, "samples": samples}
+print(json.dumps(said))
 cluster.shutdown()

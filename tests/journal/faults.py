@@ -341,7 +341,15 @@ def handed_out_twice(run: MadeUp) -> None:
     span = {"start_s": 0.0, "end_s": 0.0}
     run.events[place + 1 : place + 1] = [
         {"type": "submitted", **task, "task": number},
-        {"type": "got", **told, **span, "fields": ["response"], "samples": task["samples"], "size_bytes": 8},
+        {
+            "type": "got",
+            **told,
+            **span,
+            "fields": ["response"],
+            "samples": task["samples"],
+            "size_bytes": 8,
+            "field_bytes": [8],
+        },
         {"type": "ran", **told, **span, "worker": 0, "cpu_s": 0.0, "metrics": {}},
         {"type": "acknowledged", **told},
     ]

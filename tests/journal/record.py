@@ -53,7 +53,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "claimed": {"step": "i", "groups": "I", "at_s": "f"},
     "dropped": {"stage": "s", "step": "i", "groups": "I", "reason": "s", "tokens": "I?", "at_s": "f"},
     "submitted": {**_TASK, "group": "s", "replica": "n", "groups": "I", "samples": "i", "version": "i", "at_s": "f"},
-    "got": {"stage": "s", "step": "i", "fields": "S", "samples": "i", "size_bytes": "i", **_SPAN},
+    "got": {"stage": "s", "step": "i", "fields": "S", "samples": "i", "size_bytes": "i", "field_bytes": "I", **_SPAN},
     "put": {
         "stage": "s", "step": "i", "attempt": "i", "fields": "S", "groups": "I", "samples": "i", "size_bytes": "i",
         "versions": "P?", **_SPAN,

@@ -101,6 +101,8 @@ class MadeUp:
 
     def log(self, kind: str, **event: Any) -> None:
         """Append an event."""
+        if kind == "got":
+            event["field_bytes"] = [8] * len(event["fields"])
         if kind in ("got", "put", "ran", "cleared", "checkpointed"):
             event |= {"start_s": self.now(), "end_s": self.now()}
         elif kind != "started":

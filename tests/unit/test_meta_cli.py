@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from pipeline import DataPlaneError, StageError, run
 from pipeline.engine.driver import Engine
 from pipeline.errors import CheckpointError, DataPlaneLost, GraphError, Problem
-from tests.errors.harness import DEF, LINES, TOP, command, graph_text, live_text
+from tests.errors.harness import DEF, LINES, REPOSITORY, TOP, command, graph_text, live_text
 
 LOCAL = ("--executor", "local", "--run-dir", "run")
 HELP = """\
@@ -173,3 +175,12 @@ def test_no_colour_where_there_is_no_terminal(live):
     assert code == 0
     assert "\x1b" not in out
     assert not os.path.exists(live / "runs")
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    command = [sys.executable, "-m", "pipeline"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from stages import (
     Train,
 )
 from stages.backends import engine
+from stages.logprobs import speed
 from tests.shares import weight_hash
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
@@ -488,12 +490,28 @@ def test_train_counts_its_work() -> None:
     assert "utilization" not in once.metrics
 
 
+def test_scoring_counts_its_work_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, seconds = batch_columns(), iter((10.0, 12.0))
+    trained = Train(POLICY, on=LEARNER, lr=1e-3).setup(context(LEARNER))(columns, Task(stage="train", step=0))
+    run = PrevLogprobs(POLICY, on=LEARNER).setup(context(LEARNER))
+    monkeypatch.setattr("stages.logprobs.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    made = run({name: columns[name] for name in ("prompt_ids", "response_ids")}, Task(stage="prev_logprobs", step=0))
+    forward = trained.metrics["flops"] / 3  # a backward pass is two forward passes
+    assert made.metrics["tflops_per_s"] == pytest.approx(forward / 2.0 / 1e12)
+    assert speed(3e12, 2.0, 3, FakeGpu()) == {"tflops_per_s": 0.5, "utilization": 0.05}  # type: ignore[arg-type]
+
+
+class FakeGpu:
+    def peak_tflops(self) -> float:
+        return 10.0
+
+
 def test_an_architecture_that_is_not_known_reports_no_work() -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     policy = Model("other", config=gpt2, alphabet=TASK.alphabet)
     backend = engine(context(LEARNER))
     columns = batch_columns()
-    assert backend.training_flops(policy, columns["prompt_ids"], columns["response_ids"]) is None
+    assert backend.flops(policy, columns["prompt_ids"], columns["response_ids"], training=True) is None
 
 
 def messages(text: str) -> str:

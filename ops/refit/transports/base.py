@@ -36,6 +36,8 @@ class Transport(ABC):
                  and both sides may share GPUs, which NCCL groups do not allow
     one_machine  whether all workers of both sides must be on one machine
     by_loader    whether the sampler's own loader writes the tensors, instead of a direct write into its storage
+    keep_copy    whether the sender publishes a copy of its parameters. If not, `meeting.buffers` are the parameters
+                 themselves, by name; this needs `both_carry`, since training continues once both have carried
     """
 
     name: ClassVar[str]
@@ -43,6 +45,7 @@ class Transport(ABC):
     both_carry: ClassVar[bool] = False
     one_machine: ClassVar[bool] = False
     by_loader: ClassVar[bool] = False
+    keep_copy: bool = True
 
     @abstractmethod
     def sender(self) -> Sender:

@@ -7,7 +7,7 @@ another's are sent. Every receiver gets the whole model, even if it needs only a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,6 +16,7 @@ import torch
 from ops.comm.stateless_group import StatelessGroup
 from ops.lots import lots
 from ops.refit.layout import Layout, Place, Tensor, dense, size, whole
+from ops.refit.ledger import Ledger
 from ops.refit.message import Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
@@ -23,44 +24,51 @@ from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
 from ops.refit.transports.base import Receiver, Sender
 from ops.refit.transports.meeting import Meeting, Record
+from ops.refit.transports.sizes import BUCKET_BYTES, BUCKETS, wrong
 
-BUCKET_BYTES, BUCKETS = 512 << 20, 2
 ALIGNED = 256
 
 
 class BroadcastSender(Sender):
-    """The sending end, for one trainer rank."""
+    """The sending end, for one trainer rank; the sizes are those of `Buckets`."""
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> None:
+        self._sizes = bucket_bytes, buckets
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Gather on the root, and broadcast from it."""
-        meeting.finish(_carried(meeting))
+        meeting.finish(_carried(meeting, *self._sizes))
         return {"received_bytes": 0.0}
 
 
 class BroadcastReceiver(Receiver):
-    """The receiving end, for one sampler rank."""
+    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> None:
+        self._sizes = bucket_bytes, buckets
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the whole model."""
-        meeting.finish(_carried(meeting))
+        meeting.finish(_carried(meeting, *self._sizes))
         tensors = meeting.destination.tensors.values()
         return {"received_bytes": float(sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors))}
 
 
-def _carried(meeting: Meeting) -> StatelessGroup:
+def _carried(meeting: Meeting, bucket_bytes: int, buckets: int) -> StatelessGroup:
     """Run this rank's buckets. Returns a group that it is in."""
-    buckets = meeting.once(lambda: _joined(meeting))
-    buckets.run()
-    return buckets.group
+    joined = meeting.once(lambda: _joined(meeting, bucket_bytes, buckets))
+    joined.run()
+    return joined.group
 
 
-def _joined(meeting: Meeting) -> Buckets:
+def _joined(meeting: Meeting, bucket_bytes: int, buckets: int) -> Buckets:
     senders = tuple(range(meeting.senders))
     takers = (0, *range(meeting.senders, meeting.senders + meeting.receivers))
     return Buckets(
         meeting.source, meeting.destination, number=meeting.number, receives=meeting.receives, buffers=meeting.buffers,
         senders=meeting.group(senders) if len(senders) > 1 and not meeting.receives else None,
-        receivers=meeting.group(takers) if meeting.rank in takers else None,
+        receivers=meeting.group(takers) if meeting.rank in takers else None, bucket_bytes=bucket_bytes,
+        buckets=buckets, empty=meeting.empty,
     )  # fmt: skip
 
 
@@ -104,28 +112,28 @@ class _Bucket:
 
 class Buckets:
     """All buckets of one rank, the `number`-th of the senders or of the receivers. `senders` is the group of all
-    senders, with the root as rank 0; `receivers` is the group of the root, as rank 0, and all receivers.
+    senders, with the root as rank 0; `receivers` is the group of the root, as rank 0, and all receivers. `empty`
+    allocates their memory.
 
-    Raises ValueError for sizes that are not whole numbers above 0.
+    Raises ValueError for sizes that are not whole numbers of at least 1.
     """
 
     def __init__(
         self, source: Layout, destination: Layout, *, number: int, receives: bool, buffers: Mapping[str, torch.Tensor],
         senders: StatelessGroup | None, receivers: StatelessGroup | None, bucket_bytes: int = BUCKET_BYTES,
-        buckets: int = BUCKETS,
+        buckets: int = BUCKETS, empty: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        for name, value in (("bucket_bytes", bucket_bytes), ("buckets", buckets)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+        for why, _ in wrong({"bucket_bytes": bucket_bytes, "buckets": buckets}):
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}, buckets={buckets!r}: {why}")
         self._number, self._receives, self._buffers = number, receives, buffers
         self._senders, self._receivers = senders, receivers
         self._device = next(iter(buffers.values())).device
+        self._empty = empty or Ledger(self._device).empty
         turns = list(_in_turns(source, destination.tensors, bucket_bytes, buckets))
         largest = max(turn.size for turn in turns)
         root = not receives and number == 0
         slots = {
-            slot: torch.empty(largest if receives or root else 0, dtype=torch.uint8, device=self._device)
-            for slot in sorted({turn.stream for turn in turns})
+            slot: self._empty(largest if receives or root else 0) for slot in sorted({turn.stream for turn in turns})
         }
         self._messages: dict[tuple[int, int], torch.Tensor] = {}  # memory by slot and peer
         self._buckets = [(turn.stream, self._planned(source, destination, turn, slots)) for turn in turns]
@@ -191,7 +199,7 @@ class Buckets:
     def _message(self, slot: int, peer: int, size: int) -> torch.Tensor:
         """Return memory for a message, shared by the messages of one slot."""
         if len(self._messages.get((slot, peer), ())) < size:
-            self._messages[slot, peer] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._messages[slot, peer] = self._empty(size)
         return self._messages[slot, peer][:size]
 
 

@@ -26,6 +26,7 @@ class GoldenReceiver(Receiver):
         given = [(bytes_of(share, CPU), _by_tensor(places)) for share, places in zip(shares, meeting.source.ranks)]
         for name, tensor in meeting.source.tensors.items():
             whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            meeting.ledger.briefly(whole.nbytes)
             for memory, places in given:
                 for place in places.get(name, ()):
                     whole[_index(place)] = _view(memory, place, tensor)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
+from ops.refit.transports.sizes import BUCKET_BYTES, BUCKETS, DEFAULTS, SLOT_BYTES, SLOTS, wrong
 
 
+@dataclass(frozen=True, kw_only=True)
 class Golden(Transport):
     """Whole tensors, assembled one at a time on the CPU: the reference."""
+
+    keep_copy: bool = True
 
     name = "golden"
     by_loader = True
@@ -25,8 +30,11 @@ class Golden(Transport):
         return GoldenReceiver()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Messages(Transport):
     """Each rank's part as one message through the executor."""
+
+    keep_copy: bool = True
 
     name = "messages"
 
@@ -41,8 +49,11 @@ class Messages(Transport):
         return PullReceiver()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Pull(Transport):
     """Each receiver reads the senders' memory, on one machine."""
+
+    keep_copy: bool = True
 
     name = "pull"
     one_machine = True
@@ -56,8 +67,18 @@ class Pull(Transport):
         return PullReceiver()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gloo(Transport):
-    """Each sender sends each receiver the bytes that it needs, over gloo."""
+    """Each sender sends each receiver the bytes that it needs, over gloo.
+
+    slot_bytes  memory for the messages of one round to or from all peers, on each rank
+    slots       rounds whose messages are in memory, so that packing, sending and unpacking overlap
+    keep_copy   see `Transport`
+    """
+
+    slot_bytes: int = SLOT_BYTES
+    slots: int = SLOTS
+    keep_copy: bool = True
 
     name = "gloo"
     devices = ("cpu",)
@@ -66,14 +87,15 @@ class Gloo(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.packed import PackedSender
 
-        return PackedSender()
+        return PackedSender(self.slot_bytes, self.slots)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.packed import PackedReceiver
 
-        return PackedReceiver()
+        return PackedReceiver(self.slot_bytes, self.slots)
 
 
+@dataclass(frozen=True, kw_only=True)
 class P2P(Gloo):
     """The same over NCCL."""
 
@@ -81,8 +103,18 @@ class P2P(Gloo):
     devices = ("cuda",)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Broadcast(Transport):
-    """Whole tensors, gathered on one rank and broadcast to all."""
+    """Whole tensors, gathered on one rank and broadcast to all.
+
+    bucket_bytes  memory for the tensors that are sent at once; a larger tensor gets a bucket of its own size
+    buckets       buckets in memory, so that gathering, sending and unpacking overlap
+    keep_copy     see `Transport`
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    buckets: int = BUCKETS
+    keep_copy: bool = True
 
     name = "broadcast"
     both_carry = True
@@ -90,16 +122,21 @@ class Broadcast(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.broadcast import BroadcastSender
 
-        return BroadcastSender()
+        return BroadcastSender(self.bucket_bytes, self.buckets)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.broadcast import BroadcastReceiver
 
-        return BroadcastReceiver()
+        return BroadcastReceiver(self.bucket_bytes, self.buckets)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Tree(Transport):
-    """Fan-out in waves: a receiver that has a complete version forwards it."""
+    """Fan-out in waves: a receiver that has a complete version forwards it. Parameters are those of `Gloo`."""
+
+    slot_bytes: int = SLOT_BYTES
+    slots: int = SLOTS
+    keep_copy: bool = True
 
     name = "tree"
     devices = ("cpu",)
@@ -108,12 +145,12 @@ class Tree(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.tree import TreeSender
 
-        return TreeSender()
+        return TreeSender(self.slot_bytes, self.slots)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.tree import TreeReceiver
 
-        return TreeReceiver()
+        return TreeReceiver(self.slot_bytes, self.slots)
 
 
 OURS: tuple[Transport, ...] = (Golden(), Messages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
@@ -128,16 +165,22 @@ def register(transport: Transport) -> None:
     TRANSPORTS[transport.name] = transport
 
 
+def wrong_sizes(transport: object) -> Iterator[tuple[str, str]]:
+    """Yield why a size of one of Sluice's transports is invalid, and what to write instead."""
+    if isinstance(transport, tuple(map(type, OURS))):
+        yield from wrong({name: value for name, value in vars(transport).items() if name in DEFAULTS})
+
+
 def missing(transport: object) -> str:
     """Return what an object lacks to be a transport, as a sentence; "" if nothing. Creates the sender and receiver of a
     user's transport once."""
-    if transport in OURS:
+    if type(transport) in map(type, OURS):
         return ""
     if isinstance(transport, type):
         return "it is a class; a transport is an instance"
     if not hasattr(transport, "name"):
         return "it is not a transport: it has no name"
-    for part in ("devices", "both_carry", "one_machine", "by_loader", "sender", "receiver"):
+    for part in ("devices", "both_carry", "one_machine", "by_loader", "keep_copy", "sender", "receiver"):
         if not hasattr(transport, part):
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
     return _wrong(transport) or _wrong_ends(transport) or _stays(transport)  # type: ignore[arg-type]

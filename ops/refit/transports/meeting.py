@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ops.comm.stateless_group import GroupError, StatelessGroup
 from ops.comm.store import Asking
 from ops.refit.layout import Layout
+from ops.refit.ledger import Ledger
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, build
 from ops.refit.waves import NoSourceError
@@ -53,15 +54,20 @@ class Meeting:
 
     `source` and `destination` are the layouts of all senders and of all receivers. `buffers` are this rank's own memory
     by name, flat bytes on `device`: a sender reads them, a receiver writes them. `lookups` counts the plans,
-    connections and buffers that were not reused from the previous version; add those made outside `once`.
+    connections and buffers that were not reused from the previous version; add those made outside `once`. `ledger`
+    counts the memory that `empty` returns.
     """
 
     source: Layout
     destination: Layout
     buffers: Mapping[str, torch.Tensor]
 
-    def __init__(self, device: torch.device, number: int, *, receives: bool, where: Where | None = None) -> None:
+    def __init__(
+        self, device: torch.device, number: int, *, receives: bool, where: Where | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.number, self.receives, self.where = device, number, receives, where
+        self.ledger = ledger or Ledger(device)
         self.lookups = 0
         self.is_over = False
         self._client: dist.TCPStore | None = None
@@ -79,7 +85,7 @@ class Meeting:
         if where == self.where and number == self.number and not self.is_over:
             return self
         self.leave()
-        following = Meeting(self.device, number, receives=self.receives, where=where)
+        following = Meeting(self.device, number, receives=self.receives, where=where, ledger=self.ledger)
         if self._client is not None and where is not None:
             following._client = self._client if (where.host, where.port) == self._reached else None
         return following
@@ -165,6 +171,11 @@ class Meeting:
             self._planned_s += time.perf_counter() - begun_s
             self.lookups += 1
         return self._kept[known]
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Return `size` uninitialized flat bytes on the device, counted in the refit's memory. Call it in `once` for
+        memory that the next version uses again."""
+        return self.ledger.empty(size)
 
     def copies(self) -> list[Copy]:
         """Return the copies that this receiver needs from each sender. Raises ValueError, naming the tensor, if the

@@ -7,13 +7,14 @@ so that packing, sending and unpacking overlap; all memory is allocated before t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ops.comm.stateless_group import StatelessGroup
 from ops.lots import lots
+from ops.refit.ledger import Ledger
 from ops.refit.message import ALIGNED, Message
 from ops.refit.move import Moves
 from ops.refit.plan import Copy, Plan, build
@@ -21,37 +22,43 @@ from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
 from ops.refit.transports.base import Receiver, Sender
 from ops.refit.transports.meeting import Meeting, Record
-
-SLOT_BYTES, SLOTS = 192 << 20, 3
+from ops.refit.transports.sizes import SLOT_BYTES, SLOTS
 
 
 class PackedSender(Sender):
-    """The sending end, for one trainer rank."""
+    """The sending end, for one trainer rank; the sizes are those of `Exchange.of_plan`."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self._sizes = slot_bytes, slots
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Send each receiver the bytes that it needs from this rank's memory."""
-        return _carried(meeting)
+        return _carried(meeting, *self._sizes)
 
 
 class PackedReceiver(Receiver):
-    """The receiving end, for one sampler rank."""
+    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self._sizes = slot_bytes, slots
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the bytes that this rank needs from each sender."""
-        return _carried(meeting)
+        return _carried(meeting, *self._sizes)
 
 
-def _carried(meeting: Meeting) -> Record:
-    exchange = meeting.once(lambda: _joined(meeting))
+def _carried(meeting: Meeting, slot_bytes: int, slots: int) -> Record:
+    exchange = meeting.once(lambda: _joined(meeting, slot_bytes, slots))
     exchange.run()
     meeting.finish(exchange.group)
     return {"received_bytes": float(exchange.received_bytes)}
 
 
-def _joined(meeting: Meeting) -> Exchange:
+def _joined(meeting: Meeting, slot_bytes: int, slots: int) -> Exchange:
     return Exchange.of_plan(
         build(meeting.source, meeting.destination), meeting.group(), number=meeting.number, receives=meeting.receives,
-        senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers,
+        senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers, slot_bytes=slot_bytes,
+        slots=slots, empty=meeting.empty,
     )  # fmt: skip
 
 
@@ -68,25 +75,24 @@ class Exchange:
     """One rank's copies to or from its peers, by group rank; both ends have the same copies.
 
     `buffers` are its own, flat bytes. A message is at most `message_bytes`, or one copy; `slots` messages per peer are
-    in memory.
+    in memory, which `empty` allocates.
     """
 
     def __init__(
         self, copies: Mapping[int, Sequence[Copy]], group: StatelessGroup, *, receives: bool,
         buffers: Mapping[str, torch.Tensor], message_bytes: int, slots: int = SLOTS,
+        empty: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.group, self._receives = group, receives
         self.received_bytes = sum(copy.size for own in copies.values() for copy in own) if receives else 0
         device = next(iter(buffers.values())).device
+        empty = empty or Ledger(device).empty
         rounds = {peer: _messages(own, message_bytes) for peer, own in copies.items() if own}
         self.rounds = max((len(messages) for messages in rounds.values()), default=0)
         streams = Streams(device)
         self._slots = [Slot(streams) for _ in range(min(slots, self.rounds))]
         memories: list[dict[int, torch.Tensor]] = [
-            {
-                peer: torch.empty(max(message.size for message in messages), dtype=torch.uint8, device=device)
-                for peer, messages in rounds.items()
-            }
+            {peer: empty(max(message.size for message in messages)) for peer, messages in rounds.items()}
             for _ in self._slots
         ]
         self._rounds: list[list[_Part]] = []
@@ -119,13 +125,14 @@ class Exchange:
     def of_plan(
         cls, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
         buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+        empty: Callable[[int], torch.Tensor] | None = None,
     ) -> Exchange:  # fmt: skip
         """Build the exchange of a plan's `number`-th sender or receiver. In the group, senders come first. The messages
         of a round total at most `slot_bytes`, or are one copy each."""
         pairs = _pairs(plan, number, receives, receivers)
         in_group = {peer if receives else senders + peer: copies for peer, copies in pairs.items()}
         share = slot_bytes // max(senders, receivers)
-        return cls(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots)
+        return cls(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots, empty=empty)
 
 
 def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:

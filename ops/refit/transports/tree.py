@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ from ops.refit.plan import SEGMENT_BYTES, Copy, build
 from ops.refit.share import Share
 from ops.refit.transports.base import Receiver, Sender
 from ops.refit.transports.meeting import Meeting, Record
-from ops.refit.transports.packed import SLOT_BYTES, SLOTS, Exchange
+from ops.refit.transports.packed import Exchange
+from ops.refit.transports.sizes import SLOT_BYTES, SLOTS
 from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
 
 PATIENCE = 3  # limit for a wave, in deadlines
@@ -49,33 +50,40 @@ _log = logging.getLogger(__name__)
 
 
 class TreeSender(Sender):
-    """The sending end, for one trainer rank."""
+    """The sending end, for one trainer rank; the sizes are those of `Fanout`."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self._sizes = slot_bytes, slots
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Send the version to the first receivers."""
-        return _carried(meeting, version)
+        return _carried(meeting, version, *self._sizes)
 
 
 class TreeReceiver(Receiver):
-    """The receiving end, for one sampler rank."""
+    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self._sizes = slot_bytes, slots
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the version from a rank that has it, and forward it."""
-        return _carried(meeting, version)
+        return _carried(meeting, version, *self._sizes)
 
 
-def _carried(meeting: Meeting, version: int) -> Record:
-    fanout = meeting.once(lambda: _joined(meeting))
+def _carried(meeting: Meeting, version: int, slot_bytes: int, slots: int) -> Record:
+    fanout = meeting.once(lambda: _joined(meeting, slot_bytes, slots))
     fanout.held = None  # another transport may have written there since
     carried = fanout.run(version)
     names = ("received_bytes", "sent_bytes", "lookups", "waves", "replans")
     return {name: float(getattr(carried, name)) for name in names}
 
 
-def _joined(meeting: Meeting) -> Fanout:
+def _joined(meeting: Meeting, slot_bytes: int, slots: int) -> Fanout:
     fanout = Fanout(
         meeting.source, meeting.destination, meeting.store, number=meeting.number, receives=meeting.receives,
-        buffers=meeting.buffers, name=meeting.name, deadline_s=meeting.deadline_s,
+        buffers=meeting.buffers, name=meeting.name, deadline_s=meeting.deadline_s, slot_bytes=slot_bytes, slots=slots,
+        empty=meeting.empty,
     )  # fmt: skip
     meeting.on_leaving(fanout.abandon)
     return fanout
@@ -116,7 +124,7 @@ class Fanout:
     """One rank, the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
     senders come first. `buffers` are its own, flat bytes; `interface` is the network interface to use (ops.comm.nic).
     `deadline_s` limits the wait for the others before a version, and for any message; a wave may take PATIENCE times as
-    long.
+    long. `empty` allocates the memory of messages.
 
     `held` is the version that a receiver has. Code that overwrites its buffers sets it to None. Raises ValueError,
     naming the tensor, if the source lacks part of the destination.
@@ -125,14 +133,14 @@ class Fanout:
     def __init__(
         self, source: Layout, destination: Layout, store: dist.Store, *, number: int, receives: bool,
         buffers: Mapping[str, torch.Tensor], name: str = "", interface: str = "", deadline_s: float = DEADLINE_S,
-        slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+        slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, empty: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.held: int | None = None
         self._source, self._destination, self._senders = source, destination, len(source.ranks)
         self._rank, self._receives = (self._senders + number if receives else number), receives
         self._kind = {self._senders + rank: self._senders + first for rank, first in enumerate(kinds(destination))}
         self._store, self._name, self._interface, self._deadline_s = store, name, interface, deadline_s
-        self._buffers, self._slot_bytes, self._slots = buffers, slot_bytes, slots
+        self._buffers, self._slot_bytes, self._slots, self._empty = buffers, slot_bytes, slots, empty
         self._device = next(iter(buffers.values())).device
         build(source, Layout(destination.tensors, [destination.ranks[first] for first in set(kinds(destination))]))
         given = msgspec.msgpack.encode((source, destination, slot_bytes))
@@ -247,7 +255,7 @@ class Fanout:
             if edge.exchange is None:
                 edge.exchange = Exchange(
                     {0 if receives else 1: edge.copies}, self._groups[pair], receives=receives, buffers=self._buffers,
-                    message_bytes=edge.message_bytes, slots=self._slots,
+                    message_bytes=edge.message_bytes, slots=self._slots, empty=self._empty,
                 )  # fmt: skip
             try:
                 edge.exchange.run()

@@ -1,8 +1,9 @@
 """Saves a learner's exact state as safetensors files per rank and a small JSON. Reading them executes no code.
 
 Each rank writes its share of the master weights and moments; one rank per model part writes the weights. The number of
-data-parallel and context-parallel ranks may change between write and read: shares are ranges of a flattened parameter, and a rank reads from
-all files that overlap its own. Knows Megatron-core's distributed optimizer, not when it is called.
+data-parallel and context-parallel ranks may change between write and read: shares are ranges of a flattened parameter,
+and a rank reads from all files that overlap its own. Files use the names of Megatron-core's own layers, so it does not
+matter whether Transformer Engine is installed. Knows Megatron-core's distributed optimizer, not when it is called.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from ops.lots import lots
 from pipeline.declare.ranks import Layout
 from pipeline.errors import CheckpointError, Problem
-from stages.backends.megatron.names import parameters
+from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.parts import Part
 
@@ -49,14 +50,15 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
 
 
 def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank writes, keyed by `kind:name:start`, on the tensors' device."""
+    """What this rank writes, keyed by `kind:name:start` (the plain name), on the tensors' device."""
     groups, table = network.groups, parameters(network.shape, network.part)
+    plain = plain_names(network.shape, network.part)
     for name, parameter in network.named_parameters():
         if groups.is_first(experts=table[name].expert):
-            yield f"{_WEIGHT}:{name}:0", parameter.reshape(-1)
+            yield f"{_WEIGHT}:{plain[name]}:0", parameter.reshape(-1)
     for name, start, found in shares(network, optimizer):
         for kind, share in found.items():
-            yield f"{kind}:{name}:{start}", share
+            yield f"{kind}:{plain[name]}:{start}", share
 
 
 @torch.no_grad()
@@ -67,12 +69,12 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
         written = json.loads((folder / _COUNTERS).read_text())
         _check_layout(folder, written["layout"], network)
         with ExitStack() as stack:
-            found = _Found(folder, written["layout"], network, stack)
+            found, plain = _Found(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
             for name, parameter in network.named_parameters():
-                found.fill(_WEIGHT, name, 0, parameter.detach().view(-1))
+                found.fill(_WEIGHT, plain[name], 0, parameter.detach().view(-1))
             for name, start, held in shares(network, optimizer):
                 for kind, share in held.items():
-                    found.fill(kind, name, start, share)
+                    found.fill(kind, plain[name], start, share)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(
             _problem(folder, str(error), f"it is {_COUNTERS} and the safetensors files of each rank, all complete")
@@ -114,7 +116,7 @@ class _Found:
     def __init__(self, folder: Path, layout: list[int], network: Network, stack: ExitStack) -> None:
         data, tensor, pipeline, *experts = layout
         self.folder, self.places = folder, {}  # type: Path, dict[tuple[str, str], list[tuple[int, str, Any]]]
-        table, mine = parameters(network.shape, network.part), network.part
+        table, mine = parameters(network.shape, network.part.plain), network.part
         then = Layout(data=data, tensor=tensor, pipeline=pipeline)
         for rank in range(then.size):
             part = Part.of(rank, then, *experts)

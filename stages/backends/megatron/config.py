@@ -14,8 +14,7 @@ from stages.backends.megatron.names import qkv_rows
 from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
 
-
-_LARGEST_HEAD = 128  # of cuDNN's attention, forward and backward, in all versions (cuDNN's support matrix)
+_LARGEST_HEAD = 128  # in cuDNN's attention, forward and backward (transformer_engine, common/fused_attn/fused_attn.cpp)
 
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
@@ -30,7 +29,6 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
             "moe_router_topk": decoder.chosen,
             "moe_router_pre_softmax": not decoder.renormalise,
             "moe_router_load_balancing_type": "none",
-            "moe_grouped_gemm": False,
             "moe_token_dispatcher_type": "allgather" if on_cpu else "alltoall",
         }
         if decoder.experts

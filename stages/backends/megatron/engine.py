@@ -123,9 +123,9 @@ class MegatronEngine:
             )
         return self._sources[key].share(held, transport)
 
-    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
-        """Send what `share` returned to the ranks that serve."""
-        self._sources[identity(model)].carry(shares, version, route)
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
+        """Send what `share` returned to the ranks that serve. Returns metrics."""
+        return self._sources[identity(model)].carry(shares, version, route)
 
     def export(self, model: Model, folder: Path) -> None:
         """Save the trained copy as a Hugging Face folder; rank 0 writes a few GiB at a time."""
@@ -147,11 +147,11 @@ class MegatronEngine:
             learner.leave()
         return before_bytes, bytes_in_use(self.groups.device)
 
-    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float:
-        """Operations of a forward and a backward pass of the whole model."""
+    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float:
+        """Operations of a forward pass of the whole model, or of both passes."""
         shape = Transformer.of(self._of(model).config)
         lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
+        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
 
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
@@ -178,7 +178,7 @@ class MegatronEngine:
 
     def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         network = self.network(model)
-        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part.fused_norms)
+        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part)
 
     @contextmanager
     def _frozen(self, held: _Held) -> Iterator[None]:

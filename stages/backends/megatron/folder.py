@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from ops.lots import lots
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, parameters
+from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.shards import INDEX, Shards
 
@@ -43,16 +43,17 @@ def gathered(
     held: Mapping[str, torch.Tensor],
     decoder: Decoder,
     groups: Groups,
-    fused_norms: bool = False,
+    layers: Part,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors by Hugging Face name on rank 0, on the CPU, parameter by parameter.
 
-    All ranks iterate together; the other ranks send what they hold and yield nothing.
+    All ranks iterate together; the other ranks send what they hold and yield nothing. `layers` is a part whose kinds of
+    layers hold the tensors.
     """
     for stage in range(groups.layout.pipeline):
         for experts in (False, True)[: 1 + bool(decoder.experts)]:
             for ranks in groups.holders(stage, experts=experts):
-                parts = [replace(groups.part(rank), fused_norms=fused_norms) for rank in ranks]
+                parts = [groups.part(rank).in_layers_of(layers) for rank in ranks]
                 tables = [parameters(decoder, part) for part in parts]
                 for name, first in tables[0].items():
                     if first.copy or first.expert != experts:

@@ -121,9 +121,11 @@ def _spread(values_S: torch.Tensor, at_S: torch.Tensor, size: int) -> torch.Tens
 
 
 def _described(starts_N: torch.Tensor, longest: int, sliced: bool) -> PackedSeqParams:
-    """The samples of the whole row. Of a slice, Transformer Engine wants their starts with and without padding. They are
-    the same here: padding at the end of a sample is computed like a token, which leaves no number undefined, and causal
-    attention does not see it."""
+    """The samples of the whole row.
+
+    For slices, Transformer Engine wants their starts with and without padding. Both are the same here: padding at the
+    end of a sample is computed like a token, so that no number is undefined, and causal attention never sees it.
+    """
     padded = starts_N if sliced else None
     return PackedSeqParams(
         qkv_format="sbhd",

@@ -79,6 +79,10 @@ FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer 
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+GROUPED = {  # Transformer Engine has one layer for all experts of a rank, and in it a weight for each
+    _EXPERT + "linear_fc1.weight": _LAYER + "mlp.experts.linear_fc1.weight{expert}",
+    _EXPERT + "linear_fc2.weight": _LAYER + "mlp.experts.linear_fc2.weight{expert}",
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,11 @@ def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
     return made
 
 
+def plain_names(decoder: Decoder, part: Part) -> dict[str, str]:
+    """The name of each parameter of a rank in Megatron-core's own layers, by its name in the layers that it is in."""
+    return dict(zip(parameters(decoder, part), parameters(decoder, part.plain), strict=True))
+
+
 def _add(
     made: dict[str, Parameter],
     decoder: Decoder,
@@ -159,6 +168,8 @@ def _add(
 
 
 def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
+    if part.grouped_experts and rule.parameter in GROUPED:
+        return GROUPED[rule.parameter]
     name = rule.parameter.removeprefix(_LAYER)
     if not part.fused_norms or name not in FUSED_NORMS or (decoder.experts and name.startswith("pre_mlp")):
         return rule.parameter

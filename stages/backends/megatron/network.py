@@ -2,8 +2,8 @@
 
 Knows layers and process groups, not where weights come from or what is trained.
 
-Legend: S positions, N samples, H hidden size, R response tokens, M those that this rank predicts, V this rank's part of the
-vocabulary, D head size.
+Legend: S positions, N samples, H hidden size, R response tokens, M those that this rank predicts, V this rank's part of
+the vocabulary, D head size.
 """
 
 from __future__ import annotations
@@ -46,12 +46,18 @@ def has_transformer_engine(groups: Groups) -> bool:
     return groups.device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_grouped_experts(groups: Groups) -> bool:
+    """Whether one layer multiplies the tokens of all experts of a rank (grouped GEMM): Transformer Engine has one."""
+    return has_transformer_engine(groups)
+
+
 class Network(GPTModel):
     """This rank's part. It outputs hidden states (on the last stage after the final norm); `logprobs` does the rest, so
     logits are computed only where response tokens are predicted."""
 
     def __init__(self, decoder: Decoder, config: TransformerConfig, groups: Groups) -> None:
-        part = replace(groups.part(), fused_norms=has_transformer_engine(groups))
+        grouped = decoder.experts > 0 and has_grouped_experts(groups)
+        part = replace(groups.part(), fused_norms=has_transformer_engine(groups), grouped_experts=grouped)
         super().__init__(
             config=config,
             transformer_layer_spec=_block(decoder, config, part),
@@ -170,7 +176,7 @@ def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> Transform
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=decoder.qk_norm
+            num_experts=experts, moe_grouped_gemm=part.grouped_experts, qk_layernorm=decoder.qk_norm
         )
         norm = TENorm
     else:

@@ -9,7 +9,7 @@ everything else, but in their own way: first each expert over `expert_tensors` r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeline.declare.ranks import Layout
@@ -22,6 +22,7 @@ class Part:
     tensor, stage             of everything but the experts; `stage` also of the experts
     expert, expert_tensor     of the experts: which of them, and which part of each
     fused_norms               whether norms are inside linear layers (Transformer Engine)
+    grouped_experts           whether one layer multiplies the tokens of all experts (Transformer Engine)
     """
 
     tensor: int = 0
@@ -33,10 +34,11 @@ class Part:
     expert_tensor: int = 0
     expert_tensors: int = 1
     fused_norms: bool = False
+    grouped_experts: bool = False
 
     @staticmethod
     def of(rank: int, layout: Layout, experts: int, expert_tensors: int) -> Part:
-        """The part that a rank holds, norms apart."""
+        """The part that a rank holds, in Megatron-core's own layers."""
         stage, within = divmod(rank, stage_ranks(layout))
         return Part(
             tensor=within % layout.tensor,
@@ -48,6 +50,15 @@ class Part:
             expert_tensor=within % expert_tensors,
             expert_tensors=expert_tensors,
         )
+
+    def in_layers_of(self, other: Part) -> Part:
+        """This part of the model in the kinds of layers that hold the other part."""
+        return replace(self, fused_norms=other.fused_norms, grouped_experts=other.grouped_experts)
+
+    @property
+    def plain(self) -> Part:
+        """This part in Megatron-core's own layers."""
+        return self.in_layers_of(Part())
 
 
 def stage_ranks(layout: Layout) -> int:

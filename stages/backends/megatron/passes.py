@@ -94,10 +94,7 @@ def rows_of(
         largest = torch.tensor(counts, device=groups.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.process.ep)
         least = largest.tolist()
-    return [
-        partial(row_of, *cut, **how, least=size, device=groups.device)
-        for cut, size in zip(cuts, least)
-    ]
+    return [partial(row_of, *cut, **how, least=size, device=groups.device) for cut, size in zip(cuts, least)]
 
 
 def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float) -> Ragged:

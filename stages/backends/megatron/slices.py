@@ -1,12 +1,12 @@
 """Which positions of a packed row each context-parallel rank computes. Arithmetic only: no model, no processes.
 
     cut = Slices(rank=0, ranks=2)
-    lengths = cut.padded([5, 9])                     # [8, 12]
-    row[cut.positions(lengths)]                      # positions 0 1 6 7 of the first sample, 0 1 2 9 10 11 of the second
+    lengths = cut.padded([5, 9])           # [8, 12]
+    row[cut.positions(lengths)]            # positions 0 1 6 7 of the first sample, 0 1 2 9 10 11 of the second
 
-Each sample is padded to 2 x ranks equal chunks. Rank r computes chunks r and 2 x ranks - 1 - r: one with little to attend
-to and one with much, so that causal attention costs every rank the same. It is the rule of Transformer Engine's attention
-(tex.thd_get_partitioned_indices; Megatron-core's get_thd_batch_on_this_cp_rank), which relies on it.
+Each sample is padded to 2 x ranks equal chunks. Rank r computes chunks r and 2 x ranks - 1 - r: one that attends to
+little and one that attends to much, so that causal attention costs all ranks the same. Transformer Engine's attention
+requires this rule (tex.thd_get_partitioned_indices, which Megatron-core's get_thd_batch_on_this_cp_rank applies).
 
 Legend: N samples, S positions of a row, C chunks of one rank (two per sample), R entries to look up.
 """
@@ -54,7 +54,7 @@ def ranges(start_N: torch.Tensor, size_N: torch.Tensor) -> torch.Tensor:
 
 
 def found(positions_S: torch.Tensor, wanted_R: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entries of `wanted` are among `positions` (of a row of `size`), ascending; and for each, its index there."""
+    """The entries of `wanted` that are among `positions` of a row of `size`, ascending, and the index of each there."""
     index = torch.full((size,), -1)
     index[positions_S] = torch.arange(len(positions_S))
     here = (index[wanted_R] >= 0).nonzero()[:, 0]

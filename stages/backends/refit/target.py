@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ops.refit.layout import Layout, Place, Tensor
+from ops.refit.ledger import Ledger
 from ops.refit.move import flat
 from ops.refit.share import Share, digest_of, layout_of
 from ops.refit.sums import Summed, Sums, digest
@@ -31,7 +32,8 @@ from stages.backends.refit.source import marks_of
 @dataclass(frozen=True)
 class Received:
     """The result of a version on one rank: checksums of everything it holds, and a record: bytes, `lookups` (plans,
-    tables, memory and connections not reused from the previous version), and milliseconds of each part."""
+    tables, memory and connections not reused from the previous version), milliseconds of each part, and the memory that
+    the rank keeps and used."""
 
     summed: Summed
     record: dict[str, float]
@@ -43,21 +45,23 @@ class NotAsOfferedError(StageError):
 
 class Target:
     """One rank of one of `replicas` equal replicas. `ranks` are the places of a replica's ranks; `held` are this rank's
-    tensors by buffer, contiguous and at fixed addresses."""
+    tensors by buffer, contiguous and at fixed addresses. `ledger` counts the memory that the rank keeps for refits."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], ranks: Sequence[Sequence[Place]], rank: int,
-        held: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1,
+        held: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1, ledger: Ledger | None = None,
     ) -> None:  # fmt: skip
         buffers = {name: flat(tensor) for name, tensor in held.items()}
         self._device = next(iter(held.values())).device
+        self._ledger = ledger or Ledger(self._device)
         self._buffers, self._tensors, self._ranks = buffers, tensors, ranks
         self._rank, self._replica, self._all = rank, replica, tuple(range(replicas))
         self._checked: Layout | None = None
         self._layouts: dict[tuple[int, ...], Layout] = {}  # by participating replicas
         self._receivers: dict[str, Receiver] = {}  # by the transport's name
         self._meetings: dict[str, Meeting] = {}
-        self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
+        with self._ledger.counting():
+            self._sums = Sums(tensors, ranks[rank], buffers.__getitem__)
 
     def receive(self, shares: Sequence[Share], version: int, route: Route) -> Received:
         """Write this rank's part of the version and compute the checksums.
@@ -65,6 +69,7 @@ class Target:
         Raises StageError, before writing a byte, if the offered model is a different one; GroupError if another rank
         failed.
         """
+        self._ledger.begin()
         if (layout := layout_of(shares)) is not self._checked:
             check_same(self._tensors, layout.tensors)
             self._checked = layout
@@ -73,13 +78,15 @@ class Target:
             self._receivers[name] = route.transport.receiver()
         receiver, (destination, meeting) = self._receivers[name], self._met(name, route)
         marks = tuple(mark.mark for mark in marks_of(shares)) if route.meeting is not None else ()
-        record = meeting.carry(
-            version, layout, destination, self._buffers, lambda: receiver.receive(meeting, shares, version), marks=marks
-        )
-        begun_s = time.perf_counter()
-        summed = self._sums.now()
+        with self._ledger.counting():
+            record = meeting.carry(
+                version, layout, destination, self._buffers, lambda: receiver.receive(meeting, shares, version),
+                marks=marks,
+            )  # fmt: skip
+            begun_s = time.perf_counter()
+            summed = self._sums.now()
         record["check_ms"] = 1e3 * (time.perf_counter() - begun_s)
-        return Received(summed, record)
+        return Received(summed, record | self._ledger.record("target"))
 
     def close(self) -> None:
         """Release opened memory and leave meetings."""
@@ -94,7 +101,9 @@ class Target:
         if replicas not in self._layouts:
             self._layouts = {replicas: Layout(self._tensors, list(self._ranks) * len(replicas))}
         number = replicas.index(self._replica) * len(self._ranks) + self._rank
-        meeting = self._meetings.get(name) or Meeting(self._device, number, receives=True, where=route.meeting)
+        meeting = self._meetings.get(name) or Meeting(
+            self._device, number, receives=True, where=route.meeting, ledger=self._ledger
+        )
         self._meetings[name] = meeting = meeting.at(route.meeting, number)
         return self._layouts[replicas], meeting
 

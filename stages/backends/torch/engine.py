@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -145,14 +145,14 @@ class TorchEngine(Texts):
             self._reward_models[key] = open_reward_model(key, dtype=self.dtype, device=self.device)
         return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
 
-    def training_flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged) -> float | None:
-        """Operations of a forward and a backward pass; None unless it is a Llama-style transformer."""
+    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
+        """Operations of a forward pass, or of both passes; None unless it is a Llama-style transformer."""
         try:
-            shape = Transformer.of(self.network(model, "trained").config.to_dict())
+            shape = Transformer.of(self.network(model, "trained" if model.trainable else "frozen").config.to_dict())
         except ValueError:
             return None
         lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        return model_flops(shape, lengths, training=True, logits=response_ids.lengths)
+        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
 
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
@@ -189,9 +189,9 @@ class TorchEngine(Texts):
             self._sources[key] = Source(self.device, self.worker[0], tensors, places, held)
         return self._sources[key].share(held, transport)
 
-    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> None:
-        """Send what `share` returned to the ranks that serve."""
-        self._sources[identity(model)].carry(shares, version, route)
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
+        """Send what `share` returned to the ranks that serve. Returns metrics."""
+        return self._sources[identity(model)].carry(shares, version, route)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""

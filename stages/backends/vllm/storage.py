@@ -7,7 +7,8 @@ through vLLM's own loader. Knows modules and memory, not who sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ops.refit.layout import Place, Tensor, dense, whole
+from ops.refit.ledger import Ledger
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.experts import single
 from stages.backends.model.shards import Shards
@@ -23,12 +25,14 @@ from stages.backends.vllm import places as table
 
 class Storage:
     """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong.
-    Without a decoder there is no table, and everything `offered` goes through the loader."""
+    Without a decoder there is no table, and everything `offered` goes through the loader. `ledger` counts the memory
+    that is not vLLM's own."""
 
     def __init__(
         self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
-        offered: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+        offered: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, ledger: Ledger,
     ) -> None:  # fmt: skip
+        self._ledger = ledger
         self._network, self._device, self._dtype = network, device, dtype
         self._decoder, self._ranks, self._by_loader = decoder, ranks, by_loader
         kind = str(dtype).removeprefix("torch.")
@@ -37,7 +41,7 @@ class Storage:
         self.loaded = [name for name in self.tensors if name not in ruled]
         self.held = self._parameters() if decoder is not None else {}
         for name in self.loaded:
-            self.held[_whole(name)] = torch.empty(self.tensors[name].shape, dtype=dtype, device=device)
+            self.held[_whole(name)] = self._empty(self.tensors[name].shape)
 
     def places(self, rank: int) -> list[Place]:
         """A rank's places, as buffers of `held`."""
@@ -69,9 +73,12 @@ class Storage:
         assert self._decoder is not None
         shapes = {n: s for n, s in table.shapes(self._decoder, self._ranks).items() if n not in self._by_loader}
         if self._device.type == "cpu":
-            return {name: torch.zeros(shape, dtype=self._dtype) for name, shape in shapes.items()}
+            return {name: self._empty(shape).zero_() for name, shape in shapes.items()}
         live = _parameters(self._network)
         return {name: live[name].data for name in shapes}
+
+    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
+        return self._ledger.empty(prod(shape) * self._dtype.itemsize).view(self._dtype).view(*shape)
 
     def _pack(self) -> None:
         """Give each module the received parameters and have vLLM pack them."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ops.comm.stateless_group import GroupError
+from ops.refit.ledger import Ledger
 from ops.refit.share import Share, layout_of
 from stages.backends.model.decoder import Decoder
 from stages.backends.refit.target import Received, Target
@@ -117,15 +118,16 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def _prepare(self, shares: list[Share], *, by_loader: bool) -> None:
         """Find the parameters; `by_loader` sends all of them through vLLM's own loader."""
-        ranks, joined = self.parallel_config.tensor_parallel_size, self._joined
-        storage = Storage(
-            self.model, None if by_loader else self._decoder(), ranks, by_loader=joined.by_loader,
-            offered=layout_of(shares).tensors, dtype=self._dtype(), device=self.device,
-        )  # fmt: skip
+        ranks, joined, ledger = self.parallel_config.tensor_parallel_size, self._joined, Ledger(self.device)
+        with ledger.counting():
+            storage = Storage(
+                self.model, None if by_loader else self._decoder(), ranks, by_loader=joined.by_loader,
+                offered=layout_of(shares).tensors, dtype=self._dtype(), device=self.device, ledger=ledger,
+            )  # fmt: skip
         own = [storage.places(rank) for rank in range(ranks)]
         self._target = Target(
             storage.tensors, own, self.parallel_config.rank, storage.held,
-            replica=joined.replica, replicas=joined.replicas,
+            replica=joined.replica, replicas=joined.replicas, ledger=ledger,
         )  # fmt: skip
         self._storage = storage
 

@@ -1,0 +1,25 @@
+"""docs/claims.md: every quote is in the README, and every test that it names exists."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs" / "claims.md").read_text(), re.MULTILINE)[1:]
+
+
+def plain(text: str) -> str:
+    """Return a text without emphasis and line breaks."""
+    return re.sub(r"\s+", " ", text.replace("**", ""))
+
+
+def test_every_quote_is_in_the_readme() -> None:
+    readme = plain((ROOT / "README.md").read_text())
+    assert len(ROWS) > 20
+    assert not [quote for quote, _ in ROWS if plain(quote) not in readme]
+
+
+def test_every_test_is_there() -> None:
+    named = [test.split("::") for _, tests in ROWS for test in re.findall(r"`(tests/[^`]+)`", tests)]
+    assert len(named) > 30
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not missing

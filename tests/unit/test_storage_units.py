@@ -1,0 +1,113 @@
+"""Where TransferQueue's storage units go, and what a cluster lacks for a run; nodes are dicts, as Ray lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline import run
+from pipeline.cli.executor_flags import storage_units
+from pipeline.errors import GraphError
+from pipeline.executors.storage import PER_NODE, data_plane_cpus, shortages, units_of
+from pipeline.executors.worker import WorkerSettings
+from pipeline.plan.planner import plan
+from pipeline.rundir import RunDir
+from tests.unit import toy
+
+PLAN = plan(toy.graph())[0]  # sampler, learner and host with one CPU each
+
+
+def nodes(**cpus: float) -> list[dict]:
+    """Return nodes with these CPUs, by the last letter of their address; "x" is gone."""
+    return [
+        {"Alive": name != "x", "NodeManagerAddress": f"node-{name}", "Resources": {"CPU": count} if count else {}}
+        for name, count in cpus.items()
+    ]
+
+
+def short(asked: int | str, here: str = "node-a", **cpus: float) -> str:
+    """Return what the cluster lacks, as text; empty if it lacks nothing."""
+    cluster = nodes(**cpus)
+    return "\n".join(map(str, shortages(PLAN, units_of(asked, cluster, here), cluster)))
+
+
+def test_a_number_of_units_is_on_the_drivers_node():
+    cluster = nodes(a=8, b=8)
+    units = units_of(3, cluster, "node-b")
+    assert (units.count, units.resource, units.cpus) == (3, "node:node-b", 4)
+    assert units.bundles(PLAN, cluster) == [{"CPU": 1.0, "node:node-b": 0.001}] * 4
+
+
+def test_the_controller_is_anywhere_if_the_drivers_node_has_no_room_for_it():
+    """The host group has one CPU, and the unit another one."""
+    here = {"CPU": 1.0, "node:node-a": 0.001}
+    assert units_of(1, nodes(a=2, b=8), "node-a").bundles(PLAN, nodes(a=2, b=8)) == [{"CPU": 1.0}, here]
+    assert units_of(1, nodes(a=3, b=8), "node-a").bundles(PLAN, nodes(a=3, b=8)) == [here, here]
+
+
+def test_there_is_one_unit_on_each_node_that_has_cpus():
+    units = units_of(PER_NODE, nodes(a=0, b=8, c=1, x=8), "node-a")
+    assert units.addresses == ("node-b", "node-c")
+    assert (units.count, units.resource, units.cpus) == (2, "CPU", 3)
+    assert [data_plane_cpus(asked, nodes=1) for asked in (1, 3, PER_NODE)] == [2, 4, 2]
+
+
+def test_a_cluster_with_room_lacks_nothing():
+    assert short(2, a=6) == short(1, a=2, b=3) == short(PER_NODE, a=2, b=4) == ""
+
+
+def test_a_cluster_without_cpus_for_the_units_is_refused():
+    assert short(2, a=5) == (
+        "toy: the run asks for 6 CPUs, the cluster has 5; every worker group holds its resources for the whole run, "
+        "and TransferQueue 3 CPUs. Fix: use smaller worker groups, or more machines"
+    )
+    assert "the run asks for 6 CPUs, the cluster has 5;" in short(PER_NODE, a=2, b=3, x=9)
+
+
+def test_a_driver_without_cpus_for_the_units_is_refused():
+    assert short(3, a=3, b=9) == (
+        "toy: the run asks for 4 CPUs on the driver's machine, which has 3; the host group and 3 of TransferQueue's "
+        "storage units, with one CPU each, run there. Fix: --storage-units per-node, or start the run on a larger "
+        "machine"
+    )
+
+
+def test_without_a_store_of_its_own_a_run_needs_its_groups_cpus():
+    assert not list(shortages(PLAN, None, nodes(a=3)))
+    (problem,) = shortages(PLAN, None, nodes(a=2))
+    assert "TransferQueue 0 CPUs" in problem.why
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("12", 12), ("per-node", PER_NODE)])
+def test_the_flag(text, value):
+    assert storage_units(text) == value
+
+
+@pytest.mark.parametrize("units", [1, 3, PER_NODE])
+def test_a_resumed_run_has_as_many(units):
+    words = "" if units == 1 else f" --storage-units {units}"
+    options = SimpleNamespace(executor="ray", storage_units=units)
+    asked = SimpleNamespace(options=options, file=SimpleNamespace(path=Path("graph.py")))
+    command = run._resume_command(asked, RunDir(Path("run")))  # type: ignore[arg-type]
+    assert command.endswith(f"graph.py --executor ray{words} --run-dir run --resume")
+
+
+@pytest.mark.parametrize("cpus", [4, 6])
+def test_a_run_reserves_them_before_it_places_a_worker(monkeypatch, cpus):
+    from pipeline.executors import ray as subject
+
+    done: list = []
+    executor = subject.RayExecutor(storage_units=2)
+    executor._placement = SimpleNamespace(  # type: ignore[assignment]
+        reserve=lambda bundles: done.append(len(bundles)), place=lambda *_: done.append("place") or 1 / 0
+    )
+    monkeypatch.setattr(subject.RayExecutor, "store", None)
+    monkeypatch.setattr(executor, "_connect", lambda plan: None)
+    monkeypatch.setattr(subject.ray, "nodes", lambda: nodes(a=cpus))
+    monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "node-a")
+    settings = WorkerSettings(partition="toy", parts={}, group_size=2, steps=1, seed=0, run_dir=None)
+    with pytest.raises(GraphError if cpus == 4 else ZeroDivisionError):
+        executor.start(toy.graph(), PLAN, settings, None)
+    assert done == ([] if cpus == 4 else [3, "place"])
