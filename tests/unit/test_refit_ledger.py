@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.ledger import Ledger
@@ -54,6 +55,13 @@ def store() -> Iterator[Any]:
     yield open_store("127.0.0.1", 1, deadline_s=60.0)
 
 
+def routed(store: Any, transport: Transport) -> Route:
+    """Return the route of a transport on which nobody waits long."""
+    meeting = route_of(store, "refit").meeting
+    assert meeting is not None
+    return Route(transport, replace(meeting, deadline_s=10.0))
+
+
 def refitted(store: Any, transport: Transport, versions: int = 3) -> list[Mapping[str, float]]:
     """Return the memory of both sides of one worker each, for each version."""
     tensors = {name: Tensor(tuple(tensor.shape), "float32") for name, tensor in WEIGHTS.items()}
@@ -66,7 +74,7 @@ def refitted(store: Any, transport: Transport, versions: int = 3) -> list[Mappin
         for tensor in weights.values():
             tensor.add_(1.0)
         share = source.share(weights, transport)
-        route = Route(transport, route_of(store, "refit").meeting if transport.both_carry else None)
+        route = routed(store, transport) if transport.both_carry else Route(transport)
         with carried(source, share, version, route) if route.meeting else nullcontext(share.record) as sent:
             received = target.receive([share], version, route)
         sent = sent.result() if route.meeting else sent
@@ -145,7 +153,7 @@ def test_weights_that_have_changed_are_not_sent_again_as_an_earlier_version(stor
     held = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
     tensors = layout_of([share]).tensors
     target = Target(tensors, [[dense(name, whole(tensor.shape), 4, name) for name, tensor in tensors.items()]], 0, held)
-    route = Route(Gloo(keep_copy=False), route_of(store, "refit").meeting)
+    route = routed(store, Gloo(keep_copy=False))
     for _ in range(2):  # the same weights may be sent again
         with carried(source, share, 7, route):
             target.receive([share], 7, route)
