@@ -21,7 +21,7 @@ from pipeline.plan.gate import awaited, gate_of
 from pipeline.plan.lifetimes import entry_bytes, partitions
 from pipeline.plan.plan import Edge, Fence, Lifetime, PlacedGroup, Plan, PlannedStage
 from pipeline.plan.samples import KeepSamples
-from pipeline.plan.schedule_checks import pool_problems
+from pipeline.plan.schedule_checks import capacity_problems, pool_problems
 from pipeline.plan.structure import structure
 
 
@@ -65,7 +65,7 @@ def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]
     made = _build(graph, stages)
     if errors := list(pool_problems(graph, made.pool)):
         raise GraphError(*errors)
-    return made, [problem for problem in problems if problem.warning]
+    return made, [*(problem for problem in problems if problem.warning), *capacity_problems(graph, made.partitions)]
 
 
 def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:

@@ -9,6 +9,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.parameters import at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
+from pipeline.plan.plan import Partition
 
 _RULES = (
     at_least("steps", 1, fix=100),
@@ -109,6 +110,20 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
             )
         if isinstance(stage, StartsOnRuns):
             yield from broken([_RUN], stage, where=where, says=f"stage {stage.name!r} has {{}}")
+
+
+def capacity_problems(graph: Graph, partitions: Sequence[Partition]) -> Iterator[Problem]:
+    """Warn if the bytes that are allowed do not hold one batch."""
+    allowed = graph.schedule.capacity_bytes
+    needed = graph.batch * sum(partition.most_bytes for partition in partitions)
+    if allowed is not None and needed > allowed:
+        yield Problem(
+            where=str(graph.location),
+            what=f"Schedule(capacity_bytes={allowed})",
+            why=f"one batch may take {needed} bytes, texts and prompts not counted, so only one is in flight at a time",
+            fix=f"capacity_bytes={(graph.schedule.max_staleness + 2) * needed}",
+            warning=True,
+        )
 
 
 def pool_problems(graph: Graph, pool: Sequence[str]) -> Iterator[Problem]:

@@ -26,11 +26,12 @@ class Judge(Stage):
 '''
 
 
-def schedule(name: str, text: str, *, at: tuple[str, ...] = ("made",), top: str = "", **lines: str) -> Case:
+def schedule(
+    name: str, text: str, *, at: tuple[str, ...] = ("made",), top: str = "", code: int = 2, **lines: str
+) -> Case:
     """Return a case of a Schedule with these arguments, in a graph that corrects for older samples."""
-    return Case(
-        name, {"schedule": f"Schedule(steps=steps, {text})", "train": CORRECTED} | lines, at=at, top=IMPORT + top
-    )
+    made = {"schedule": f"Schedule(steps=steps, {text})", "train": CORRECTED} | lines
+    return Case(name, made, at=at, top=IMPORT + top, code=code)
 
 
 def stamped(name: str, text: str) -> Case:
@@ -49,6 +50,8 @@ CASES = [
     schedule("refit_misspelled", "max_staleness=1, refit='inflight'"),
     schedule("refit_is_a_bool", "max_staleness=1, refit=True"),
     schedule("capacity_below_staleness", "max_staleness=3, capacity=8"),
+    schedule("capacity_bytes_of_0", "capacity_bytes=0"),
+    schedule("capacity_bytes_below_a_batch", "capacity_bytes=100", code=0),
     schedule(
         "dropping_without_versions",
         "max_staleness=1, on_stale='drop'",
