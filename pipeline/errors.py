@@ -55,6 +55,15 @@ def message_of(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def is_users(error: BaseException) -> bool:
+    """Return whether an exception comes from user code: any Exception, and sys.exit(), unless a signal handler of this
+    process or of Ray raised it."""
+    if not isinstance(error, SystemExit):
+        return isinstance(error, Exception)
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or not re.search(r"/ray/|/engine/termination\.py$", frames[-1].filename)
+
+
 class SluiceError(Exception):
     """Base class of all errors that the user can fix. `problems` is never empty; `exit_code` is never 0."""
 

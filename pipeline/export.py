@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
                 why="a run is exported as a Perfetto trace or as tables",
-                fix="python -m pipeline.export runs/quickstart-... --perfetto trace.json",
+                fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --perfetto trace.json"]),
             )
         )
     run = Path(options.run)

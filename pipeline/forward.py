@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import sys
 import threading
@@ -150,7 +151,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no service is named",
                 why="the metrics of a run are forwarded to a service",
-                fix="python -m pipeline.forward runs/quickstart-... --tensorboard tb",
+                fix=" ".join([*typed("pipeline.forward"), "runs/quickstart-... --tensorboard tb"]),
             )
         )
     if options.until_eof:
@@ -172,7 +173,7 @@ def _until_eof() -> Callable[[str], bool]:
     ended = threading.Event()
 
     def read() -> None:
-        while sys.stdin.buffer.read(1 << 10):
+        while os.read(sys.stdin.fileno(), 1 << 10):
             pass
         ended.set()
 

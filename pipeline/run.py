@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code, graph_named, natural, number
+from pipeline.cli.command import Parser, above_0, exit_code, graph_named, natural
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems
 from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
@@ -76,7 +76,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no graph file is named",
                 why="a run starts from a graph file",
-                fix="python -m pipeline.run graphs/quickstart.py, or one of --list",
+                fix=" ".join([*typed("pipeline.run"), "graphs/quickstart.py, or one of --list"]),
             )
         )
     file = load(Path(named))
@@ -130,7 +130,7 @@ def _parser(*, add_help: bool) -> Parser:
     add_executor_flags(parser)
     parser.add_argument("--gpus", type=natural, metavar="N", help="check the placement against N GPUs")
     parser.add_argument(
-        "--deadline-s", type=number, default=3600.0, metavar="S", help="fail if no task finishes for this long"
+        "--deadline-s", type=above_0, default=3600.0, metavar="S", help="fail if no task finishes for this long"
     )
     parser.add_argument(
         "--restarts", type=natural, default=2, metavar="N", help="restarts from the last checkpoint when a trainer dies"

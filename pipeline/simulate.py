@@ -49,7 +49,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named",
                 why="a simulation starts from a run directory or a graph file",
-                fix="python -m pipeline.simulate runs/quickstart-...",
+                fix=" ".join([*typed("pipeline.simulate"), "runs/quickstart-..."]),
             )
         )
     if options.cores is not None and not 0 < options.cores < float("inf"):

@@ -97,7 +97,7 @@ def _folder(path: Path) -> tuple[Path, str]:
                 where=str(path),
                 what="there is no such folder",
                 why="the view shows a run directory, or a folder of them",
-                fix="python -m pipeline.view RUN_OR_FOLDER",
+                fix=" ".join([*typed("pipeline.view"), "RUN_OR_FOLDER"]),
             )
         )
     return path, ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +43,13 @@ def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
 def _problem(
     formula: Callable[..., Formula], trial: Callable[[], None], where: str, loss: PolicyLoss
 ) -> Problem | None:
-    owner = f"{type(formula.__self__).__name__}.{formula.__name__}"  # type: ignore[attr-defined]
+    described = loss.correction if getattr(formula, "__name__", "") == "weights" and loss.correction else loss
+    owner = f"{type(described).__name__}.{'policy_loss' if described is loss else 'weights'}"
     try:
         trial()
     except _Wrong as wrong:
         what, why, fix = wrong.args
-        code = inspect.unwrap(formula.__func__).__code__  # type: ignore[attr-defined]
-        return Problem(where=f"{code.co_filename}:{code.co_firstlineno}", what=f"{owner} {what}", why=why, fix=fix)
+        return Problem(where=_line_of(formula) or where, what=f"{owner} {what}", why=why, fix=fix)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         return Problem(
             where=user_error(error, stage="", where=where, when="").problems[0].where,
@@ -59,9 +60,20 @@ def _problem(
     return None
 
 
+def _code_of(formula: Callable[..., Formula]) -> CodeType | None:
+    return getattr(inspect.unwrap(getattr(formula, "__func__", formula)), "__code__", None)
+
+
+def _line_of(formula: Callable[..., Formula]) -> str:
+    """The file and line of a formula, if it is written in Python."""
+    code = _code_of(formula)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
 def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
     """Say so if a formula uses the frozen model's logprobs, and the loss does not read them."""
-    names = inspect.unwrap(formula.__func__).__code__.co_names  # type: ignore[attr-defined]
+    code = _code_of(formula)
+    names = code.co_names if code else ()
     if "ref_logprobs_NT" not in names or loss.needs_reference:
         return ""
     return ", and ref_logprobs_NT is None unless the class has reads = (REF_LOGPROBS,), from stages.vocabulary"

@@ -61,6 +61,13 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
+def above_0(text: str) -> float:
+    """Parse the value of a flag that takes a number above 0."""
+    if not 0 < (value := number(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def truth(text: str) -> bool:
     """Parse the value of a flag that is on or off."""
     if text.lower() not in TRUTHS:

@@ -47,7 +47,7 @@ class GraphFile:
             graph = self.function(**values)
         except SluiceError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise GraphError(
                 Problem(
                     where=_deepest(error, self.path),
@@ -68,7 +68,7 @@ class GraphFile:
         return graph
 
 
-def _call_fix(error: Exception, module: types.ModuleType) -> str | None:
+def _call_fix(error: BaseException, module: types.ModuleType) -> str | None:
     """Return a fix that lists the parameters of a wrongly called function; None if the file does not have its name."""
     call = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
     called = vars(module).get(call["name"]) if call else None

@@ -84,6 +84,12 @@ _RULES = (
         "can=('sample',)",
     ),
     Rule(
+        "packages",
+        lambda names: isinstance(names, tuple | list) and all(isinstance(name, str) for name in names),
+        "packages are those that its workers import, a tuple of strings",
+        "packages=('torch',)",
+    ),
+    Rule(
         "opener",
         lambda opener: _takes(opener, 1),
         "opener(context) returns the engine; it is a function or 'module:function'",

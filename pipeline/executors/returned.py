@@ -28,12 +28,20 @@ def output(stage: Stage, produced: Output | Columns | None) -> Output:
     made = produced if isinstance(produced, Output) else Output(columns={} if produced is None else produced)
     if is_tensordict(made.columns):
         made = replace(made, columns=from_tensordict(made.columns))
-    for name, value in made.metrics.items():
-        if not isinstance(value, SupportsFloat):
-            what = f"stage {stage.name!r} returned the metric {name}={shown(value)}"
-            why = "metrics are numbers, averaged over the samples of a step"
-            raise _error(stage, what, why, f"return a number for {name!r}, or leave it out")
-    return made
+    numbers = {name: _number(stage, name, value) for name, value in made.metrics.items()}
+    return replace(made, metrics=numbers)
+
+
+def _number(stage: Stage, name: str, value: Any) -> float:
+    """Return a metric as a float; a tensor or an array must have one element."""
+    try:
+        if isinstance(name, str) and isinstance(value, SupportsFloat):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # it has several elements
+        pass
+    what = f"stage {stage.name!r} returned the metric {name}={shown(value)}"
+    why = "metrics are numbers with a name, averaged over the samples of a step"
+    raise _error(stage, what, why, f"return one number for {name!r}, or leave it out")
 
 
 def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:

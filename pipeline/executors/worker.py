@@ -30,7 +30,7 @@ from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import PeerLost, SluiceError, Unfit, user_error
+from pipeline.errors import PeerLost, SluiceError, Unfit, is_users, message_of, user_error
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
@@ -146,7 +146,9 @@ class Worker:
             try:
                 self._runners[stage.name] = returned.runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
-            except Exception as error:  # noqa: BLE001 - user code enters here
+            except (Exception, SystemExit) as error:
+                if not is_users(error):
+                    raise
                 self._log(error)
                 return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
         return None
@@ -175,7 +177,9 @@ class Worker:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [produced], result)
             result.finished = result.task.groups
-        except Exception as error:  # noqa: BLE001 - user code enters here
+        except (Exception, SystemExit) as error:
+            if not is_users(error):
+                raise
             result.error = self._failed(stage, task, columns, error)
         self._end(result.task, result, start_s, result.metrics)
         return result
@@ -208,7 +212,9 @@ class Worker:
                 result = TaskResult(task=task)
             if left:
                 raise returned.unfinished(stage, left)
-        except Exception as error:  # noqa: BLE001 - user code enters here
+        except (Exception, SystemExit) as error:
+            if not is_users(error):
+                raise
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
         self._cancelled.difference_update(task.groups)
@@ -231,7 +237,9 @@ class Worker:
         except (PeerLost, Unfit) as error:  # the run may continue
             self._log(error)
             result.error = user_error(error, stage=stage.name, where=str(stage.location), when="failed")
-        except Exception as error:  # noqa: BLE001 - user code enters here
+        except (Exception, SystemExit) as error:
+            if not is_users(error):
+                raise
             result.error = self._failed(stage, task, {}, error)
         if rendezvous.side == "source" and rendezvous.meeting and not result.error:
             self._begun_s[task.number] = start_s
@@ -474,7 +482,7 @@ class Worker:
             )
         )
 
-    def _failed(self, stage: Stage, task: Task, columns: Columns, error: Exception) -> SluiceError:
+    def _failed(self, stage: Stage, task: Task, columns: Columns, error: BaseException) -> SluiceError:
         if self.settings.run_dir:
             folder = RunDir(self.settings.run_dir).failure(task.step, stage.name, self.rank)
             replay.save_inputs(folder, task, columns)
@@ -482,7 +490,7 @@ class Worker:
         when = f"failed at step {task.step + 1}"
         return user_error(error, stage=stage.name, where=str(stage.location), when=when)
 
-    def _log(self, error: Exception) -> None:
+    def _log(self, error: BaseException) -> None:
         """Append the traceback to the worker's log in the run directory."""
         if self.settings.run_dir:
             with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
@@ -495,9 +503,14 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
     came = asyncio.Event()
 
     async def take() -> None:
-        async for output in produced:
-            waiting.append(output)
-            came.set()
+        try:
+            async for output in produced:
+                waiting.append(output)
+                came.set()
+        except SystemExit as error:  # in a task it would end the event loop
+            if not is_users(error):
+                raise
+            raise RuntimeError(message_of(error)) from error
 
     taking = asyncio.ensure_future(take())
     taking.add_done_callback(lambda _: came.set())

@@ -13,6 +13,7 @@ from pipeline.errors import Problem
 STAGES: Mapping[str, str] = {
     "samples": "every plan adds a stage of that name, which writes texts to the run directory",
     "step": "the metric time/step_s is the time of the whole step, time/STAGE_s that of a stage",
+    "eval": "the metrics eval/... are those of Evaluate",
     "time": "the metrics time/... are the seconds of every stage",
     "dropped": "the metrics dropped/... count groups that were too old or cancelled",
     "version": "the record uses that name for tasks that wait for a policy version",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
+from pipeline.declare.sharding import Sharding
 from pipeline.declare.stage import Gate, Stage, setup_problems
 from pipeline.errors import Problem, message_of, shown
 from pipeline.plan.names import is_name, reserved
@@ -21,6 +23,10 @@ def structure(graph: Graph) -> Iterator[Problem]:
     if not isinstance(graph.stages, Sequence):
         return
     stages = [stage for stage in (graph.source, *graph.stages) if isinstance(stage, Stage)]
+    unreadable = [problem for stage in stages if (problem := _unreadable(stage))]
+    if unreadable:
+        yield from unreadable
+        return
     yield from _names_and_types(stages)
     yield from reserved(graph, stages)
 
@@ -44,6 +50,45 @@ def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
             is_class = isinstance(stage, type)
             fix = f"pass {stage.__name__}(...)" if is_class else "pass a Stage, such as Reward(...)"
             yield f"{at} is {shown(stage)}", "sources and stages are Stage objects", fix
+
+
+def _unreadable(stage: Stage) -> Problem | None:
+    """Return a problem if an attribute of a stage raises, or is a method where a value belongs."""
+    for name in ("name", "groups", "uses", "updates", "sharding", "reads", "writes", "reads_back"):
+        try:
+            value = stage.groups() if name == "groups" else getattr(stage, name)
+            wrong = ("a method" if callable(value) else shown(value)) if _is_odd(name, value) else ""
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a property of the user's
+            wrong = "" if name in _CHECKED else message_of(error)
+        if wrong:
+            return Problem(
+                where=str(stage.location),
+                what=f"{type(stage).__name__}.{name} is {wrong}",
+                why="a stage is described by its attributes and properties",
+                fix=_LIKE[name],
+            )
+    return None
+
+
+def _is_odd(name: str, value: Any) -> bool:
+    if name in ("uses", "groups"):
+        return callable(value) or not isinstance(value, Sequence)
+    return callable(value) or (name == "sharding" and not isinstance(value, Sharding | None))
+
+
+_CHECKED = ("sharding", "reads", "writes", "reads_back")  # errors of these are reported by the checks that follow
+_LIKE = {
+    "name": "name = 'mine'",
+    "groups": "leave out groups(), and give the stage on=",
+    "uses": "uses = (policy,), or a property",
+    "updates": "updates = None, or a property",
+    "sharding": "sharding = Sharding.of(Packed(tokens=8192)), from pipeline.declare.sharding",
+    **{
+        kind: f"{kind}=(REWARD,), from stages.vocabulary, or (Field('name', dtype=...),)"
+        for kind in ("reads", "writes")
+    },
+    "reads_back": "reads_back=(SERVED_WEIGHTS,), from stages.vocabulary",
+}
 
 
 def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:

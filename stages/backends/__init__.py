@@ -217,8 +217,11 @@ def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
 def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:
     """What the backend's own checks find, or that they fail."""
     try:
-        yield from list(_function(backend.checks)(group, where)) if backend.checks else ()
-    except Exception as error:  # noqa: BLE001 - user code
+        found = list(_function(backend.checks)(group, where)) if backend.checks else []
+        if others := [one for one in found if not isinstance(one, Problem)]:
+            raise TypeError(f"it yields {shown(others[0])}, which is not a Problem (pipeline.errors)")
+        yield from found
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         yield Problem(
             where=where,
             what=f"checks of backend {backend.name!r} raised {message_of(error)}",

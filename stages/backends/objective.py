@@ -84,6 +84,10 @@ def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:
 def _both(made: Formula, mask_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A formula's value per token, and which tokens it changed: none if it does not return them."""
     value_NT, changed_NT = made if isinstance(made, tuple) else (made, torch.zeros_like(mask_NT))
+    if value_NT.shape != mask_NT.shape:  # it would be broadcast without a word
+        raise ValueError(
+            f"a formula returned {list(value_NT.shape)} for mask_NT {list(mask_NT.shape)}: one value per token"
+        )
     return value_NT, changed_NT & mask_NT
 
 

@@ -71,7 +71,7 @@ def test_new_weights_are_ready_once_the_first_sampler_holds_them(
 ) -> None:
     def ran(stage: str, group: str, end_s: float) -> trace.Ran:
         return trace.Ran(
-            stage=stage, step=0, version=0, attempt=0, number=0, groups=(), group=group, worker=0, start_s=0.0,
+            task=0, stage=stage, step=0, attempt=0, groups=(), group=group, worker=0, start_s=0.0,
             end_s=end_s, cpu_s=0.0, metrics={},
         )  # fmt: skip
 

@@ -214,7 +214,7 @@ def _wrong_ends(transport: Transport) -> str:
     for part in ("sender", "receiver"):
         try:
             ends.append(getattr(transport, part)())
-        except Exception as error:  # noqa: BLE001 - user code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
             return f"{kind}.{part}() raised {type(error).__name__}: {error}"
     works = ("send" if transport.both_carry else "offer", "receive")
     inputs = {"send": "meeting, version", "offer": "memory", "receive": "meeting, shares, version"}
