@@ -213,7 +213,7 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
             Problem(
                 where=f"--run-dir {run_dir.path}",
                 what="it already holds a run",
-                why="a run does not overwrite another",
+                why="a run never overwrites another",
                 fix="use another folder, or --resume",
             )
         )

@@ -124,7 +124,7 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
             *(
                 Problem(
                     where=f"{flag} {text}",
-                    what="it is not a name and a value",
+                    what="it is not of the form NAME=VALUE",
                     why="the flag takes NAME=VALUE",
                     fix=f"{flag} {example}",
                 )

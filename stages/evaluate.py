@@ -24,7 +24,7 @@ from stages.sources import Dataset
 from stages.sources.columns import template_problems
 from stages.sources.dataset import dataset_problems
 from stages.sources.rows import open_rows, source_problems
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 from stages.tasks import Generated
 from stages.vocabulary import SERVED_WEIGHTS
 
@@ -186,8 +186,8 @@ class Evaluate(Stage):
             return list(self.source.held_out_pairs(min(self.prompts, self.source.held_out)))
         return list(open_rows(self.source, self._layout())[: self.prompts])
 
-    def _layout(self) -> Layout:
-        return Layout(
+    def _layout(self) -> Schema:
+        return Schema(
             prompt=self.prompt, answer=self.answer, template=self.template, chat=self.chat, system=self.system
         )
 

@@ -214,7 +214,7 @@ def _scored(loss: PolicyLoss, padding: float, wide: int) -> Scored:
 def _kind(made: object) -> str:
     if isinstance(made, torch.Tensor):
         return f"a tensor {list(made.shape)} of {str(made.dtype).removeprefix('torch.')}"
-    return "None" if made is None else f"a {type(made).__name__}"
+    return "None" if made is None else f"{'an' if type(made).__name__[0] in 'aeiou' else 'a'} {type(made).__name__}"
 
 
 def _numbers(values: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from stages.sources.columns import Extra, column_problems, entry_name, extra_col
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.sources.mixture import Mixture
 from stages.sources.rows import columns_read, open_source, source_problems
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 from stages.sources.values import column_of
 from stages.tasks import Generated
 from stages.vocabulary import DATASET
@@ -185,9 +185,9 @@ class Prompts(Stage):
 
         return run
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> Schema:
         """The valid columns; `check` reports the others."""
-        return Layout(
+        return Schema(
             prompt=self.prompt,
             answer=self.answer,
             extra=extra_columns(self._extra(), self._taken()),
@@ -199,7 +199,7 @@ class Prompts(Stage):
 
     def _taken(self) -> list[str]:
         """Names of the fields other than extra columns."""
-        fields = Layout(answer=self.answer, chat=self.chat).fields
+        fields = Schema(answer=self.answer, chat=self.chat).fields
         return [made.name for made in (*fields, *((DATASET,) if self._named() else ()))]
 
     def _named(self) -> bool:

@@ -78,7 +78,7 @@ class RewardModel(Stage):
         if group is not None and (group.model_parallel > 1 or group.fully_sharded):
             yield Problem(
                 where=str(group.location),
-                what=f"worker group {group.name!r} divides its models over workers and has a RewardModel",
+                what=f"worker group {group.name!r} shards its models across workers and has a RewardModel",
                 why="each worker of a RewardModel holds the whole model and scores its own groups",
                 fix="use a separate worker group with workers=, without *_parallel and fully_sharded",
             )

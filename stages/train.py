@@ -211,7 +211,7 @@ class Train(Stage):
         legal = is_whole(self.minibatches, 1) and batch % self.minibatches == 0
         near = int(self.minibatches) if is_number(self.minibatches) else 1
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
-        yield what, legal, "minibatches are equal runs of whole groups", fix
+        yield what, legal, "minibatches must be equal runs of whole groups", fix
 
     def setup(self, context: StageContext) -> TrainRunner:
         """Open the backend, its trained copy of the model, and an optimizer."""

@@ -40,6 +40,7 @@ def user_folder(folder: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+        sys.modules.pop(Path(name).stem, None)  # of another test's folder
     return folder
 
 

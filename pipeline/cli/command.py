@@ -175,10 +175,10 @@ class Parser(argparse.ArgumentParser):
             raise GraphError(Problem(where="command line", what=message, why="--help lists the flags", fix=see))
         if said == "expected one argument":
             example = f"{flag} {self._option_string_actions[flag].metavar or 'VALUE'}"
-            raise GraphError(Problem(where=flag, what="it has no value", why="this flag takes one", fix=example))
+            raise GraphError(Problem(where=flag, what="its value is missing", why="this flag needs one", fix=example))
         if said.startswith("ignored explicit argument"):
             fix = f"{flag}, or --{flag.removeprefix('--no-')}=false" if flag.startswith("--no-") else flag
-            raise GraphError(Problem(where=flag, what="it has a value", why="this flag takes none", fix=fix))
+            raise GraphError(Problem(where=flag, what="it was given a value", why="this flag takes none", fix=fix))
         what, _, near = said.partition("; did you mean ")
         fix = f"{flag} {near.removesuffix('?')}" if near else see
         raise GraphError(Problem(where=flag, what=what, why="--help lists the flags", fix=fix))

@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """How the keys of one put split into rows: `edges` are the rows' first keys, then the number of keys."""
 
     names: tuple[str, ...]
@@ -81,11 +81,11 @@ class Layout:
         return Block(values.detach().cpu().contiguous(), sizes)
 
 
-def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[int]]) -> Layout:
+def lay_out(keys: Sequence[str], attempt: int, lengths: Mapping[str, Sequence[int]]) -> RowLayout:
     """Return the rows of a put with these keys, which are in canonical order."""
     names, edges, row, position = _rows_of(tuple(keys), attempt)
     offsets = {dim: _starts(row, counts) for dim, counts in lengths.items()}
-    return Layout(names, edges, Placement(names, row, position, offsets))
+    return RowLayout(names, edges, Placement(names, row, position, offsets))
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ _RULES = (
     one_of(
         "per",
         ("sample", "group", "batch"),
-        why="a stage starts on each sample, each group or the whole batch",
+        why="per must be 'sample', 'group' or 'batch'",
         fix="per='sample', 'group' or 'batch'",
     ),
     at_least("every", 1, why="the stage runs at every n-th step, n >= 1"),
@@ -127,7 +127,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 yield Problem(
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r}, which no stage writes",
-                    why="every field that a stage reads is written by another one",
+                    why="every field that a stage reads must be written by another stage",
                     fix=_way_to(field, stage, writers),
                 )
                 continue
@@ -137,7 +137,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     where=str(stage.location),
                     what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, "
                     f"{by.name!r} writes {_type(written)}",
-                    why="reader and writer declare the same dtype, dims and unit",
+                    why="reader and writer must declare the same dtype, dims and unit",
                     fix=f"declare it as {_type(written)} in {stage.name!r}",
                 )
     read |= {stage.gate.field.name for stage in stages if stage.gate}  # stages wait for it
@@ -191,7 +191,7 @@ def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where[cycle[0][0]],
                 what=f"the stages form a cycle: {path}",
-                why="within a step, a field is written before it is read",
+                why="within a step, a field must be written before it is read",
                 fix="read one of these fields from the step before (reads_back), or remove the read",
             )
 
@@ -203,7 +203,7 @@ def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
-                why="weights move from one worker group to another",
+                why="a transfer needs two worker groups, a source and a target",
                 fix="source=learner, target=sampler",
             )
         yield from broken(_RULES, stage, where=where, says=f"stage {stage.name!r} has {{}}")

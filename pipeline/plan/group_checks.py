@@ -101,7 +101,7 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
     elif batch % group.data_parallel:
         what, why = (
             f"{group.data_parallel} {alike}, a batch has {batch} groups",
-            "the batch size is a multiple of the data-parallel size",
+            "the batch size must be a multiple of the data-parallel size",
         )
         yield what, why, f"use a batch that is a multiple of {group.data_parallel}"
     if group.fetch == "leader" and group.model_parallel == 1:

@@ -91,7 +91,7 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} stamps {shown(stamps.name if stamps else stamps)}",
-                why="stamps is a field that it writes, with one whole number per token: the version that sampled it",
+                why="stamps must name a field that the stage writes, with each token's policy version",
                 fix='Field("token_versions", dtype="int32", dims="N T") among writes, or no stamps',
             )
         if stage.shape == "transfer" and is_whole(stage.every, 2):
@@ -104,7 +104,7 @@ def timing_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
         if stage.shape == "stream" and stage.per == "batch":
             yield Problem(
                 where=where,
-                what=f"stage {stage.name!r} is a stream per batch",
+                what=f"stage {stage.name!r} streams, and has per='batch'",
                 why="a stream yields groups as they finish",
                 fix="per='group'",
             )

@@ -140,7 +140,7 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         if value is not None and value < low:
             flag = "--" + name.replace("_", "-")
             yield Problem(
-                where=f"{flag} {value}", what="it is too small", why=f"it is {low} or more", fix=f"{flag} {low}"
+                where=f"{flag} {value}", what="it is too small", why=f"it must be {low} or more", fix=f"{flag} {low}"
             )
     for name, factor in change.speed.items():
         if not 0 < factor < float("inf"):

@@ -54,7 +54,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     label_w: float
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class Drawing(msgspec.Struct, frozen=True, kw_only=True):
     """A complete drawing of `width` x `height`."""
 
     width: float
@@ -89,7 +89,7 @@ def label(fields: Sequence[str]) -> str:
     return f"{shown} +{rest}" if rest else shown
 
 
-def layout(plan: Plan) -> Layout:
+def layout(plan: Plan) -> Drawing:
     """Return the drawing of a plan."""
     drawn = plan.stages
     wires = [_Wire(*pair, tuple(fields)) for pair, fields in _pairs(plan, back=False).items()]
@@ -109,7 +109,7 @@ def layout(plan: Plan) -> Layout:
     lines = [_line(wire, boxes, {box.stage: box for box in placed}, heights) for wire in wires]
     backs, width = _backs(plan, {box.stage: box for box in placed}, width)
     height = heights[-1] + BOX_H + MARGIN
-    return Layout(width=width, height=height, boxes=placed, lines=(*lines, *backs))
+    return Drawing(width=width, height=height, boxes=placed, lines=(*lines, *backs))
 
 
 def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:

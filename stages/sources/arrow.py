@@ -1,6 +1,6 @@
 """Rows of Arrow tables: Parquet files, and data sets of the Hugging Face package `datasets`.
 
-Knows the formats; a `Layout` selects the columns, and no others are read. A Parquet file is held in memory as Arrow;
+Knows the formats; a `Schema` selects the columns, and no others are read. A Parquet file is held in memory as Arrow;
 what `datasets` saved or cached is memory-mapped, so it may be larger than memory. Loads both packages on demand.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.sources.dataset import Dataset, Hub, Saved, split_choice
-from stages.sources.schema import Layout, missing
+from stages.sources.schema import Schema, missing
 
 if TYPE_CHECKING:
     import datasets
@@ -30,7 +30,7 @@ class ArrowTable:
     """
 
     def __init__(
-        self, name: str, count: int, cut: Callable[[int, int], pa.Table], layout: Layout, folder: Path | None = None
+        self, name: str, count: int, cut: Callable[[int, int], pa.Table], layout: Schema, folder: Path | None = None
     ) -> None:
         self.name, self.folder, self._count, self._cut = name, folder or Path(), count, cut
         self._arrays = layout.arrays
@@ -50,7 +50,7 @@ class ArrowTable:
         return f"{self.name}[{index}]"
 
 
-def parquet(path: Path, layout: Layout) -> ArrowTable:
+def parquet(path: Path, layout: Schema) -> ArrowTable:
     """The rows of a Parquet file. Raises StageError if it is not one, lacks a column, or has an invalid row."""
     import pyarrow.parquet as pq
 
@@ -62,7 +62,7 @@ def parquet(path: Path, layout: Layout) -> ArrowTable:
     )
 
 
-def first_rows(path: Path, layout: Layout, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def first_rows(path: Path, layout: Schema, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and row, the row) for the first `count` rows of a Parquet file."""
     import pyarrow.parquet as pq
 
@@ -77,7 +77,7 @@ def first_rows(path: Path, layout: Layout, count: int) -> Iterator[tuple[str, di
             yield f"{path}[{i}]", _row(table.slice(i, 1), layout.arrays)
 
 
-def saved(located: Saved, layout: Layout) -> ArrowTable:
+def saved(located: Saved, layout: Schema) -> ArrowTable:
     """The rows of a folder written by `save_to_disk`."""
     from datasets import load_from_disk
 
@@ -85,7 +85,7 @@ def saved(located: Saved, layout: Layout) -> ArrowTable:
     return _table(str(located.folder), loaded if located.split is None else loaded[located.split], layout)
 
 
-def hub(located: Hub, dataset: Dataset, layout: Layout) -> ArrowTable:
+def hub(located: Hub, dataset: Dataset, layout: Schema) -> ArrowTable:
     """The rows of a hub data set, downloaded if the cache does not have it."""
     from datasets import disable_progress_bars, load_dataset
 
@@ -100,7 +100,7 @@ def hub(located: Hub, dataset: Dataset, layout: Layout) -> ArrowTable:
     return _table(name, loaded, layout)
 
 
-def saved_problems(located: Saved, layout: Layout) -> Iterator[Problem]:
+def saved_problems(located: Saved, layout: Schema) -> Iterator[Problem]:
     """Report columns that the folder's description lacks, without loading any data."""
     import json
 
@@ -128,13 +128,13 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _table(name: str, loaded: datasets.Dataset, layout: Layout) -> ArrowTable:
+def _table(name: str, loaded: datasets.Dataset, layout: Schema) -> ArrowTable:
     roots = _roots(name, loaded.features.arrow_schema, layout)
     cut = loaded.select_columns(roots).with_format("arrow")  # as stored: images stay encoded
     return ArrowTable(name, len(loaded), lambda start, stop: cut[start:stop], layout)
 
 
-def _parquet_columns(path: Path, layout: Layout) -> list[str]:
+def _parquet_columns(path: Path, layout: Schema) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -153,7 +153,7 @@ def _parquet_columns(path: Path, layout: Layout) -> list[str]:
     return list(layout.columns)
 
 
-def _roots(name: str, schema: pa.Schema, layout: Layout) -> list[str]:
+def _roots(name: str, schema: pa.Schema, layout: Schema) -> list[str]:
     """The outermost columns that the layout reads. Raises StageError for a missing column."""
     roots: dict[str, None] = {}
     for column in layout.columns:
@@ -185,7 +185,7 @@ def _inner_names(kind: pa.DataType) -> list[str]:
     return [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
 
 
-def _texts(table: pa.Table, layout: Layout) -> list[dict[str, Any]]:
+def _texts(table: pa.Table, layout: Schema) -> list[dict[str, Any]]:
     """The rows without array columns, which may be large."""
     kept = [name for name in table.column_names if name not in layout.arrays]
     return table.select(kept).to_pylist() if kept else [{}] * len(table)

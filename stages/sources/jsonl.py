@@ -1,4 +1,4 @@
-"""Rows of a JSONL file, one JSON object per line. Knows the format; a `Layout` selects the columns.
+"""Rows of a JSONL file, one JSON object per line. Knows the format; a `Schema` selects the columns.
 
 Opening a file reads it once, checks every line and records where it starts; a row is parsed again when it is drawn.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline import StageError
 from pipeline.errors import Problem
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 
 EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
 
@@ -22,7 +22,7 @@ EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
 class JsonlTable:
     """The rows of one file, by number. Raises StageError with file and line if a line is invalid."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Schema) -> None:
         self.path, self.folder = path, path.parent
         self._starts = array("Q")
         start = 0

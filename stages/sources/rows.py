@@ -18,7 +18,7 @@ from pipeline.errors import Problem
 from stages.sources import jsonl
 from stages.sources.dataset import Dataset, Files, Hub, Saved, locate
 from stages.sources.mixture import Mixture, Source, label, turns
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 from stages.tasks import Generated
 
 CHECKED_ROWS = 1000  # per data set, before the run; the run itself checks all rows
@@ -47,7 +47,7 @@ class Table(Protocol):
 class Rows(Sequence[tuple]):
     """The rows of several tables in sequence, as the values of a layout's fields."""
 
-    def __init__(self, tables: Sequence[Table], layout: Layout) -> None:
+    def __init__(self, tables: Sequence[Table], layout: Schema) -> None:
         self._tables, self._layout = tables, layout
         self._ends = list(accumulate(len(table) for table in tables))
 
@@ -70,7 +70,7 @@ class Rows(Sequence[tuple]):
         return self._layout.read(table.row(index, where), where, folder=table.folder)
 
 
-def open_rows(source: str | Path | Dataset, layout: Layout) -> Rows:
+def open_rows(source: str | Path | Dataset, layout: Schema) -> Rows:
     """Open a data set and check every row. Raises StageError with file and row for the first invalid one."""
     dataset = source if isinstance(source, Dataset) else Dataset(source)
     layout = layout.of(dataset)
@@ -81,7 +81,7 @@ def open_rows(source: str | Path | Dataset, layout: Layout) -> Rows:
     return rows
 
 
-def open_source(source: Source | Mixture, layout: Layout, seed: int, *, shuffle: bool = True) -> Draw:
+def open_source(source: Source | Mixture, layout: Schema, seed: int, *, shuffle: bool = True) -> Draw:
     """Return a function from an admission number to the name of its source and its values."""
     if isinstance(source, Mixture):
         whose = turns([weight for _, weight in source.parts])
@@ -118,7 +118,7 @@ def order(count: int, seed: int, *, shuffle: bool = True) -> Callable[[int], int
     return at
 
 
-def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Iterator[Problem]:
+def source_problems(source: Source | Mixture, layout: Schema, where: str) -> Iterator[Problem]:
     """Check the first 1,000 rows, without network access; `where` is the line that names the source."""
     if isinstance(source, Mixture):
         for part, _ in source.parts:
@@ -155,7 +155,7 @@ def source_problems(source: Source | Mixture, layout: Layout, where: str) -> Ite
         yield from error.problems
 
 
-def columns_read(source: Source | Mixture, layout: Layout) -> list[str]:
+def columns_read(source: Source | Mixture, layout: Schema) -> list[str]:
     """Every column that is read, once each."""
     if isinstance(source, Mixture):
         read = [column for part, _ in source.parts for column in columns_read(part, layout)]
@@ -164,7 +164,7 @@ def columns_read(source: Source | Mixture, layout: Layout) -> list[str]:
     return list(dict.fromkeys(read))
 
 
-def _tables(located: Files | Saved | Hub, dataset: Dataset, layout: Layout) -> list[Table]:
+def _tables(located: Files | Saved | Hub, dataset: Dataset, layout: Schema) -> list[Table]:
     if isinstance(located, Files) and located.paths[0].suffix != ".parquet":
         return [jsonl.JsonlTable(path, layout) for path in located.paths]
     from stages.sources import arrow
@@ -174,7 +174,7 @@ def _tables(located: Files | Saved | Hub, dataset: Dataset, layout: Layout) -> l
     return [arrow.saved(located, layout) if isinstance(located, Saved) else arrow.hub(located, dataset, layout)]
 
 
-def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
+def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:
     limit = -(-(CHECKED_ARRAYS if layout.arrays else CHECKED_ROWS) // len(paths))
     good: list[tuple] = []
     problems: list[Problem] = []
@@ -212,7 +212,7 @@ def _file_problems(paths: Sequence[Path], layout: Layout) -> Iterator[Problem]:
         )
 
 
-def _first_rows(path: Path, layout: Layout, limit: int) -> Iterator[tuple[str, Any]]:
+def _first_rows(path: Path, layout: Schema, limit: int) -> Iterator[tuple[str, Any]]:
     """Yield (file and row, the row or the line that holds it), starting with the first."""
     if path.suffix != ".parquet":
         return jsonl.first_lines(path)

@@ -1,6 +1,6 @@
 """Maps a row of a data set to the values of a prompt's fields. Knows columns and fields, not file formats.
 
-    layout = Layout(prompt="question", answer="reward_model.ground_truth", extra=(("level", LEVEL),))
+    layout = Schema(prompt="question", answer="reward_model.ground_truth", extra=(("level", LEVEL),))
     row = {"question": "1+1=", "reward_model": {"ground_truth": "2"}, "level": 4}
     layout.read(row, "train.jsonl:3")     # ("1+1=", "2", 4)
 
@@ -34,7 +34,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Layout:
+class Schema:
     """Maps columns of a row to fields.
 
     prompt    column of the prompt: a text, or with `chat` also a list of messages
@@ -72,7 +72,7 @@ class Layout:
         """The columns with more than one value per row."""
         return frozenset(column for column, made in self.extra if array_wanted(made))
 
-    def of(self, dataset: Dataset) -> Layout:
+    def of(self, dataset: Dataset) -> Schema:
         """This layout with the columns that the data set names itself."""
         own_prompt = dataset.prompt is not None or dataset.template is not None
         return replace(

@@ -37,7 +37,14 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer)
     argv += ["--executor", "local", "--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4"]
     argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run"), "--trainer", trainer]
     argv += ["--microbatch", "64"]
-    assert run.main(argv) == 0, capsys.readouterr().err
+    try:
+        assert run.main(argv) == 0, capsys.readouterr().err
+    finally:
+        if trainer == "megatron":  # its groups are global to the process, which other tests share
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["train/updates"] + line["train/skipped"] == 4 for line in lines[1:])

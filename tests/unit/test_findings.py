@@ -238,7 +238,7 @@ def test_the_command_compares(sync, tmp_path, capsys):
     ("argv", "told"),
     [
         ([], "no run is named"),
-        (["nowhere"], "plan.json is not there"),
+        (["nowhere"], "plan.json does not exist"),
         (["RUN", "--step", "9"], "--step 9: that step is not in the record"),
         (["RUN", "--step", "0"], "--step 0: that step is not in the record"),
         (["RUN", "--step", "2", "--compare", "RUN"], "both flags are given"),

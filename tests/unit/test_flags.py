@@ -122,7 +122,7 @@ def test_a_default_is_shown_where_there_is_one(tmp_path):
         (["--task", "srot"], ("--task", "expected one of sort, reverse, got 'srot'", "--task sort")),
         (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", SEE)),
         (["--executor", "rai"], ("--executor", "expected one of ray, local, got 'rai'", "--executor ray")),
-        (["--max-staleness"], ("--max-staleness", "it has no value", "--max-staleness INT")),
+        (["--max-staleness"], ("--max-staleness", "its value is missing", "--max-staleness INT")),
         (["--gpus", "many"], ("--gpus", "expected a whole number, got 'many'", SEE)),
         (["--wait", "x"], ("--wait", "expected a number, got 'x'", SEE)),
         (["--colocated", "maybe"], ("--colocated", "expected true or false, got 'maybe'",
@@ -170,5 +170,5 @@ def test_all_commands_answer_alike(tmp_path, capsys, command, argv, where, fix):
 
 def test_a_switch_that_takes_no_value_says_so(tmp_path):
     assert refused(parser_of(tmp_path), "--no-colocated=true") == [
-        ("--no-colocated", "it has a value", "--no-colocated, or --colocated=false")
+        ("--no-colocated", "it was given a value", "--no-colocated, or --colocated=false")
     ]

@@ -10,7 +10,7 @@ from pipeline import Field, Graph, Schedule, StageContext, StageError, Task, Wor
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
 from stages.sources.rows import open_rows
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 from stages.tasks import Generated
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": ""}\n\n  \n{"prompt": "b", "answer": "c"}')
     assert problems(Prompts(path)) == []
-    assert list(open_rows(path, Layout())) == [("a", ""), ("b", "c")]
+    assert list(open_rows(path, Schema())) == [("a", ""), ("b", "c")]
 
 
 def test_a_missing_file_names_the_near_one(tmp_path):

@@ -229,7 +229,7 @@ def ids_of_byte(tokenizer, byte):
         ),
         (
             RewardModel(JUDGE, on=WorkerGroup("judge", backend="torch", workers=2, fully_sharded=True)),
-            "worker group 'judge' divides its models over workers and has a RewardModel",
+            "worker group 'judge' shards its models across workers and has a RewardModel",
         ),
         (
             RewardModel(replace(JUDGE, warm_start=object()), on=GROUP),

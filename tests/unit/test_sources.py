@@ -15,13 +15,13 @@ from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
 from stages.sources.mixture import LONGEST_WINDOW, turns
 from stages.sources.rows import open_rows
-from stages.sources.schema import Layout
+from stages.sources.schema import Schema
 from stages.tasks import Generated
 from tests.examples import few
 from tests.optional import need
 from tests.unit.test_prompts import REPOSITORY, draw, problem, problems, write
 
-TEXTS = Layout()
+TEXTS = Schema()
 
 
 def rows(count, prefix="q"):
@@ -30,7 +30,7 @@ def rows(count, prefix="q"):
 
 def prompts(source, **options):
     """Return the prompts of a data set in file order."""
-    return [prompt for prompt, _ in open_rows(source, Layout(**options))]
+    return [prompt for prompt, _ in open_rows(source, Schema(**options))]
 
 
 # Files

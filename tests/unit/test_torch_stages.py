@@ -396,7 +396,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Train(POLICY, on=LEARNER, lr=1e-3, minibatches=3),
-            "stage 'train' has minibatches=3 for 8 groups per batch; minibatches are equal runs of whole groups. "
+            "stage 'train' has minibatches=3 for 8 groups per batch; minibatches must be equal runs of whole groups. "
             "Fix: minibatches=2 or 4",
         ),
         (

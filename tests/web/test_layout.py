@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.cli.load import load
 from pipeline.plan.planner import plan
-from pipeline.web.drawing import LABEL_H, Box, Layout, layout
+from pipeline.web.drawing import LABEL_H, Box, Drawing, layout
 from tests.unit import toy
 from tests.unit.records import simulated
 
@@ -20,7 +20,7 @@ def plans():
     yield pytest.param(plan(load(GRAPHS / "quickstart.py").build({}))[0], id="quickstart")
 
 
-def areas(drawn: Layout):
+def areas(drawn: Drawing):
     """Return the rectangle of each box and label by name: (left, top, right, bottom)."""
     found = {box.stage: (box.x, box.y, box.x + box.w, box.y + box.h) for box in drawn.boxes}
     for line in drawn.lines:
