@@ -255,7 +255,10 @@ def problems(stage):
 @pytest.mark.parametrize(
     ("description", "text"),
     [
-        (MathVerify(timeout_s=0), "MathVerify has timeout_s=0; it must be a number of seconds above 0. Fix: timeout_s=5.0"),
+        (
+            MathVerify(timeout_s=0),
+            "MathVerify has timeout_s=0; it must be a number of seconds above 0. Fix: timeout_s=5.0",
+        ),
         (MathVerify(processes=0), "MathVerify has processes=0; it must be 1 or more. Fix: processes=2"),
         (
             MathVerify(on_timeout=float("nan")),
@@ -265,7 +268,10 @@ def problems(stage):
             MathVerify(on_error="0"),
             "MathVerify has on_error='0'; it is a reward, or None for an error. Fix: on_error=0.0",
         ),
-        (MathVerify(answer_after=None), 'MathVerify has answer_after=None; it must be a string. Fix: answer_after="####"'),
+        (
+            MathVerify(answer_after=None),
+            'MathVerify has answer_after=None; it must be a string. Fix: answer_after="####"',
+        ),
     ],
 )
 def test_problems_of_the_description(monkeypatch, description, text):
