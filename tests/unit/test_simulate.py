@@ -269,7 +269,7 @@ def test_changes_of_seconds():
     [
         (Changes(groups="0x"), "neither a number of groups nor a factor"),
         (Changes(groups="many"), "neither a number of groups nor a factor"),
-        (Changes(max_staleness=-1), "it is 0 or more"),
+        (Changes(max_staleness=-1), "it must be 0 or more"),
         (Changes(workers={"sampleer": 2}), "did you mean sampler"),
         (Changes(workers={"sampler": 0}), "cannot have 0 workers"),
         (Changes(speed={"trian": 2.0}), "did you mean train"),
