@@ -19,7 +19,7 @@ import torch
 
 from pipeline import Field
 from pipeline.errors import Problem, message_of, shown, user_error
-from stages.losses import PolicyLoss, Scored
+from stages.losses import Correction, PolicyLoss, Scored
 
 if TYPE_CHECKING:
     from stages.losses import Formula
@@ -33,18 +33,19 @@ class _Wrong(Exception):  # noqa: N818 - not an error: it carries a finding of t
 
 def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
     """The first problem of the correction's formula, or else of the loss's. `where` is the stage."""
-    trials: list[tuple[Callable[..., Formula], Callable[[], None]]] = [(loss.policy_loss, lambda: _try_loss(loss))]
+    trials: list[tuple[PolicyLoss | Correction, str, Callable[[], None]]] = [
+        (loss, "policy_loss", lambda: _try_loss(loss))
+    ]
     if loss.correction is not None:
-        trials.insert(0, (loss.correction.weights, lambda: _try_weights(loss)))
-    problems = (_problem(formula, trial, where, loss) for formula, trial in trials)
+        trials.insert(0, (loss.correction, "weights", lambda: _try_weights(loss)))
+    problems = (_problem(owner, name, trial, where, loss) for owner, name, trial in trials)
     yield from islice((problem for problem in problems if problem), 1)
 
 
 def _problem(
-    formula: Callable[..., Formula], trial: Callable[[], None], where: str, loss: PolicyLoss
+    described: PolicyLoss | Correction, name: str, trial: Callable[[], None], where: str, loss: PolicyLoss
 ) -> Problem | None:
-    described = loss.correction if getattr(formula, "__name__", "") == "weights" and loss.correction else loss
-    owner = f"{type(described).__name__}.{'policy_loss' if described is loss else 'weights'}"
+    formula, owner = getattr(described, name), f"{type(described).__name__}.{name}"
     try:
         trial()
     except _Wrong as wrong:
