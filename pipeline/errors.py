@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -53,6 +54,16 @@ def message_of(error: BaseException, limit: int = 300) -> str:
     """Return an error's class and text for a message: one line, cut at `limit`."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def only_problems(found: Iterable[object]) -> list[Problem]:
+    """Return the problems that a check of the user's yields. Raises TypeError if one is something else."""
+    made: list[Problem] = []
+    for one in found:
+        if not isinstance(one, Problem):
+            raise TypeError(f"it yields {shown(one)}, which is not a Problem (pipeline.errors)")
+        made.append(one)
+    return made
 
 
 def is_users(error: BaseException) -> bool:

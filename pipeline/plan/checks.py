@@ -12,7 +12,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import Model
 from pipeline.declare.parameters import Rule, at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage, kept_by
-from pipeline.errors import Problem, message_of, shown
+from pipeline.errors import Problem, message_of, only_problems
 from pipeline.plan.gate import gate_problems
 from pipeline.plan.group_checks import group_problems, group_values
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
@@ -64,10 +64,7 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
 def _own(stage: Stage, graph: Graph) -> list[Problem]:
     """Return the problems that the stage's own check finds."""
     try:
-        found = list(stage.check(graph))
-        if others := [one for one in found if not isinstance(one, Problem)]:
-            raise TypeError(f"it yields {shown(others[0])}, which is not a Problem (pipeline.errors)")
-        return found
+        return only_problems(stage.check(graph))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code enters here
         return [
             Problem(

@@ -19,7 +19,7 @@ from typing import Any
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
 from pipeline.declare.interpreter import Answer, ask
-from pipeline.errors import Problem, message_of, shown
+from pipeline.errors import Problem, message_of, only_problems, shown
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -217,10 +217,7 @@ def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
 def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:
     """What the backend's own checks find, or that they fail."""
     try:
-        found = list(_function(backend.checks)(group, where)) if backend.checks else []
-        if others := [one for one in found if not isinstance(one, Problem)]:
-            raise TypeError(f"it yields {shown(others[0])}, which is not a Problem (pipeline.errors)")
-        yield from found
+        yield from only_problems(_function(backend.checks)(group, where)) if backend.checks else ()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         yield Problem(
             where=where,
