@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ops.refit.transports import TRANSPORTS, Transport, missing, wrong_sizes
+from ops.refit.transports import TRANSPORTS, Transport, missing, wrong_parameters
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
@@ -101,7 +101,7 @@ class Refit(Stage):
                 fix=f"{INSTALL_NCCL}, or keep both worker groups on one machine",
                 warning=True,
             )
-        for why, fix in (*self._objections(), *wrong_sizes(self._transport)):
+        for why, fix in (*self._objections(), *wrong_parameters(self._transport)):
             what = f"stage {self.name!r} has transport={shown(self.transport)}"
             yield Problem(where=str(self.location), what=what, why=why, fix=fix)
 
@@ -115,7 +115,7 @@ class Refit(Stage):
             yield "no transport has that name", f"did you mean {near[0]!r}?" if near else f"one of {_listed(names)}"
         elif what := missing(transport):
             kind = self.transport.__name__ if isinstance(self.transport, type) else ""
-            yield what, f"transport={kind}()" if kind else "a class as in docs/your-own-transport.md"
+            yield what, f"transport={kind}()" if kind else "write the class as in docs/your-own-transport.md"
         elif transport is not None:
             yield from self._misplaced(transport)
 

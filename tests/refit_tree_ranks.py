@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ops.comm.nic import choose
 from ops.comm.stateless_group import StatelessGroup
 from ops.refit.layout import Layout
 from ops.refit.transports.tree import Fanout
@@ -144,7 +143,7 @@ class Rank:
         for family, training, (tensor, replicas) in REPLICAS:
             senders, receivers = list(range(len(TRAINING[training]))), list(range(SENDERS, SIZE))
             name = f"{family} {training} {replicas} of {tensor}"
-            self.carried(name, (family, training, tensor), senders, receivers, 3, interface=choose(["no such", "lo"]))
+            self.carried(name, (family, training, tensor), senders, receivers, 3, interfaces=("no such", "lo"))
         self.with_deaths()
 
     def with_deaths(self) -> None:

@@ -1,7 +1,7 @@
 """Collective transports, run between threads of one process: planning is cached, and lost members end the wait."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ops.comm.stateless_group import GroupError
 from ops.refit.layout import Layout, Tensor, dense
-from ops.refit.transports import TRANSPORTS
+from ops.refit.transports import TRANSPORTS, Broadcast, Gloo, Transport, Tree
 from ops.refit.transports.meeting import Meeting
 from pipeline.declare.ranks import open_store
 from pipeline.declare.task import Meeting as Where
@@ -48,11 +48,11 @@ def store() -> Iterator[dist.TCPStore]:
 class Members:
     """Two senders and three receivers, one thread each."""
 
-    def __init__(self, store: dist.TCPStore) -> None:
+    def __init__(self, store: dist.TCPStore, transports: Mapping[str, Transport] = TRANSPORTS) -> None:
         self.store = store
         self.meetings = [Meeting(CPU, i - 2 if i >= 2 else i, receives=i >= 2) for i in range(5)]
-        self.receivers = {name: [each.receiver() for _ in range(5)] for name, each in TRANSPORTS.items()}
-        self.senders = {name: [each.sender() for _ in range(5)] for name, each in TRANSPORTS.items()}
+        self.receivers = {name: [each.receiver() for _ in range(5)] for name, each in transports.items()}
+        self.senders = {name: [each.sender() for _ in range(5)] for name, each in transports.items()}
         self.buffers = [held(0, 3, 1), held(3, 8, 1), *(torch.zeros_like(held(0, 8, 1)) for _ in range(3))]
 
     def carry(
@@ -103,6 +103,18 @@ def test_each_brings_the_same_and_looks_nothing_up_once_it_is_warm(store: Any, t
         for memory in members.buffers[2:]:
             memory.fill_(0xEE)
     assert members.all(lambda i: members.carry(i, transport, "second", 5))[0]["lookups"] > 0, "others met anew"
+
+
+@pytest.mark.parametrize("transport", [Gloo, Tree, Broadcast])
+def test_each_uses_the_first_of_its_network_interfaces_that_is_up(
+    store: Any, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such")  # the default
+    members = Members(store, {"own": transport(interfaces=("down", "lo")), "default": transport()})
+    members.all(lambda i: members.carry(i, "own", "first", 1))
+    assert all(torch.equal(memory, held(0, 8, 1)) for memory in members.buffers[2:])
+    errors = members.all(lambda i: members.carry(i, "default", "second", 2))
+    assert all(isinstance(error, GroupError) for error in errors)
 
 
 def test_nobody_waits_for_one_that_is_known_to_be_lost(store: Any) -> None:

@@ -1,7 +1,7 @@
 """Transports of weights: the interface (base.py), Sluice's transports (listed.py), and their implementations."""
 
 from ops.refit.transports.base import Receiver, Record, Sender, Transport
-from ops.refit.transports.listed import P2P, TRANSPORTS, Broadcast, Gloo, Tree, missing, register, wrong_sizes
+from ops.refit.transports.listed import P2P, TRANSPORTS, Broadcast, Gloo, Tree, missing, register, wrong_parameters
 
 __all__ = [
     "P2P",
@@ -15,5 +15,5 @@ __all__ = [
     "Tree",
     "missing",
     "register",
-    "wrong_sizes",
+    "wrong_parameters",
 ]

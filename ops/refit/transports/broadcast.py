@@ -30,44 +30,48 @@ ALIGNED = 256
 
 
 class BroadcastSender(Sender):
-    """The sending end, for one trainer rank; the sizes are those of `Buckets`."""
+    """The sending end, for one trainer rank; the parameters are those of `Broadcast`."""
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> None:
-        self._sizes = bucket_bytes, buckets
+    def __init__(
+        self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS, interfaces: Sequence[str] = ()
+    ) -> None:
+        self._parameters = bucket_bytes, buckets, interfaces
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Gather on the root, and broadcast from it."""
-        meeting.finish(_carried(meeting, *self._sizes))
+        meeting.finish(_carried(meeting, *self._parameters))
         return {"received_bytes": 0.0}
 
 
 class BroadcastReceiver(Receiver):
-    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+    """The receiving end, for one sampler rank; the parameters are those of the sender."""
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> None:
-        self._sizes = bucket_bytes, buckets
+    def __init__(
+        self, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS, interfaces: Sequence[str] = ()
+    ) -> None:
+        self._parameters = bucket_bytes, buckets, interfaces
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the whole model."""
-        meeting.finish(_carried(meeting, *self._sizes))
+        meeting.finish(_carried(meeting, *self._parameters))
         tensors = meeting.destination.tensors.values()
         return {"received_bytes": float(sum(tensor.item_bytes * prod(tensor.shape) for tensor in tensors))}
 
 
-def _carried(meeting: Meeting, bucket_bytes: int, buckets: int) -> StatelessGroup:
+def _carried(meeting: Meeting, bucket_bytes: int, buckets: int, interfaces: Sequence[str]) -> StatelessGroup:
     """Run this rank's buckets. Returns a group that it is in."""
-    joined = meeting.once(lambda: _joined(meeting, bucket_bytes, buckets))
+    joined = meeting.once(lambda: _joined(meeting, bucket_bytes, buckets, interfaces))
     joined.run()
     return joined.group
 
 
-def _joined(meeting: Meeting, bucket_bytes: int, buckets: int) -> Buckets:
+def _joined(meeting: Meeting, bucket_bytes: int, buckets: int, interfaces: Sequence[str]) -> Buckets:
     senders = tuple(range(meeting.senders))
     takers = (0, *range(meeting.senders, meeting.senders + meeting.receivers))
     return Buckets(
         meeting.source, meeting.destination, number=meeting.number, receives=meeting.receives, buffers=meeting.buffers,
-        senders=meeting.group(senders) if len(senders) > 1 and not meeting.receives else None,
-        receivers=meeting.group(takers) if meeting.rank in takers else None, bucket_bytes=bucket_bytes,
+        senders=meeting.group(senders, interfaces) if len(senders) > 1 and not meeting.receives else None,
+        receivers=meeting.group(takers, interfaces) if meeting.rank in takers else None, bucket_bytes=bucket_bytes,
         buckets=buckets, empty=meeting.empty,
     )  # fmt: skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
@@ -73,11 +74,14 @@ class Gloo(Transport):
 
     slot_bytes  memory for the messages of one round to or from all peers, on each rank
     slots       rounds whose messages are in memory, so that packing, sending and unpacking overlap
+    interfaces  network interfaces by name, best first: each rank uses the first that is up, or warns and uses the
+                default
     keep_copy   see `Transport`
     """
 
     slot_bytes: int = SLOT_BYTES
     slots: int = SLOTS
+    interfaces: tuple[str, ...] = ()
     keep_copy: bool = True
 
     name = "gloo"
@@ -87,12 +91,12 @@ class Gloo(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.packed import PackedSender
 
-        return PackedSender(self.slot_bytes, self.slots)
+        return PackedSender(self.slot_bytes, self.slots, self.interfaces)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.packed import PackedReceiver
 
-        return PackedReceiver(self.slot_bytes, self.slots)
+        return PackedReceiver(self.slot_bytes, self.slots, self.interfaces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +113,13 @@ class Broadcast(Transport):
 
     bucket_bytes  memory for the tensors that are sent at once; a larger tensor gets a bucket of its own size
     buckets       buckets in memory, so that gathering, sending and unpacking overlap
+    interfaces    see `Gloo`
     keep_copy     see `Transport`
     """
 
     bucket_bytes: int = BUCKET_BYTES
     buckets: int = BUCKETS
+    interfaces: tuple[str, ...] = ()
     keep_copy: bool = True
 
     name = "broadcast"
@@ -122,12 +128,12 @@ class Broadcast(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.broadcast import BroadcastSender
 
-        return BroadcastSender(self.bucket_bytes, self.buckets)
+        return BroadcastSender(self.bucket_bytes, self.buckets, self.interfaces)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.broadcast import BroadcastReceiver
 
-        return BroadcastReceiver(self.bucket_bytes, self.buckets)
+        return BroadcastReceiver(self.bucket_bytes, self.buckets, self.interfaces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +142,7 @@ class Tree(Transport):
 
     slot_bytes: int = SLOT_BYTES
     slots: int = SLOTS
+    interfaces: tuple[str, ...] = ()
     keep_copy: bool = True
 
     name = "tree"
@@ -145,12 +152,12 @@ class Tree(Transport):
     def sender(self) -> Sender:
         from ops.refit.transports.tree import TreeSender
 
-        return TreeSender(self.slot_bytes, self.slots)
+        return TreeSender(self.slot_bytes, self.slots, self.interfaces)
 
     def receiver(self) -> Receiver:
         from ops.refit.transports.tree import TreeReceiver
 
-        return TreeReceiver(self.slot_bytes, self.slots)
+        return TreeReceiver(self.slot_bytes, self.slots, self.interfaces)
 
 
 OURS: tuple[Transport, ...] = (Golden(), Messages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
@@ -165,10 +172,13 @@ def register(transport: Transport) -> None:
     TRANSPORTS[transport.name] = transport
 
 
-def wrong_sizes(transport: object) -> Iterator[tuple[str, str]]:
-    """Yield why a size of one of Sluice's transports is invalid, and what to write instead."""
+def wrong_parameters(transport: object) -> Iterator[tuple[str, str]]:
+    """Yield why a parameter of one of Sluice's transports is invalid, and what to write instead."""
     if isinstance(transport, tuple(map(type, OURS))):
         yield from wrong({name: value for name, value in vars(transport).items() if name in DEFAULTS})
+        names = getattr(transport, "interfaces", ())
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+            yield "interfaces must be a tuple of names of network interfaces", 'interfaces=("eth0",)'
 
 
 def missing(transport: object) -> str:
@@ -181,8 +191,12 @@ def missing(transport: object) -> str:
     if not hasattr(transport, "name"):
         return "it is not a transport: it has no name"
     for part in ("devices", "both_carry", "one_machine", "by_loader", "keep_copy", "sender", "receiver"):
-        if not hasattr(transport, part):
+        try:
+            getattr(transport, part)
+        except AttributeError:
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a property of the user's
+            return f"{type(transport).__name__}.{part} raised {_raised(error)}"
     return _wrong(transport) or _wrong_ends(transport) or _stays(transport)  # type: ignore[arg-type]
 
 
@@ -193,7 +207,8 @@ def _wrong(transport: Transport) -> str:
     if name in TRANSPORTS and type(TRANSPORTS[name]) is not type(transport):
         return f"{kind} has name={name!r}, which another transport has"
     devices = transport.devices
-    if isinstance(devices, str) or not devices or not set(devices) <= set(DEVICES):
+    is_list = isinstance(devices, Collection) and not isinstance(devices, str)
+    if not (is_list and devices and all(device in DEVICES for device in devices)):
         return f"{kind} has devices={devices!r}; devices are ('cpu',), ('cuda',) or ('cpu', 'cuda')"
     return ""
 
@@ -209,22 +224,47 @@ def _stays(transport: Transport) -> str:
     return ""
 
 
+_CALLED_WITH = {"send": "meeting, version", "offer": "memory", "receive": "meeting, shares, version", "close": ""}
+
+
 def _wrong_ends(transport: Transport) -> str:
     kind, ends = type(transport).__name__, []
     for part in ("sender", "receiver"):
+        make = getattr(transport, part)
+        if wrong := _wrong_method(make, ""):
+            return f"{kind}.{part}() {wrong}"
         try:
-            ends.append(getattr(transport, part)())
+            ends.append(make())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
-            return f"{kind}.{part}() raised {type(error).__name__}: {error}"
+            return f"{kind}.{part}() raised {_raised(error)}"
     works = ("send" if transport.both_carry else "offer", "receive")
-    inputs = {"send": "meeting, version", "offer": "memory", "receive": "meeting, shares, version"}
     for part, end, method in zip(("sender", "receiver"), ends, works):
         own = getattr(type(end), method, None)
         if own is None or own is Sender.send:
             return f"{kind}.{part}() returns {type(end).__name__}, which does not define {method}()"
-        if not _takes(getattr(end, method), len(inputs[method].split(", "))):
-            return f"{type(end).__name__}.{method}() must take ({inputs[method]})"
+        for name in (method, "close"):
+            if hasattr(end, name) and (wrong := _wrong_method(getattr(end, name), _CALLED_WITH[name])):
+                return f"{type(end).__name__}.{name}() {wrong}"
     return ""
+
+
+def _raised(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+
+
+def _wrong_method(method: Callable[..., object], parameters: str) -> str:
+    """Return why calling a method with these parameters does not return its result, and its line; "" if it does."""
+    if inspect.iscoroutinefunction(method):
+        wrong = "is async, and it is called without await"
+    elif inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        wrong = "is a generator, and nothing iterates over it"
+    elif not _takes(method, len(parameters.split(", ")) if parameters else 0):
+        wrong = f"must take ({parameters})" if parameters else "must take no arguments"
+    else:
+        return ""
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+    return f"{wrong} ({code.co_filename}:{code.co_firstlineno})" if code else wrong
 
 
 def _takes(method: Callable[..., object], arguments: int) -> bool:
@@ -233,3 +273,5 @@ def _takes(method: Callable[..., object], arguments: int) -> bool:
         return bool(inspect.signature(method).bind(*[None] * arguments))
     except TypeError:
         return False
+    except ValueError:  # written in C, without a signature
+        return True

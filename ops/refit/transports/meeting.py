@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ops.comm.nic import choose
 from ops.comm.stateless_group import GroupError, StatelessGroup
 from ops.comm.store import Asking
 from ops.refit.layout import Layout
@@ -207,15 +208,17 @@ class Meeting:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def group(self, ranks: tuple[int, ...] = ()) -> StatelessGroup:
+    def group(self, ranks: tuple[int, ...] = (), interfaces: Sequence[str] = ()) -> StatelessGroup:
         """Return the group of these ranks (default: all), which include this rank: NCCL between GPUs, gloo between
-        CPUs. The first call connects them."""
+        CPUs. The first call connects them, on this rank through the first network interface of `interfaces` that is
+        up."""
         ranks = ranks or tuple(range(self.senders + self.receivers))
         if ranks not in self._groups:
             where = self._joined
             self._groups[ranks] = group = StatelessGroup.over(
                 self._asking, rank=ranks.index(self.rank), ranks=len(ranks), device=self.device,
-                name=f"{where.name} {ranks}", deadline_s=where.deadline_s, where=f"{where.host}:{where.port}",
+                name=f"{where.name} {ranks}", interface=choose(interfaces), deadline_s=where.deadline_s,
+                where=f"{where.host}:{where.port}",
             )  # fmt: skip
             self._leaving.append(group.abandon)
         return self._groups[ranks]

@@ -26,39 +26,39 @@ from ops.refit.transports.sizes import SLOT_BYTES, SLOTS
 
 
 class PackedSender(Sender):
-    """The sending end, for one trainer rank; the sizes are those of `Exchange.of_plan`."""
+    """The sending end, for one trainer rank; the parameters are those of `Gloo`."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self._sizes = slot_bytes, slots
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, interfaces: Sequence[str] = ()) -> None:
+        self._parameters = slot_bytes, slots, interfaces
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Send each receiver the bytes that it needs from this rank's memory."""
-        return _carried(meeting, *self._sizes)
+        return _carried(meeting, *self._parameters)
 
 
 class PackedReceiver(Receiver):
-    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+    """The receiving end, for one sampler rank; the parameters are those of the sender."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self._sizes = slot_bytes, slots
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, interfaces: Sequence[str] = ()) -> None:
+        self._parameters = slot_bytes, slots, interfaces
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the bytes that this rank needs from each sender."""
-        return _carried(meeting, *self._sizes)
+        return _carried(meeting, *self._parameters)
 
 
-def _carried(meeting: Meeting, slot_bytes: int, slots: int) -> Record:
-    exchange = meeting.once(lambda: _joined(meeting, slot_bytes, slots))
+def _carried(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> Record:
+    exchange = meeting.once(lambda: _joined(meeting, slot_bytes, slots, interfaces))
     exchange.run()
     meeting.finish(exchange.group)
     return {"received_bytes": float(exchange.received_bytes)}
 
 
-def _joined(meeting: Meeting, slot_bytes: int, slots: int) -> Exchange:
+def _joined(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> Exchange:
     return Exchange.of_plan(
-        build(meeting.source, meeting.destination), meeting.group(), number=meeting.number, receives=meeting.receives,
-        senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers, slot_bytes=slot_bytes,
-        slots=slots, empty=meeting.empty,
+        build(meeting.source, meeting.destination), meeting.group(interfaces=interfaces), number=meeting.number,
+        receives=meeting.receives, senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers,
+        slot_bytes=slot_bytes, slots=slots, empty=meeting.empty,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ops.comm.nic import choose
 from ops.comm.stateless_group import DEADLINE_S, StatelessGroup
 from ops.comm.store import Asking
 from ops.refit.agreement import Agreement
@@ -50,40 +51,40 @@ _log = logging.getLogger(__name__)
 
 
 class TreeSender(Sender):
-    """The sending end, for one trainer rank; the sizes are those of `Fanout`."""
+    """The sending end, for one trainer rank; the parameters are those of `Fanout`."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self._sizes = slot_bytes, slots
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, interfaces: Sequence[str] = ()) -> None:
+        self._parameters = slot_bytes, slots, interfaces
 
     def send(self, meeting: Meeting, version: int) -> Record:
         """Send the version to the first receivers."""
-        return _carried(meeting, version, *self._sizes)
+        return _carried(meeting, version, *self._parameters)
 
 
 class TreeReceiver(Receiver):
-    """The receiving end, for one sampler rank; the sizes are those of the sender."""
+    """The receiving end, for one sampler rank; the parameters are those of the sender."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self._sizes = slot_bytes, slots
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, interfaces: Sequence[str] = ()) -> None:
+        self._parameters = slot_bytes, slots, interfaces
 
     def receive(self, meeting: Meeting, shares: Sequence[Share], version: int) -> Record:
         """Receive the version from a rank that has it, and forward it."""
-        return _carried(meeting, version, *self._sizes)
+        return _carried(meeting, version, *self._parameters)
 
 
-def _carried(meeting: Meeting, version: int, slot_bytes: int, slots: int) -> Record:
-    fanout = meeting.once(lambda: _joined(meeting, slot_bytes, slots))
+def _carried(meeting: Meeting, version: int, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> Record:
+    fanout = meeting.once(lambda: _joined(meeting, slot_bytes, slots, interfaces))
     fanout.held = None  # another transport may have written there since
     carried = fanout.run(version)
     names = ("received_bytes", "sent_bytes", "lookups", "waves", "replans")
     return {name: float(getattr(carried, name)) for name in names}
 
 
-def _joined(meeting: Meeting, slot_bytes: int, slots: int) -> Fanout:
+def _joined(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> Fanout:
     fanout = Fanout(
         meeting.source, meeting.destination, meeting.store, number=meeting.number, receives=meeting.receives,
-        buffers=meeting.buffers, name=meeting.name, deadline_s=meeting.deadline_s, slot_bytes=slot_bytes, slots=slots,
-        empty=meeting.empty,
+        buffers=meeting.buffers, name=meeting.name, interfaces=interfaces, deadline_s=meeting.deadline_s,
+        slot_bytes=slot_bytes, slots=slots, empty=meeting.empty,
     )  # fmt: skip
     meeting.on_leaving(fanout.abandon)
     return fanout
@@ -122,9 +123,9 @@ class _Edge:
 
 class Fanout:
     """One rank, the `number`-th of the senders or of the receivers of two layouts. Ranks are numbered as in a group:
-    senders come first. `buffers` are its own, flat bytes; `interface` is the network interface to use (ops.comm.nic).
-    `deadline_s` limits the wait for the others before a version, and for any message; a wave may take PATIENCE times as
-    long. `empty` allocates the memory of messages.
+    senders come first. `buffers` are its own, flat bytes; of the network interfaces `interfaces` it uses the first that
+    is up. `deadline_s` limits the wait for the others before a version, and for any message; a wave may take PATIENCE
+    times as long. `empty` allocates the memory of messages.
 
     `held` is the version that a receiver has. Code that overwrites its buffers sets it to None. Raises ValueError,
     naming the tensor, if the source lacks part of the destination.
@@ -132,14 +133,15 @@ class Fanout:
 
     def __init__(
         self, source: Layout, destination: Layout, store: dist.Store, *, number: int, receives: bool,
-        buffers: Mapping[str, torch.Tensor], name: str = "", interface: str = "", deadline_s: float = DEADLINE_S,
-        slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, empty: Callable[[int], torch.Tensor] | None = None,
+        buffers: Mapping[str, torch.Tensor], name: str = "", interfaces: Sequence[str] = (),
+        deadline_s: float = DEADLINE_S, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
+        empty: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.held: int | None = None
         self._source, self._destination, self._senders = source, destination, len(source.ranks)
         self._rank, self._receives = (self._senders + number if receives else number), receives
         self._kind = {self._senders + rank: self._senders + first for rank, first in enumerate(kinds(destination))}
-        self._store, self._name, self._interface, self._deadline_s = store, name, interface, deadline_s
+        self._store, self._name, self._interfaces, self._deadline_s = store, name, interfaces, deadline_s
         self._buffers, self._slot_bytes, self._slots, self._empty = buffers, slot_bytes, slots, empty
         self._device = next(iter(buffers.values())).device
         build(source, Layout(destination.tensors, [destination.ranks[first] for first in set(kinds(destination))]))
@@ -268,8 +270,8 @@ class Fanout:
         store = Asking(self._store, self._deadline_s)
         name = f"{self._name} {stage} {pair}"
         return StatelessGroup.over(
-            store, rank=pair.index(self._rank), ranks=2, device=self._device, name=name, interface=self._interface,
-            deadline_s=self._deadline_s,
+            store, rank=pair.index(self._rank), ranks=2, device=self._device, name=name,
+            interface=choose(self._interfaces), deadline_s=self._deadline_s,
         )  # fmt: skip
 
     def _lost(self, stage: str, pair: Pair, error: RuntimeError) -> bool:
