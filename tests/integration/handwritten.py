@@ -1,12 +1,13 @@
 """GRPO on a tiny model, written by hand: torch and transformers, one process, one loop.
 
 The oracle for the stages: the same model, data, random numbers and hyperparameters give the same losses and weights,
-bit for bit, with one thread. It imports nothing of the engine or the stages. The random numbers are those of
-`ops.random` because they are part of the input.
+bit for bit, with one thread. With `kl`, the loss has a KL term against the model before training. It imports nothing of
+the engine or the stages. The random numbers are those of `ops.random` because they are part of the input.
 """
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,7 @@ PAD, EOS = 0, 1
 class Settings:
     """The settings of both sides of the comparison."""
 
-    config: dict[str, Any]
-    embedding_std: float
+    config: Mapping[str, Any]  # of transformers, and `embedding_std`
     alphabet: str
     example: Callable[[int], tuple[str, str]]  # training prompt and answer by number, all prompts of one length
     stream: int  # of the random numbers for sampling
@@ -38,6 +38,7 @@ class Settings:
     minibatches: int
     seed: int
     clip: float = 0.2
+    kl: float = 0.0  # weight of the divergence from the model before training; 0 needs no reference model
 
 
 def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -50,8 +51,9 @@ def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[f
     def decode(ids: list[int]) -> str:
         return "".join(s.alphabet[i - 2] for i in ids if i not in (PAD, EOS))
 
-    model = build(s)
+    model = build(s.config, s.alphabet, s.seed)
     warm_start(model, s, encode)
+    reference = copy.deepcopy(model).requires_grad_(False) if s.kl else None
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
     )
@@ -76,6 +78,7 @@ def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[f
         with torch.no_grad():
             width = int(lengths.max())
             old = logprobs_of(model, inputs, responses[:, :width])
+            ref = logprobs_of(reference, inputs, responses[:, :width]) if reference else None
         size = len(inputs) // s.minibatches
         total = 0.0
         for i in range(s.minibatches):
@@ -86,7 +89,10 @@ def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[f
             ratio = torch.exp(new - old[part, :width])
             weight = advantages[part, None]
             clipped = ratio.clamp(1 - s.clip, 1 + s.clip)
-            loss = torch.where(mask, -torch.min(ratio * weight, clipped * weight), 0.0).sum() / mask.sum()
+            per_token = -torch.min(ratio * weight, clipped * weight)
+            if ref is not None:
+                per_token = per_token + s.kl * k3(new - ref[part, :width])
+            loss = torch.where(mask, per_token, 0.0).sum() / mask.sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             done = (step * s.minibatches + i) / (s.steps * s.minibatches)
@@ -99,14 +105,13 @@ def run(s: Settings, on_step: Callable[[], None] = lambda: None) -> tuple[list[f
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def build(s: Settings) -> Any:
-    torch.manual_seed(s.seed)
-    config = dict(s.config)
-    config = AutoConfig.for_model(
-        config.pop("model_type"), **config, vocab_size=len(s.alphabet) + 2, pad_token_id=PAD, eos_token_id=EOS
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=s.embedding_std)
+def build(config: Mapping[str, Any], alphabet: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    entries = dict(config)
+    family, embedding_std = entries.pop("model_type"), entries.pop("embedding_std")
+    made = AutoConfig.for_model(family, **entries, vocab_size=len(alphabet) + 2, pad_token_id=PAD, eos_token_id=EOS)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").float().eval()
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=embedding_std)
     return model
 
 
@@ -162,6 +167,11 @@ def sample(model: Any, prompts: torch.Tensor, count: int, numbers: torch.Tensor)
 
 def right_digits(text: str, answer: str) -> float:
     return sum(a == b for a, b in zip(text, answer)) / max(len(text), len(answer))
+
+
+def k3(x: torch.Tensor) -> torch.Tensor:
+    """Return exp(-x) + x - 1 for x = logprobs - reference logprobs: the KL term of GRPO (arXiv 2402.03300, eq. 4)."""
+    return torch.expm1(-x) + x
 
 
 def relative(rewards: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,21 @@ from tests.integration.handwritten import Settings
 
 
 def reverse_settings(
-    *, steps: int, prompts: int, samples: int, minibatches: int, lr: float, warm_steps: int, seed: int
+    *,
+    steps: int,
+    prompts: int,
+    samples: int,
+    minibatches: int,
+    lr: float,
+    warm_steps: int,
+    seed: int,
+    kl: float = 0.0,
 ) -> Settings:
-    """Return settings that make the loop equal `quickstart.graph` with these parameters on the task `reverse`."""
+    """Return settings that make the loop equal `quickstart.graph` with these parameters on the task `reverse`; with
+    `kl`, also with the frozen model's logprobs and a loss of this KL weight."""
     task = Generated("reverse", digits=4)
     return Settings(
-        config={key: value for key, value in TINY_QWEN3.items() if key != "embedding_std"},
-        embedding_std=TINY_QWEN3["embedding_std"],
+        config=TINY_QWEN3,
         alphabet=task.alphabet,
         example=lambda index: task.train(index, order=seed),
         stream=STREAM_ROLLOUT,
@@ -27,4 +35,5 @@ def reverse_settings(
         lr=lr,
         minibatches=minibatches,
         seed=seed,
+        kl=kl,
     )

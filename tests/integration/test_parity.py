@@ -1,6 +1,7 @@
 """A handwritten loop, the in-process executor and Ray with TransferQueue give the same losses and weights.
 
-Bit for bit, and so does a run that was resumed halfway.
+Bit for bit, and so does a run that was resumed halfway. The graph has seven stages: rollout, reward, logprobs of the
+policy and of the frozen model, advantage, train with a KL term, refit.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import torch
 from safetensors.torch import load_file
 
 from graphs import quickstart
+from pipeline import Stage
 from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
-from stages import Dynamic, Packed, PrevLogprobs, Train
+from stages import ClippedLoss, Dynamic, Evaluate, Packed, PrevLogprobs, RefLogprobs, Train
 from tests.integration import handwritten
 from tests.integration.same_settings import reverse_settings
 from tests.journal.plugin import assert_sound
 
-STEPS, PROMPTS, SAMPLES, MINIBATCHES, LR, WARM_STEPS, SEED = 20, 8, 8, 2, 2e-3, 20, 3
+STEPS, PROMPTS, SAMPLES, MINIBATCHES, LR, WARM_STEPS, SEED, KL = 20, 8, 8, 2, 2e-3, 20, 3, 0.1
 
 
 def described():
+    """Return the quickstart's graph with the frozen model's logprobs and a KL term, without its evaluation."""
     graph = quickstart.graph(
         steps=STEPS,
         seed=SEED,
@@ -40,7 +43,15 @@ def described():
         warm_start_until=1.0,
         threads=1,
     )
-    return replace(graph, schedule=replace(graph.schedule, checkpoint_every=STEPS // 2))
+    stages: list[Stage] = []
+    for stage in graph.stages:
+        if isinstance(stage, Train):
+            stage = replace(stage, loss=ClippedLoss(kl=KL))
+        if not isinstance(stage, Evaluate):
+            stages.append(stage)
+        if isinstance(stage, PrevLogprobs):
+            stages.append(RefLogprobs(stage.model.frozen(), on=stage.on))
+    return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, checkpoint_every=STEPS // 2))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +66,7 @@ def by_hand():
             lr=LR,
             warm_steps=WARM_STEPS,
             seed=SEED,
+            kl=KL,
         )
     )
 
@@ -69,8 +81,8 @@ def local(tmp_path_factory):
 
 
 def cut(steps: int):
-    """Return the same graph with two other kinds of microbatches, for this number of steps."""
-    graph, ways = described(), {Train: Packed(tokens=96), PrevLogprobs: Dynamic(tokens=128)}
+    """Return the same graph with three kinds of microbatches, for this number of steps."""
+    graph, ways = described(), {Train: Packed(tokens=96), PrevLogprobs: Dynamic(tokens=128), RefLogprobs: 12}
     stages = [replace(s, microbatch=ways[type(s)]) if type(s) in ways else s for s in graph.stages]
     return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, steps=steps, checkpoint_every=0))
 
