@@ -1,12 +1,13 @@
 """Refit between real engines: each training layout into each serving layout, over each transport.
 
-python -m benchmarks.refit_matrix [--mappings "TP2 -> TP2" "PP2 -> TP2"] [--transport golden auto] [--quick] [--gpus]
-                                  [--out FILE]
+python -m benchmarks.refit_matrix [--mappings "TP2 -> TP2" "PP2 -> TP2"] [--transport golden auto] [--no-copy gloo]
+                                  [--quick] [--gpus] [--colocated] [--out FILE]
 
 For each mapping and transport it runs a few GRPO steps on Ray: Megatron-core trains with the layout on the left, vLLM
 samples with the one on the right, and Refit moves every version. Layouts consist of TP, PP, EP and DP with their sizes:
 "TP2 PP2 -> TP2 DP2" has 4 training ranks, and 2 engines of 2 ranks each. A mapping with EP trains a small mixture of
-experts; the others train `--model`. By default there are two ranks on each side, on CPUs.
+experts; the others train `--model`. By default there are two ranks on each side, on CPUs. With --colocated both sides
+take turns on the same GPUs. `--no-copy` names transports that also run with keep_copy=False, sending the parameters.
 
 The table has medians over the versions after the second, when nothing is allocated anymore: `ready` from trained
 weights to the first sampler that has acknowledged them, `move` on the wire, MB per engine that the transport wrote
@@ -26,7 +27,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from typing import Any
 from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
 from graphs.quickstart import TINY_QWEN3
-from ops.refit.transports import TRANSPORTS
+from ops.refit.transports import TRANSPORTS, Transport
 from pipeline import Graph, Model, Schedule, WorkerGroup
 from pipeline.engine.driver import Engine
 from pipeline.plan.planner import plan
@@ -49,6 +50,7 @@ MIXTURE = TINY_QWEN3 | {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }  # fmt: skip
+GPU_MIXTURE = "30B-A3B-2-layers"
 TASK = Generated("reverse", digits=4)
 COLUMNS = (
     "mapping", "transport", "ready ms", "move ms", "bulk MB", "loader MB", "kept MB", "peak MB", "mismatch KL",
@@ -105,37 +107,38 @@ def even(response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
-def described(mapping: Mapping, transport: str, policy: Model, *, steps: int, gpus: bool, tokens: int) -> Graph:
+def described(mapping: Mapping, transport: str | Transport, policy: Model, options: argparse.Namespace) -> Graph:
     """GRPO with both engines, synchronous."""
-    from_, to = mapping.trainer, mapping.sampler
+    from_, to, gpus = mapping.trainer, mapping.sampler, options.gpus
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=to.ranks, gpus=to.ranks * gpus, tensor_parallel=to.TP, threads=1
     )
     learner = WorkerGroup(
         "learner", backend="megatron", workers=from_.ranks, gpus=from_.ranks * gpus, tensor_parallel=from_.TP,
         pipeline_parallel=from_.PP, expert_parallel=from_.EP, threads=1,
+        colocated=sampler if options.colocated else None,
     )  # fmt: skip
     return Graph(
         name="refit_matrix",
         source=Prompts(TASK, batch=8),
         stages=(
-            Rollout(policy, on=sampler, samples_per_prompt=4, max_tokens=tokens),
+            Rollout(policy, on=sampler, samples_per_prompt=4, max_tokens=options.tokens),
             Reward(even),
             PrevLogprobs(policy, on=learner),
             Advantage("group_relative"),
             Train(policy, on=learner, lr=1e-3),
             Refit(policy, source=learner, target=sampler, transport=transport),
         ),
-        schedule=Schedule(steps=steps, keep_groups=0, checkpoint_every=0),
+        schedule=Schedule(steps=options.steps, keep_groups=0, checkpoint_every=0),
     )
 
 
-def policy_of(mapping: Mapping, model: str, folder: Path) -> Model:
-    """The model: a small mixture of experts for EP, on the CPU quickstart's, else random weights of a true shape."""
-    if mapping.trainer.EP > 1 or model == "quickstart":
-        config = MIXTURE if mapping.trainer.EP > 1 else TINY_QWEN3
-        return Model("tiny", config=config, alphabet=TASK.alphabet)
-    return Model(model_of(model, folder))
+def policy_of(mapping: Mapping, options: argparse.Namespace, folder: Path) -> Model:
+    """The model: a mixture of experts for EP; small on CPUs, else random weights of a true shape."""
+    mixture = mapping.trainer.EP > 1
+    if options.model == "quickstart" or (mixture and not options.gpus):
+        return Model("tiny", config=MIXTURE if mixture else TINY_QWEN3, alphabet=TASK.alphabet)
+    return Model(model_of(GPU_MIXTURE if mixture else options.model, folder))
 
 
 def run(graph: Graph, folder: Path) -> RunDir:
@@ -216,24 +219,30 @@ def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in options.mappings:
         mapping = Mapping.of(name)
-        policy = policy_of(mapping, options.model, folder)
-        for transport in options.transport:
-            graph = described(mapping, transport, policy, steps=options.steps, gpus=options.gpus, tokens=options.tokens)
-            found = measured(run(graph, folder / f"run {len(rows)}"))
-            rows.append({"mapping": name, "transport": transport, **found})
+        policy = policy_of(mapping, options, folder)
+        for transport in transports(options):
+            found = measured(run(described(mapping, transport, policy, options), folder / f"run {len(rows)}"))
+            copy = isinstance(transport, str)
+            shown = found["path"] if copy else f"{found['path']}, no copy"
+            rows.append({"mapping": name, **found, "transport": shown})
             write(rows, options)
     return rows
 
 
+def transports(options: argparse.Namespace) -> list[str | Transport]:
+    """The transports in the order of the table."""
+    without: list[Transport] = [replace(TRANSPORTS[name], keep_copy=False) for name in options.no_copy]  # type: ignore[type-var]
+    return [*options.transport, *without]
+
+
 def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the table and write the JSON."""
-    where = "GPUs" if options.gpus else "CPUs"
+    where = ("GPUs" if options.gpus else "CPUs") + (", in turns" if options.colocated else "")
     notes = (
         f"{options.model} on {where}, {options.steps} steps of 32 samples of at most {options.tokens} tokens; medians "
         f"of versions {WARM} to {options.steps}. Aims: no lookups, all as golden, mismatch KL below 1e-5 in float32."
     )
-    shown = [row | {"transport": row["path"]} for row in compared(rows)]
-    report("refit_matrix", shown, COLUMNS, notes, options.out)
+    report("refit_matrix", compared(rows), COLUMNS, notes, options.out)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -241,11 +250,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mappings", nargs="+", metavar="MAPPING", help=f"default: {', '.join(MAPPINGS)}")
     parser.add_argument("--transport", nargs="+", choices=("auto", *TRANSPORTS), default=["golden", "auto"])
+    parser.add_argument(
+        "--no-copy", nargs="+", default=[], choices=[name for name, each in TRANSPORTS.items() if each.both_carry],
+        help="run these with keep_copy=False as well",
+    )  # fmt: skip
     parser.add_argument("--model", choices=("quickstart", *SHAPES), help="default: quickstart, 0.6B with --gpus")
     parser.add_argument("--tokens", type=int, default=5, help="maximum length of a response")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK[0]}, 3 steps")
     parser.add_argument("--gpus", action="store_true", help="one GPU per rank")
+    parser.add_argument("--colocated", action="store_true", help="both sides share their GPUs and take turns")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args(arguments)
     options.mappings = options.mappings or list(QUICK if options.quick else MAPPINGS)

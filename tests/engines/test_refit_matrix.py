@@ -88,8 +88,9 @@ def test_a_mapping_between_real_engines_delivers_the_trained_bytes(tmp_path: Pat
     need("vllm", "vllm")
     need("megatron", "megatron.core")
     mapping, steps = Mapping.of("PP2 -> TP2"), WARM + 1
-    policy = policy_of(mapping, "quickstart", tmp_path)
-    run_dir = run(described(mapping, "auto", policy, steps=steps, gpus=False, tokens=5), tmp_path / "run")
+    options = parsed(["--steps", str(steps)])
+    policy = policy_of(mapping, options, tmp_path)
+    run_dir = run(described(mapping, "auto", policy, options), tmp_path / "run")
     row = measured(run_dir)
     folder = model_folder(policy, run_dir.path)
     weights = placed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))[2]
