@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from pipeline import precedence
 from pipeline.cli.command import exit_code
@@ -23,6 +25,7 @@ COMMANDS = {
     "export": "write a run as a Perfetto trace or as tables",
     "forward": "send a run's metrics to TensorBoard, W&B or MLflow",
 }
+_HELP = ("help", "-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,23 +35,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    name, *words = argv or ["--help"]
-    if name in ("-h", "--help"):
+    name, *words = argv or ["help"]
+    if name in _HELP:
+        if words and words[0] not in _HELP:
+            return _main([words[0], "--help"])
         print(f"usage: {precedence.SCRIPT} COMMAND [flags]\n")
         print("\n".join(f"  {known:<10}{says}" for known, says in COMMANDS.items()))
-        print("\nsluice COMMAND --help shows the flags of a command.")
+        print("\nsluice COMMAND --help shows the flags of a command; sluice --version, the version.")
+        return 0
+    if name in ("version", "-V", "--version"):
+        print(f"{precedence.SCRIPT} {metadata.version(precedence.SCRIPT)}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise GraphError(
             Problem(
                 where="command line",
                 what=f"there is no command {name!r}",
                 why=f"the commands are {', '.join(COMMANDS)}",
-                fix=f"did you mean sluice {near[0]}?" if near else "sluice run GRAPH",
+                fix=_fix(name, words),
             )
         )
     return importlib.import_module(f"pipeline.{name}").main(words)
+
+
+def _fix(name: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
+    if name.endswith(".py"):
+        return f"did you mean {shlex.join([precedence.SCRIPT, 'run', name, *words])}?"
+    return f"did you mean sluice {near[0]}?" if near else "sluice run GRAPH, or sluice help"
 
 
 if __name__ == "__main__":

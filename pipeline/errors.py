@@ -6,10 +6,11 @@ each, and end the command with an exit code that is not 0.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,8 @@ def shown(value: object, limit: int = 80) -> str:
     """Return a value as text for a message: one line cut at `limit`, no addresses; classes and functions by name."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if type(value).__repr__ is object.__repr__:
+        return f"{type(value).__name__}(...)"
     text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).splitlines())
     text = re.sub(r"<(?:built-in )?function (\w+)>", r"\1", text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -56,14 +59,42 @@ def message_of(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def only_problems(found: Iterable[object]) -> list[Problem]:
-    """Return the problems that a check of the user's yields. Raises TypeError if one is something else."""
-    made: list[Problem] = []
-    for one in found:
-        if not isinstance(one, Problem):
-            raise TypeError(f"it yields {shown(one)}, which is not a Problem (pipeline.errors)")
-        made.append(one)
-    return made
+def problems_of(
+    check: Callable[..., Iterable[object]], *given: object, says: str, where: str, why: str, fix: str
+) -> list[Problem]:
+    """Return what a check of the user's yields when called with `given`: problems, or (what, why, fix) of each.
+
+    If it raises or yields something else, that is the one problem: at the last line of the user's code that ran, or the
+    check's own line, or else at `where`. `says` names the check.
+    """
+    try:
+        return [_problem(one, where) for one in check(*given)]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        where = user_line(error) or line_of_code(check) or where
+        return [Problem(where=where, what=f"{says} raised {message_of(error)}", why=why, fix=fix)]
+
+
+def _problem(one: object, where: str) -> Problem:
+    match one:
+        case Problem():
+            return one
+        case (str(what), str(why), str(fix)):
+            return Problem(where=where, what=what, why=why, fix=fix)
+    raise TypeError(
+        f"it yields {shown(one)}, which is neither a Problem (pipeline.errors) nor what, why and fix of one"
+    )
+
+
+def line_of_code(function: Callable[..., object]) -> str:
+    """Return the file and line of a function of the user's; "" if it is not written in Python, or is not theirs."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code and is_user_file(code.co_filename) else ""
+
+
+def user_line(error: BaseException) -> str:
+    """Return the file and line of the last user code in an error's traceback; "" if there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def is_users(error: BaseException) -> bool:
@@ -103,11 +134,10 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str) -> Sl
             for problem in error.problems
         )
         return type(error)(*placed)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    own = user_line(error)
     return StageError(
         Problem(
-            where=f"{own[-1].filename}:{own[-1].lineno}" if own else where,
+            where=own or where,
             what=f"stage {stage!r} {when}: {message_of(error)}",
             why=f"the stage at {where} raised" if own else "code that it calls raised",
             fix="correct the stage, then resume" if own else "see the traceback in RUN/logs",
@@ -115,7 +145,8 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str) -> Sl
     )
 
 
-def _is_the_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Return whether a source file belongs to the user: not to Python, an installed package, or Sluice's own code."""
     return not file.startswith("<") and not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
 
 

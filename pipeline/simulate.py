@@ -20,7 +20,7 @@ import msgspec
 
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
-from pipeline.cli.command import Parser, exit_code, graph_named, number, one_of, whole
+from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import add_flags
 from pipeline.cli.load import load
 from pipeline.errors import GraphError, Problem
@@ -30,8 +30,9 @@ from pipeline.precedence import typed
 from pipeline.simulation.distributions import GRAMMAR
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recording import Recording, recorded, simulated
-from pipeline.simulation.whatif import Changes
+from pipeline.simulation.whatif import Changes, range_problems
 
+LEAST_CORES, MOST_CORES = 0.01, 1_000_000
 NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 
@@ -52,15 +53,18 @@ def _main(argv: list[str]) -> int:
                 fix=" ".join([*typed("pipeline.simulate"), "runs/quickstart-..."]),
             )
         )
-    if options.cores is not None and not 0 < options.cores < float("inf"):
+    if options.cores is not None and not LEAST_CORES <= options.cores <= MOST_CORES:
         raise GraphError(
             Problem(
                 where=f"--cores {options.cores:g}",
                 what="it is not a number of cores",
-                why="the number of cores is finite and above 0",
+                why=f"a machine has {LEAST_CORES} to {MOST_CORES:,} cores",
                 fix="--cores 2",
             )
         )
+    changes = _changes(options)
+    if problems := tuple(range_problems(changes)):
+        raise GraphError(*problems)
     path = Path(options.run)
     if path.is_dir():
         if rest:
@@ -68,7 +72,6 @@ def _main(argv: list[str]) -> int:
         recording = recorded(path, cores=options.cores)
     else:
         recording = Recording(plan=_planned(path, argv, options, rest), durations=Durations({}), cores=options.cores)
-    changes = _changes(options)
     changed = simulated(recording, changes, seed=options.seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
@@ -106,17 +109,21 @@ def _changes(options: argparse.Namespace) -> Changes:
         refit=options.refit,
         groups=options.groups,
         refit_s=options.refit_s,
-        workers={name: int(text) for name, text in _pairs("--workers", options.workers, r"\d{1,6}", "sampler=4")},
+        workers={
+            name: int(text)
+            for name, text in _pairs("--workers", options.workers, r"\d{1,6}", "sampler=4", "a whole number to 999999")
+        },
         speed={
             name: float(text.removesuffix("x"))
-            for name, text in _pairs("--speed", options.speed, rf"({NUMBER.pattern})x?", "train=2x")
+            for name, text in _pairs("--speed", options.speed, rf"({NUMBER.pattern})x?", "train=2x", "a factor above 0")
         },
-        stages=dict(_pairs("--stage", options.stage, r".+", '"rollout=lognormal(1.0, 0.8)"')),
+        stages=dict(_pairs("--stage", options.stage, r".+", '"rollout=lognormal(1.0, 0.8)"', "seconds")),
     )
 
 
-def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[tuple[str, str]]:
-    """Return NAME=VALUE texts as pairs. Raises GraphError with every text that is not one."""
+def _pairs(flag: str, given: Sequence[str], pattern: str, example: str, kind: str) -> list[tuple[str, str]]:
+    """Return NAME=VALUE texts as pairs. Raises GraphError with every text that is not one, or whose value is not of
+    this kind."""
     pairs = [(name.strip(), value.strip(), text) for text in given for name, _, value in [text.partition("=")]]
     wrong = [text for name, value, text in pairs if not name or not re.fullmatch(pattern, value)]
     if wrong:
@@ -125,7 +132,7 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str) -> list[
                 Problem(
                     where=f"{flag} {text}",
                     what="it is not of the form NAME=VALUE",
-                    why="the flag takes NAME=VALUE",
+                    why=f"the flag takes a name and {kind}",
                     fix=f"{flag} {example}",
                 )
                 for text in wrong
@@ -152,7 +159,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or a distribution: {GRAMMAR}"
     )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the random durations")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the random durations")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

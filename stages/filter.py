@@ -15,17 +15,17 @@ group at once, so the batch does not depend on which group finishes first.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
+from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.stage import Gate
 from pipeline.errors import Problem, message_of, shown
-from stages.scoring import fields_of, is_async, name_of, parameters_of, short, where_of
+from stages.scoring import fields_of, name_of, parameters_of, short, where_of
 from stages.vocabulary import KEPT, REWARD, field_named
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _rule_problems(rule: object, where: str) -> Iterator[Problem]:
 
 def _objections(rule: Any) -> Iterator[tuple[str, str, str]]:
     """Reasons why a function cannot be a rule, as (what, why, fix)."""
-    if is_async(rule) or inspect.isgeneratorfunction(rule):
+    if is_async(rule) or is_generator(rule):
         what = f"is {'async' if is_async(rule) else 'a generator'}"
         yield what, "it is called once per group and returns a bool", "write a plain def that returns a bool"
     if not fields_of(rule):

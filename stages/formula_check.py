@@ -1,10 +1,11 @@
-"""Runs the formulas of a user's loss and correction once, on four tokens, before a run starts.
+"""Runs the formulas of a user's loss and correction on four tokens, before a run starts.
 
     for problem in trial_problems(MyLoss(), "graph.py:12"):
         ...
 
-The tokens are two samples of two; the last token is padding. A second run has different and wider padding. This module
-loads torch; `--check` loads it only for a user's formula.
+The tokens are two samples of two; the last token is padding. A second run is the same, and a third has different and
+wider padding: a formula must give the same values. This module loads torch; `--check` loads it only for a user's
+formula.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline import Field
-from pipeline.errors import Problem, message_of, shown, user_error
+from pipeline.declare.calls import fault
+from pipeline.errors import Problem, line_of_code, message_of, shown, user_line
 from stages.losses import Correction, PolicyLoss, Scored
 
 if TYPE_CHECKING:
     from stages.losses import Formula
 
+_PARAMETERS = {"policy_loss": "scored, weight_NT", "weights": "scored"}
 MASK_NT = torch.tensor([[True, True], [True, False]])
 
 
@@ -46,14 +48,22 @@ def _problem(
     described: PolicyLoss | Correction, name: str, trial: Callable[[], None], where: str, loss: PolicyLoss
 ) -> Problem | None:
     formula, owner = getattr(described, name), f"{type(described).__name__}.{name}"
+    line = line_of_code(formula) or where
+    if mistake := fault(formula, _PARAMETERS[name]):
+        return Problem(
+            where=line,
+            what=f"{owner} {mistake}",
+            why="every update calls it with these inputs and uses its result",
+            fix=f"write def {name}(self, {_PARAMETERS[name]}), which returns a tensor [N, T]",
+        )
     try:
         trial()
     except _Wrong as wrong:
         what, why, fix = wrong.args
-        return Problem(where=_line_of(formula) or where, what=f"{owner} {what}", why=why, fix=fix)
+        return Problem(where=line, what=f"{owner} {what}", why=why, fix=fix)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         return Problem(
-            where=user_error(error, stage="", where=where, when="").problems[0].where,
+            where=user_line(error) or line,
             what=f"{owner} raised {message_of(error)}",
             why="the check ran the formula once, on two samples of two tokens",
             fix="correct the formula; scored has the fields of stages.Scored" + _not_declared(formula, loss),
@@ -61,19 +71,9 @@ def _problem(
     return None
 
 
-def _code_of(formula: Callable[..., Formula]) -> CodeType | None:
-    return getattr(inspect.unwrap(getattr(formula, "__func__", formula)), "__code__", None)
-
-
-def _line_of(formula: Callable[..., Formula]) -> str:
-    """The file and line of a formula, if it is written in Python."""
-    code = _code_of(formula)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-
-
 def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
     """Say so if a formula uses the frozen model's logprobs, and the loss does not read them."""
-    code = _code_of(formula)
+    code = getattr(inspect.unwrap(getattr(formula, "__func__", formula)), "__code__", None)
     names = code.co_names if code else ()
     if "ref_logprobs_NT" not in names or loss.needs_reference:
         return ""
@@ -81,26 +81,35 @@ def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
 
 
 def _try_weights(loss: PolicyLoss) -> None:
-    """Check that each token has a finite weight that does not depend on padding."""
+    """Check that each token has a finite weight that depends on nothing but its input."""
+    weights, again, padded = _weights(loss, 0.0, 0), _weights(loss, 0.0, 0), _weights(loss, -3.0, 2)
+    _repeated(weights, again, "weights")
+    _same(weights, padded, "weights")
+
+
+def _weights(loss: PolicyLoss, padding: float, wide: int) -> torch.Tensor:
+    """The weights of the three tokens that are not padding."""
     assert loss.correction is not None
-    found = []
-    for padding, wide in ((0.0, 0), (-3.0, 2)):
-        scored = _scored(loss, padding, wide)
-        weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
-        _unchanged(scored, _scored(loss, padding, wide))
-        found.append(weight_NT[scored.mask_NT].detach())
-    _same(found[0], found[1], "weights")
+    scored = _scored(loss, padding, wide)
+    weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
+    _unchanged(scored, _scored(loss, padding, wide))
+    return weight_NT[scored.mask_NT].detach()
 
 
 def _try_loss(loss: PolicyLoss) -> None:
-    """Check that the loss has a value per token and a finite gradient, uses the weight, and ignores padding."""
-    (value, slope), (padded, padded_slope) = _run(loss, 0.0, 0), _run(loss, -3.0, 2)
+    """Check that the loss has a value per token and a finite gradient, uses the weight, and depends on nothing but its
+    input."""
+    (value, slope), (again, slope_again), (padded, padded_slope) = (
+        _run(loss, padding, wide) for padding, wide in ((0.0, 0), (0.0, 0), (-3.0, 2))
+    )
     if not slope.any():
         raise _Wrong(
             "has the gradient 0 for every token",
             "a loss teaches the policy through scored.logprobs_NT",
             "do not detach scored.logprobs_NT or compute under torch.no_grad()",
         )
+    _repeated(value, again, "the loss")
+    _repeated(slope, slope_again, "the gradient")
     _same(value, padded, "the loss")
     _same(slope, padded_slope, "the gradient")
     if loss.correction is not None and torch.equal(slope, _run(loss, 0.0, 0, weight=0.5)[1]):
@@ -173,6 +182,16 @@ def _unchanged(scored: Scored, before: Scored) -> None:
                 "the loss, the correction and the metrics read the same tensors",
                 f"compute a new tensor, without methods that end in _, such as {name}.mul_()",
             )
+
+
+def _repeated(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    if not torch.equal(one, other):
+        raise _Wrong(
+            f"gives different values for the same input: {name} of three tokens, {_numbers(one)}, became "
+            f"{_numbers(other)} in a second call",
+            "a run repeats its updates exactly when it is resumed, and all ranks compute the same formula",
+            "compute it from scored alone, without random numbers and without state between calls",
+        )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
 
 from pipeline import Field, StageError
 from pipeline.declare.parameters import Rule, at_least, broken, one_of, truth
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, problems_of, shown
 from stages.vocabulary import REF_LOGPROBS
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class PolicyLoss:
                 fix="max_tokens=512, the rollout's",
             )
         if isinstance(self.correction, Correction):
-            yield from self.correction.problems(where)
+            yield from _own_problems(self.correction, where)
         elif self.correction is not None:
             yield Problem(
                 where=where,
@@ -380,8 +380,21 @@ def loss_problems(loss: Any, where: str) -> Iterator[Problem]:
             fix=f"loss={loss.__name__ if _is_class(loss, PolicyLoss) else 'ClippedLoss'}()",
         )
         return
-    yield from loss.problems(where)
+    yield from _own_problems(loss, where)
     yield from _formula_problems(loss, where)
+
+
+def _own_problems(owner: PolicyLoss | Correction, where: str) -> list[Problem]:
+    """Problems that a loss or a correction finds in its parameters."""
+    kind = type(owner).__name__
+    return problems_of(
+        owner.problems,
+        where,
+        says=f"{kind}.problems()",
+        where=where,
+        why=f"the check of the stage at {where} calls it, and it yields a Problem for each wrong parameter",
+        fix=f"correct {kind}.problems()",
+    )
 
 
 def has_own_formula(loss: PolicyLoss) -> bool:

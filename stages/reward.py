@@ -32,16 +32,16 @@ from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
+from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import is_number, is_whole
-from pipeline.errors import Problem
+from pipeline.errors import Problem, problems_of
 from stages.scoring import (
     LARGEST,
     AsyncCalls,
     RewardFunction,
     Scorer,
     fields_of,
-    is_async,
     is_batched,
     name_of,
     parameters_of,
@@ -245,10 +245,15 @@ def function_problems(function: RewardFunction, where: str) -> Iterator[Problem]
         )
         return
     if callable(getattr(function, "problems", None)):
-        for what, why, fix in function.problems():  # type: ignore[attr-defined]
-            yield _problem(where, what, why, fix)
+        yield from problems_of(
+            function.problems,  # type: ignore[attr-defined]
+            says=f"problems() of reward {name}",
+            where=where,
+            why="it yields what, why and fix of each wrong parameter",
+            fix=f"correct problems() of {name}",
+        )
     where = where_of(function) or where
-    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+    if is_generator(function):
         yield _problem(
             where, f"reward {name} is a generator", "one call returns one number", "return it, do not yield it"
         )

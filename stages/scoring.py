@@ -20,6 +20,7 @@ from numbers import Real
 from typing import Any
 
 from pipeline import StageError
+from pipeline.declare.calls import is_async
 from pipeline.errors import Problem, message_of
 
 RewardFunction = Callable[..., Any]
@@ -208,11 +209,6 @@ def opened(function: RewardFunction) -> Callable[..., Any]:
     """Return what to call instead of the function: the result of its `open`, or the function itself."""
     opener = getattr(function, "open", None)
     return opener() if callable(opener) else function
-
-
-def is_async(function: object) -> bool:
-    """Whether calling it returns an awaitable."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_own_call(function))
 
 
 def is_batched(function: object) -> bool:

@@ -15,9 +15,13 @@ from typing import Any
 
 from pipeline.cli import console
 from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.precedence import SCRIPT
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _EMPTY = "\0"  # a help text that argparse does not omit
+_EMPTY_VALUE = "its value is empty"
+_LONG = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")  # dashes that editors put in the place of hyphens
+_DASHES = ("-", *_LONG)
 DEFAULT_WIDTH = 18  # a longer default gets its own line
 
 
@@ -66,6 +70,13 @@ def above_0(text: str) -> float:
     if not 0 < (value := number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
+
+
+def filled(text: str) -> str:
+    """Parse the value of a flag that takes a text."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(_EMPTY_VALUE)
+    return text
 
 
 def truth(text: str) -> bool:
@@ -154,9 +165,15 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
+        self._ends = False  # whether "--" ends the flags
+        self.register("type", None, filled)  # the type of every argument that names no other
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. A switch takes no value if the graph file or another flag follows it."""
+        own = {option.lower() for option in self._option_string_actions}
+        if dashed := [word for word in args if word.startswith(_LONG) and _spelled(word) in own]:
+            raise GraphError(*map(self._unknown, dashed))
+        self._ends = "--" in args
         words: list[str] = []
         for word, following in zip(args, [*args[1:], "--"]):
             is_switch = hasattr(self._option_string_actions.get(word), "negated")
@@ -167,33 +184,59 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """Raise GraphError with the message that argparse would print."""
         flag, _, said = message.removeprefix("argument ").partition(": ")
-        see = f"see {self.prog} {self.graph_file} --help"
         if flag == "unrecognized arguments":
-            unknown = [word for word in said.split() if word.startswith("-")]
-            raise GraphError(*(self._unknown(word, see) for word in unknown or [said]))
+            raise GraphError(*self._unrecognized(said))
         if not flag.startswith("-"):
-            raise GraphError(Problem(where="command line", what=message, why="--help lists the flags", fix=see))
-        if said == "expected one argument":
+            raise GraphError(Problem(where="command line", what=message, why="--help lists the flags", fix=self._see))
+        if said in ("expected one argument", _EMPTY_VALUE):
+            what = "its value is missing" if said != _EMPTY_VALUE else said
             example = f"{flag} {self._option_string_actions[flag].metavar or 'VALUE'}"
-            raise GraphError(Problem(where=flag, what="its value is missing", why="this flag needs one", fix=example))
+            raise GraphError(Problem(where=flag, what=what, why="this flag needs one", fix=example))
         if said.startswith("ignored explicit argument"):
             fix = f"{flag}, or --{flag.removeprefix('--no-')}=false" if flag.startswith("--no-") else flag
             raise GraphError(Problem(where=flag, what="it was given a value", why="this flag takes none", fix=fix))
         what, _, near = said.partition("; did you mean ")
-        fix = f"{flag} {near.removesuffix('?')}" if near else see
+        fix = f"{flag} {near.removesuffix('?')}" if near else self._see
         raise GraphError(Problem(where=flag, what=what, why="--help lists the flags", fix=fix))
 
-    def _unknown(self, word: str, see: str) -> Problem:
-        """Return the problem of an unknown argument, with the most similar flag if there is one."""
-        flag, options = word.partition("=")[0], sorted(self._option_string_actions)
-        near = difflib.get_close_matches(flag, options, n=1, cutoff=0.75)
-        near = near or [option for option in options if option.startswith(flag) or option.endswith(flag.lstrip("-"))]
+    @property
+    def _see(self) -> str:
+        return f"see {self.prog} {self.graph_file} --help"
+
+    def _unrecognized(self, said: str) -> list[Problem]:
+        if self._ends:
+            what, why = "it ends the flags", "no word after it is read as a flag"
+            return [Problem(where="--", what=what, why=why, fix="leave out --")]
+        return [self._unknown(word) for word in said.split() if word.startswith(_DASHES)] or [self._unknown(said)]
+
+    def _unknown(self, word: str) -> Problem:
+        """Return the problem of an unknown argument, with the flags that it may stand for."""
+        is_flag, near = word.startswith(_DASHES), self._near(_spelled(word))
         return Problem(
-            where=word if flag.startswith("-") else "command line",
-            what="there is no such flag" if flag.startswith("-") else f"unexpected argument {word!r}",
-            why="--help lists the flags",
-            fix=f"did you mean {near[0]}?" if near else see,
+            where=word if is_flag else "command line",
+            what="there is no such flag" if is_flag else f"unexpected argument {word!r}",
+            why=f"a flag begins with --, not with {word[0]}" if word.startswith(_LONG) else "--help lists the flags",
+            fix=f"did you mean {near}?" if near else self._see,
         )
+
+    def _near(self, flag: str) -> str:
+        """Return the flags that a mistyped one may stand for: its spelling, what it begins, the most similar, or what
+        it ends."""
+        known = {option.lower(): option for option in sorted(self._option_string_actions)}
+        if flag == "--version":
+            return f"{SCRIPT} --version"
+        near = [option for option in known if option == flag] or [
+            option for option in known if option.startswith(flag) and flag != "--"
+        ]
+        near = near or difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+        near = near or [option for option in known if len(flag) > 4 and option.endswith(flag.lstrip("-"))]
+        *others, last = [known[option] for option in near[:3]] or [""]
+        return f"{', '.join(others)} or {last}" if others else last
+
+
+def _spelled(word: str) -> str:
+    """Return the flag that a word would be with two hyphens, in lower case."""
+    return "--" + word.partition("=")[0].lstrip("".join(_DASHES)).lower().replace("_", "-")
 
 
 def graph_named(argv: Sequence[str], positional: str | None) -> str | None:

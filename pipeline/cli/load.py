@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import importlib.util
-import inspect
 import os
-import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.cli.flags import Flag, flags_of, line_of, plain
+from pipeline.cli.imported import hidden_imports, rename
+from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem, SluiceError, message_of
-from pipeline.precedence import PACKAGES, hidden
-
-_WRONG_CALL = re.compile(
-    r"(?P<name>\w+)(?:\.__init__)?\(\) (?P<wrong>missing|takes|got an unexpected keyword argument '(?P<given>\w+)')"
-)
+from pipeline.precedence import hidden
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,13 @@ class GraphFile:
         except SluiceError:
             raise
         except (Exception, SystemExit) as error:
+            where, graph_line = place_of(error, self.path)
             raise GraphError(
                 Problem(
-                    where=_deepest(error, self.path),
+                    where=where,
                     what=f"graph() raised {message_of(error)}",
-                    why="graph() must return a Graph without an error",
-                    fix=_call_fix(error, self.module) or "correct that line, or the flag that sets its value",
+                    why="graph() must return a Graph without an error" + _through(graph_line, "calls"),
+                    fix=meant(error, _folders(self.path)) or "correct that line, or the flag that sets its value",
                 )
             ) from error
         if not isinstance(graph, Graph):
@@ -66,25 +62,6 @@ class GraphFile:
                 )
             )
         return graph
-
-
-def _call_fix(error: BaseException, module: types.ModuleType) -> str | None:
-    """Return a fix that lists the parameters of a wrongly called function; None if the file does not have its name."""
-    call = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
-    called = vars(module).get(call["name"]) if call else None
-    if call is None or not callable(called):
-        return None
-    names = [name for name in inspect.signature(called).parameters if name != "location"]
-    near = difflib.get_close_matches(call["given"] or "", names, n=1)
-    many = len(names) != 1
-    fix = f"the parameter{'s' * many} of {call['name']} {'are' if many else 'is'} {', '.join(names)}"
-    if near:
-        return f"did you mean {near[0]}? Otherwise, {fix}"
-    if call["wrong"].startswith("takes") and isinstance(called, type):
-        return f"pass them by name; {fix}"
-    if call["wrong"].startswith("missing") and not isinstance(called, type):
-        return f"{fix}; to pass the function itself, leave out the parentheses"
-    return fix
 
 
 def load(path: Path) -> GraphFile:
@@ -125,66 +102,40 @@ def _import(path: Path) -> types.ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    folders = [path.resolve().parent, *([Path.cwd()] if str(Path.cwd()) in map(os.path.abspath, sys.path) else [])]
-    if problems := list(_hidden(path, folders)):
-        raise GraphError(*problems)
+    folders = _folders(path)
     if str(folders[0]) not in sys.path:
         sys.path.append(str(folders[0]))  # a graph may import modules from its own folder
+    if problems := list(hidden_imports(path, folders)):
+        raise GraphError(*problems)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        where, text, fix = _deepest(error, path), str(error), "correct that line"
-        name = (error.name or "") if isinstance(error, ImportError) else ""
-        if theirs := hidden(name, folders):
-            raise GraphError(_rename(where, name, theirs)) from error
-        if isinstance(error, SyntaxError):
-            where, text = f"{error.filename}:{error.lineno}", error.msg
-        elif isinstance(error, ModuleNotFoundError):
-            fix = f"install {error.name}, or correct that line"
-        raise GraphError(
-            Problem(
-                where=where,
-                what=f"the graph file does not import: {type(error).__name__}: {text}",
-                why="the file is imported before the graph is built",
-                fix=fix,
-            )
-        ) from error
+        raise GraphError(_import_problem(error, path, folders)) from error
     return module
 
 
-def _hidden(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
-    """Yield a problem for each import of a user's package that one of Sluice's packages would hide."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # importing the file reports it
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.ImportFrom) and node.level):
-            continue
-        of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        names = [f"{of}{alias.name}" for alias in node.names] + ([of[:-1]] if of.count(".") > 1 else [])
-        for name in names:
-            if name.partition(".")[0] in PACKAGES and (theirs := hidden(name, folders)):
-                yield _rename(f"{path}:{node.lineno}", name, theirs)
-                break
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in which a graph finds the user's modules: its own, and the working directory."""
+    here = Path.cwd()
+    return [path.resolve().parent, *([here] if str(here) in map(os.path.abspath, sys.path) else [])]
 
 
-def _rename(where: str, name: str, theirs: Path) -> Problem:
-    first, folder = name.partition(".")[0], "folder" if theirs.is_dir() else "file"
-    owner = "Sluice" if first in PACKAGES else "Python" if first in sys.stdlib_module_names else "an installed package"
+def _import_problem(error: BaseException, path: Path, folders: Sequence[Path]) -> Problem:
+    """Return the problem of a graph file that raised when it was imported."""
+    where, graph_line = place_of(error, path)
+    name = (error.name or "") if isinstance(error, ImportError) else ""
+    if theirs := hidden(name, folders):
+        return rename(where, name, theirs)
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        where, what = f"{error.filename}:{error.lineno}", f"{type(error).__name__}: {error.msg}"
     return Problem(
         where=where,
-        what=f"{name!r} is imported, and the {folder} {theirs} would be hidden",
-        why=f"{first!r} is a module of {owner}, which takes precedence over the user's",
-        fix=f"rename {theirs}, and import it by its new name",
+        what=f"the graph file does not import: {what}",
+        why="the file is imported before the graph is built" + _through(graph_line, "imports"),
+        fix=meant(error, folders) or "correct that line",
     )
 
 
-def _deepest(error: BaseException, path: Path) -> str:
-    """Return the last line of the user's own file in a traceback."""
-    line, traceback, own = None, error.__traceback__, path.resolve()
-    while traceback:
-        if Path(traceback.tb_frame.f_code.co_filename).resolve() == own:
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return f"{path}:{line}" if line else str(path)
+def _through(graph_line: str, verb: str) -> str:
+    return f", and {graph_line} {verb} that code" if graph_line else ""

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.declare.calls import fault, takes
 from pipeline.declare.parameters import Rule, broken
 from pipeline.errors import Problem
 
@@ -63,14 +63,15 @@ def description_problems(backend: Backend, where: str) -> Iterator[Problem]:
     return broken(_RULES, backend, where=where, says=f"backend {backend.name!r} has {{}}")
 
 
-def _takes(function: object, arguments: int) -> bool:
-    """Whether it is "module:function", or can be called with this many arguments."""
-    if isinstance(function, str):
-        return all(part.replace(".", "_").isidentifier() for part in function.split(":")) and function.count(":") == 1
-    try:
-        return callable(function) and bool(inspect.signature(function).bind(*[None] * arguments))
-    except (TypeError, ValueError):
-        return False
+def _is_named(function: object) -> bool:
+    """Whether it is "module:function"."""
+    parts = function.split(":") if isinstance(function, str) else []
+    return len(parts) == 2 and all(part.replace(".", "_").isidentifier() for part in parts)
+
+
+def _checks(function: object) -> bool:
+    """Whether problems can be asked of it: it may be a generator."""
+    return fault(function, "group, where") in ("", "is a generator") and takes(function, "group, where")
 
 
 _RULES = (
@@ -91,13 +92,13 @@ _RULES = (
     ),
     Rule(
         "opener",
-        lambda opener: _takes(opener, 1),
-        "opener(context) returns the engine; it is a function or 'module:function'",
+        lambda opener: _is_named(opener) or not fault(opener, "context"),
+        "opener(context) returns the engine; it is a plain function, not async, or 'module:function'",
         "opener=open_mine, with def open_mine(context)",
     ),
     Rule(
         "checks",
-        lambda checks: checks is None or _takes(checks, 2),
+        lambda checks: checks is None or _is_named(checks) or _checks(checks),
         "checks(group, where) yields problems; it is a function or 'module:function'",
         "checks=check_mine, with def check_mine(group, where), or leave it out",
     ),

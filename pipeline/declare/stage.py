@@ -22,16 +22,17 @@ both move the payload together.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pipeline.declare.calls import fault
 from pipeline.declare.fields import Field
 from pipeline.declare.group import Location, caller
+from pipeline.declare.runners import MEANT, example, written_fault
 from pipeline.declare.sharding import Sharding
 from pipeline.declare.task import Per, Shape, StageContext
-from pipeline.errors import Problem, StageError
+from pipeline.errors import Problem, StageError, line_of_code
 
 if TYPE_CHECKING:
     from pipeline.declare.group import Model, WorkerGroup
@@ -121,20 +122,28 @@ def kept_by(stage: Stage) -> Field | None:
 
 
 def setup_problems(stage: Stage) -> Iterator[Problem]:
-    """Yield a problem if the stage has no `setup` that a worker can call."""
-    setup: Any = type(stage).setup
-    try:
-        usable = setup is not Stage.setup and bool(inspect.signature(setup).bind(stage, None))
-    except TypeError:
-        usable = False
-    if not usable:
-        lacks = "does not define setup()" if setup is Stage.setup else "has a setup that does not take the context"
+    """Yield a problem if the stage has no `setup` that a worker can call, or one that returns no runner."""
+    says, where = f"stage {stage.name!r} ({type(stage).__name__})", str(stage.location)
+    is_defined = type(stage).setup is not Stage.setup
+    if not is_defined or (wrong := fault(stage.setup, "context")):
         yield Problem(
-            where=str(stage.location),
-            what=f"stage {stage.name!r} ({type(stage).__name__}) {lacks}",
+            where=where,
+            what=f"{says} has a setup() that {wrong}" if is_defined else f"{says} does not define setup()",
             why="it returns the runner, which does the work",
             fix="def setup(self, context): return lambda columns, task: {...}",
         )
+    elif (line := line_of_code(stage.setup)) and (wrong := written_fault(type(stage).setup, stage.shape)):
+        yield runner_problem(stage, wrong, line)
+
+
+def runner_problem(stage: Stage, wrong: str, line: str) -> Problem:
+    """Return the problem of a runner at a line of the user's code, or, if `line` is "", at the stage's."""
+    return Problem(
+        where=line or str(stage.location),
+        what=f"the runner of stage {stage.name!r} {wrong}",
+        why=MEANT[stage.shape],
+        fix=example(stage.shape),
+    )
 
 
 @dataclass(frozen=True)

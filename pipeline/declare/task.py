@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Per = Literal["sample", "group", "batch"]
 Shape = Literal["map", "stream", "transfer", "external"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,18 +8,17 @@ from typing import Any, SupportsFloat
 
 from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
 from pipeline.declare.columns import Columns
-from pipeline.declare.stage import Stage
+from pipeline.declare.runners import runner_fault
+from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output
-from pipeline.errors import Problem, StageError, shown
+from pipeline.errors import Problem, StageError, line_of_code, shown
 
 
 def runner(stage: Stage, made: Any) -> Any:
-    """Return the runner that setup returned. Raises StageError if it cannot be called."""
-    if not callable(made):
-        what = f"setup() of stage {stage.name!r} returned {shown(made)}"
-        raise _error(
-            stage, what, "setup returns the runner, which takes columns and task", "return a function: return run"
-        )
+    """Return the runner that setup returned. Raises StageError if it cannot be one."""
+    if wrong := runner_fault(made, stage.shape):
+        shows = f"is missing: setup() returned {shown(made)}" if not callable(made) else wrong
+        raise StageError(runner_problem(stage, shows, line_of_code(made)))
     return made
 
 
@@ -28,6 +27,9 @@ def output(stage: Stage, produced: Output | Columns | None) -> Output:
     made = produced if isinstance(produced, Output) else Output(columns={} if produced is None else produced)
     if is_tensordict(made.columns):
         made = replace(made, columns=from_tensordict(made.columns))
+    if not isinstance(made.columns, Mapping):
+        what = f"the runner of stage {stage.name!r} returned {shown(made.columns)}"
+        raise _error(stage, what, "it returns columns by their names", "return {'name': column}, or an Output")
     numbers = {name: _number(stage, name, value) for name, value in made.metrics.items()}
     return replace(made, metrics=numbers)
 

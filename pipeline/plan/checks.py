@@ -12,7 +12,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import Model
 from pipeline.declare.parameters import Rule, at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage, kept_by
-from pipeline.errors import Problem, message_of, only_problems
+from pipeline.errors import Problem, line_of_code, problems_of
 from pipeline.plan.gate import gate_problems
 from pipeline.plan.group_checks import group_problems, group_values
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
@@ -63,17 +63,15 @@ def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> It
 
 def _own(stage: Stage, graph: Graph) -> list[Problem]:
     """Return the problems that the stage's own check finds."""
-    try:
-        return only_problems(stage.check(graph))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code enters here
-        return [
-            Problem(
-                where=str(stage.location),
-                what=f"check() of stage {stage.name!r} raised {message_of(error)}",
-                why="a parameter has a type that the stage does not expect, or its check() is wrong",
-                fix=f"correct the parameters of {type(stage).__name__}(...)",
-            )
-        ]
+    kind = type(stage).__name__
+    return problems_of(
+        stage.check,
+        graph,
+        says=f"check() of stage {stage.name!r}",
+        where=str(stage.location),
+        why="a parameter has a type that the stage does not expect, or its check() is wrong",
+        fix=f"correct {kind}.check()" if line_of_code(stage.check) else f"correct the parameters of {kind}(...)",
+    )
 
 
 def _source(graph: Graph) -> Iterator[Problem]:

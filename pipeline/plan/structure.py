@@ -12,6 +12,7 @@ from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.group import Model, WorkerGroup
 from pipeline.declare.sharding import Sharding
 from pipeline.declare.stage import Gate, Stage, setup_problems
+from pipeline.declare.task import SHAPES
 from pipeline.errors import Problem, message_of, shown
 from pipeline.plan.names import is_name, reserved
 
@@ -54,7 +55,7 @@ def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
 
 def _unreadable(stage: Stage) -> Problem | None:
     """Return a problem if an attribute of a stage raises, or is a method where a value belongs."""
-    for name in ("name", "groups", "uses", "updates", "sharding", "reads", "writes", "reads_back"):
+    for name in ("name", "shape", "groups", "uses", "updates", "sharding", "reads", "writes", "reads_back"):
         try:
             value = stage.groups() if name == "groups" else getattr(stage, name)
             wrong = ("a method" if callable(value) else shown(value)) if _is_odd(name, value) else ""
@@ -76,9 +77,11 @@ def _is_odd(name: str, value: Any) -> bool:
     return callable(value) or (name == "sharding" and not isinstance(value, Sharding | None))
 
 
+_SHAPE = "shape = 'map', or leave it out"
 _CHECKED = ("sharding", "reads", "writes", "reads_back")  # errors of these are reported by the checks that follow
 _LIKE = {
     "name": "name = 'mine'",
+    "shape": _SHAPE,
     "groups": "leave out groups(), and give the stage on=",
     "uses": "uses = (policy,), or a property",
     "updates": "updates = None, or a property",
@@ -109,7 +112,14 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
 def _parts(stage: Stage) -> Iterator[Problem]:
     """Yield a problem for each worker group, model, gate or field of a stage that is something else, such as a name."""
     where = str(stage.location)
-    if stage.shape != "external":
+    if stage.shape not in SHAPES:
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has shape={shown(stage.shape)}",
+            why=f"the shape of a stage is {', '.join(SHAPES[:-1])} or {SHAPES[-1]}",
+            fix=_SHAPE,
+        )
+    elif stage.shape != "external":
         yield from setup_problems(stage)
     for group in stage.groups():
         if not isinstance(group, WorkerGroup):

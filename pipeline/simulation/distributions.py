@@ -23,6 +23,7 @@ _NORMAL = NormalDist()
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)"
 _CALL = re.compile(r"([a-z]+)\(([^()]*)\)\Z")
 _SHARE = re.compile(_NUMBER + r"\s*(?:/\s*(sample|group))?\Z")
+MOST_S = 1_000_000_000  # no duration is longer than thirty years
 GRAMMAR = "0.2 + 0.001/sample + lognormal(MEAN, SIGMA) @ CORES"
 
 
@@ -112,8 +113,8 @@ def parse(text: str) -> Distribution:
         else:
             raise ValueError(f"{part!r} is neither a number of seconds nor a distribution")
     numbers = [cores, *shares.values(), *(number for term in terms for number in term.parameters)]
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError("a number is too large")
+    if max(numbers) > MOST_S:
+        raise ValueError(f"a number is too large, above {MOST_S:,}")
     return Distribution(terms=tuple(terms), per_sample_s=shares["sample"], per_group_s=shares["group"], cores=cores)
 
 

@@ -20,8 +20,13 @@ from pipeline.errors import GraphError, Problem
 from pipeline.plan.gate import ADDED
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.plan.planner import with_pool
-from pipeline.simulation.distributions import GRAMMAR, Distribution, Term, parse
+from pipeline.simulation.distributions import GRAMMAR, MOST_S, Distribution, Term, parse
 from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
+
+MOST_STEPS = 100_000  # of a simulation
+MOST_BATCH = 1_000_000  # groups per step
+MOST_GROUPS = 10_000_000  # over all steps
+MOST_FACTOR = 1_000_000  # by which a stage is faster or slower
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +95,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         return Durations(stages, durations.costs)
 
     def _problems(self, plan: Plan, durations: Durations) -> Iterator[Problem]:
-        yield from _schedule_problems(self)
+        yield from range_problems(self)
+        yield from _size_problems(plan.steps if self.steps is None else self.steps, _batch(self.groups, plan.batch))
         stages = [stage.name for stage in plan.stages]
         for name in (*self.stages, *self.speed):
             if name not in stages:
@@ -133,7 +139,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         return refit or stage.name in durations.stages or stage.name in self.stages or stage.name == ADDED
 
 
-def _schedule_problems(change: Changes) -> Iterator[Problem]:
+def range_problems(change: Changes) -> Iterator[Problem]:
+    """Yield the problems of numbers that are out of range for every plan."""
     lows = {"steps": 1, "max_staleness": 0, "pipeline_depth": 0}
     for name, low in lows.items():
         value = getattr(change, name)
@@ -143,18 +150,18 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
                 where=f"{flag} {value}", what="it is too small", why=f"it must be {low} or more", fix=f"{flag} {low}"
             )
     for name, factor in change.speed.items():
-        if not 0 < factor < float("inf"):
+        if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
             yield Problem(
                 where=f"--speed {name}={factor:g}x",
                 what="it is not a factor",
-                why="a stage runs that many times as fast, above 0",
+                why=f"a stage runs that many times as fast, from {1 / MOST_FACTOR:f} to {MOST_FACTOR:,} times",
                 fix=f"--speed {name}=2x",
             )
-    if change.refit_s is not None and not 0 <= change.refit_s < float("inf"):
+    if change.refit_s is not None and not 0 <= change.refit_s <= MOST_S:
         yield Problem(
             where=f"--refit-s {change.refit_s:g}",
             what="it is not a time",
-            why="it must be 0 or more seconds",
+            why=f"it must be 0 to {MOST_S:,} seconds",
             fix="--refit-s 0.1",
         )
     if change.groups is not None and _batch(change.groups, 1) < 1:
@@ -166,13 +173,28 @@ def _schedule_problems(change: Changes) -> Iterator[Problem]:
         )
 
 
+def _size_problems(steps: int, batch: int) -> Iterator[Problem]:
+    """Yield a problem if a simulation would take hours or more memory than a machine has."""
+    if steps > MOST_STEPS or batch > MOST_BATCH or steps * batch > MOST_GROUPS:
+        large = batch > MOST_BATCH
+        yield Problem(
+            where="--groups" if large else "--steps",
+            what=f"the simulation has {steps:,} steps of {batch:,} groups",
+            why=f"the most are {MOST_STEPS:,} steps, {MOST_BATCH:,} groups per step, and {MOST_GROUPS:,} in all",
+            fix="--groups 64" if large else f"--steps {min(1000, MOST_GROUPS // max(batch, 1))}",
+        )
+
+
 def distribution_problem(name: str, text: str) -> Problem | None:
     """Return the problem with the distribution of a stage; None if it is valid."""
     try:
         parse(text)
     except ValueError as error:
         return Problem(
-            where=f"--stage {name}={text}", what=str(error), why="a duration is a sum of such terms", fix=GRAMMAR
+            where=f"--stage {name}={text}",
+            what=str(error),
+            why="a duration is a sum of seconds and distributions",
+            fix=f'--stage "{name}={GRAMMAR}"',
         )
     return None
 

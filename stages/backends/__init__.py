@@ -12,14 +12,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
+from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask
-from pipeline.errors import Problem, message_of, only_problems, shown
+from pipeline.errors import Problem, line_of_code, problems_of, shown
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -113,32 +116,64 @@ def engine(context: StageContext) -> Engine:
         backend = context.group.description
         if backend is None or backend.opener is None:
             raise StageError(*backend_problems(context.group))
-        opened = _function(backend.opener)(context)
-        if missing := _missing(opened, backend):
-            raise StageError(
-                Problem(
-                    where=str(context.group.location),
-                    what=f"the engine of backend {backend.name!r} has no {', '.join(f'{name}()' for name in missing)}",
-                    why=f"the backend has can={backend.can!r}, so stages call these methods",
-                    fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
-                )
-            )
+        opened = _call(backend.opener, context)
+        if problems := list(_engine_problems(opened, backend, str(context.group.location))):
+            raise StageError(*problems)
         context.shared["engine"] = opened
     return context.shared["engine"]
 
 
-def _function(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, imported if it is given as "module:function"."""
-    if not isinstance(given, str):
-        return given
-    module, _, name = given.partition(":")
-    return getattr(importlib.import_module(module), name)
+def _call(function: str | Callable[..., Any], *given: Any) -> Any:
+    """Call a function, which is imported if it is given as "module:function"."""
+    if not isinstance(function, str):
+        return function(*given)
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(*given)
 
 
-def _missing(opened: object, backend: Backend) -> list[str]:
-    """The methods that an engine lacks for its backend's `can`."""
-    wanted = dict.fromkeys(name for work in backend.can for name in dir(CONTRACT[work]) if not name.startswith("_"))
-    return [name for name in wanted if not callable(getattr(opened, name, None))]
+def _engine_problems(opened: object, backend: Backend, where: str) -> Iterator[Problem]:
+    """The methods that an engine lacks for its backend's `can`, and those that it defines in another form."""
+    wanted = {name: CONTRACT[work] for work in backend.can for name in dir(CONTRACT[work]) if not name.startswith("_")}
+    methods = {name: getattr(opened, name, None) for name in wanted}
+    if missing := [f"{name}()" for name, method in methods.items() if not callable(method)]:
+        yield Problem(
+            where=where,
+            what=f"the opener of backend {backend.name!r} returned None"
+            if opened is None
+            else f"the engine of backend {backend.name!r} has no {', '.join(missing)}",
+            why=f"the backend has can={backend.can!r}, so stages call these methods",
+            fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
+        )
+    for name, method in methods.items():
+        expected = list(inspect.signature(getattr(wanted[name], name)).parameters.values())
+        if callable(method) and (wrong := _method_fault(method, expected[1:], may_yield=name == "stream")):
+            yield Problem(
+                where=line_of_code(method) or where,
+                what=f"{name}() of the engine of backend {backend.name!r} {wrong}",
+                why="stages call it as stages/backends/interface.py describes it",
+                fix=f"write def {name}({_listed(expected)})",
+            )
+
+
+def _method_fault(method: Callable[..., Any], expected: Sequence[inspect.Parameter], *, may_yield: bool) -> str:
+    """Why a method cannot be called with these parameters; "" if it can."""
+    if is_async(method) or (is_generator(method) and not may_yield):
+        return "is async" if is_async(method) else "is a generator"
+    named = {each.name: None for each in expected if each.kind is each.KEYWORD_ONLY}
+    try:
+        inspect.signature(method).bind(*expected[: len(expected) - len(named)], **named)
+    except TypeError as error:
+        return f"does not take ({_listed(expected)}): {error}"
+    except ValueError:  # written in C
+        pass
+    return ""
+
+
+def _listed(parameters: Sequence[inspect.Parameter]) -> str:
+    """The names of parameters as in a signature."""
+    by_place = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    return ", ".join([*by_place, *(["*", *by_name] if by_name else [])])
 
 
 def backend_problems(
@@ -188,8 +223,9 @@ def backend_problems(
             why=f"{backend.name!r} can only {' and '.join(backend.can)}",
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
-    yield from _own_checks(backend, group, where)
-    yield from _package_problems(backend, group, has)
+    not_found = list(_import_problems(backend, group))
+    yield from [] if not_found else _own_checks(backend, group, where)
+    yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
 
 
 def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterator[Problem]:
@@ -214,17 +250,32 @@ def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
     return ask(group.interpreter, packages=packages)
 
 
-def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> Iterator[Problem]:
+def _import_problems(backend: Backend, group: WorkerGroup) -> Iterator[Problem]:
+    """Why a function that is given as "module:function" cannot be imported and called."""
+    for name, given, parameters in (("opener", backend.opener, "context"), ("checks", backend.checks, "group, where")):
+        elsewhere = name == "opener" and group.interpreter is not None
+        if isinstance(given, str) and not elsewhere and (wrong := import_fault(given, parameters)):
+            yield Problem(
+                where=str(group.location),
+                what=f"backend {backend.name!r} has {name}={given!r}, which {wrong}",
+                why=f"it is imported from there and called as {name}({parameters})",
+                fix="correct it, or pass the function itself",
+            )
+
+
+def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> list[Problem]:
     """What the backend's own checks find, or that they fail."""
-    try:
-        yield from only_problems(_function(backend.checks)(group, where)) if backend.checks else ()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
-        yield Problem(
-            where=where,
-            what=f"checks of backend {backend.name!r} raised {message_of(error)}",
-            why="it yields the problems of a worker group",
-            fix="correct checks(group, where)",
-        )
+    if backend.checks is None:
+        return []
+    return problems_of(
+        partial(_call, backend.checks) if isinstance(backend.checks, str) else backend.checks,
+        group,
+        where,
+        says=f"checks of backend {backend.name!r}",
+        where=where,
+        why="it yields the problems of a worker group",
+        fix="correct checks(group, where)",
+    )
 
 
 def is_installed(package: str) -> bool:
@@ -254,8 +305,14 @@ def model_problems(model: Model) -> Iterator[Problem]:
             yield Problem(where=where, what=what, why=why, fix=fix)
             return
     if callable(getattr(model.warm_start, "problems", None)):
-        for what, why, fix in model.warm_start.problems():
-            yield Problem(where=where, what=what, why=why, fix=fix)
+        kind = type(model.warm_start).__name__
+        yield from problems_of(
+            model.warm_start.problems,
+            says=f"{kind}.problems()",
+            where=where,
+            why="it yields what, why and fix of each wrong parameter",
+            fix=f"correct {kind}.problems()",
+        )
     if model.config is None:
         path = Path(model.source)
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1

@@ -167,6 +167,7 @@ TRANSPORTS = [
     own("own_transport_on_the_same_gpus", "Own()", groups=ON_GPUS | COLOCATED, both_carry="True", sender="Sends"),
     own("buckets_of_no_bytes", "Broadcast(bucket_bytes=0, buckets=True)", "from ops.refit.transports import Broadcast"),
     own("slots_given_as_a_text", "Gloo(slot_bytes='64 MiB')", "from ops.refit.transports import Gloo"),
+    own("interface_given_as_a_text", "Gloo(interfaces='eth0')", "from ops.refit.transports import Gloo"),
     own("half_a_slot", "Tree(slots=0.5)", "from ops.refit.transports import Tree"),
     own("pull_without_a_copy", "Pull(keep_copy=False)", "from ops.refit.transports.listed import Pull"),
     own("own_transport_without_a_copy", "Own()", keep_copy="False"),

@@ -180,6 +180,24 @@ FORMULAS = [
     own_loss("own_loss_changes_its_input", "return -scored.advantage_N.mul_(2)[:, None] * scored.logprobs_NT"),
     own_loss("own_loss_exits", "raise SystemExit(0)  # here"),
     own_loss("own_loss_clipped_is_a_number", GAIN, "return gain_NT, gain_NT"),
+    own(
+        "own_loss_differs_between_calls",
+        "\n    def policy_loss(self, scored, weight_NT, calls=[]):  # here\n        calls.append(1)\n"
+        "        return -len(calls) * weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT\n",
+    ),
+    own("own_loss_is_async", "\n    async def policy_loss(self, scored, weight_NT):  # here\n        return 0\n"),
+    own(
+        "own_loss_takes_no_weight", "\n    def policy_loss(self, scored):  # here\n        return -scored.logprobs_NT\n"
+    ),
+    own(
+        "own_loss_whose_problems_raise",
+        f"{POLICY_GRADIENT}\n    def problems(self, where):\n        return [self.strength]  # here\n",
+    ),
+    own(
+        "own_correction_whose_problems_are_texts",
+        correction=f"{EVEN}\n    def problems(self, where):  # here\n        yield 'too strong'\n",
+        given=CORRECTED,
+    ),
     own_correction("own_correction_raises", "return scored.logprobs  # here"),
     own_correction(
         "own_correction_changes_its_input", "return scored.old_logprobs_NT.sub_(scored.rollout_logprobs_NT).exp()"

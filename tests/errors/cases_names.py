@@ -9,8 +9,9 @@ def stage(name: str, parameters: str) -> Case:
 
 
 def defined(name: str, body: str) -> Case:
-    """Return a case of an additional stage with this body."""
-    return Case(name, {"extra": "(Mine(),)"}, top=f"class Mine(Stage):\n{body}\n\n\n")
+    """Return a case of an additional stage with this body; a line of it that ends in `# here` must be pointed at."""
+    at = () if "# here" in body else None
+    return Case(name, {"extra": "(Mine(),)"}, at=at, top=f"class Mine(Stage):\n{body}\n\n\n")
 
 
 CASES = [
@@ -36,4 +37,16 @@ CASES = [
     ),
     defined("stage_without_setup", "    name = 'mine'"),
     defined("setup_takes_no_context", "    name = 'mine'\n\n    def setup(self):\n        return dict"),
+    defined("setup_is_async", "    name = 'mine'\n\n    async def setup(self, context):\n        return dict"),
+    defined("setup_returns_nothing", "    name = 'mine'\n\n    def setup(self, context):  # here\n        pass"),
+    defined(
+        "runner_takes_no_task",
+        "    name = 'mine'\n\n    def setup(self, context):  # here\n        return lambda columns: {}",
+    ),
+    defined(
+        "stream_yields_nothing",
+        "    name = 'mine'\n    shape = 'stream'\n\n    def setup(self, context):  # here\n"
+        "        async def run(columns, task):\n            return {}\n\n        return run",
+    ),
+    defined("shape_is_misspelt", "    name = 'mine'\n    shape = 'strem'\n    setup = lambda *_: dict"),
 ]

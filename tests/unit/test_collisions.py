@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from pipeline import precedence
-from pipeline.__main__ import COMMANDS
+from pipeline.__main__ import COMMANDS, main
+from tests.doors import forgotten
 from tests.errors.harness import REPOSITORY, live_text
 from tests.errors.harness import command as called
 
@@ -78,17 +80,45 @@ def test_what_a_graph_imports_from_a_hidden_folder_is_refused(tmp_path, line, na
     code, _, stderr = called(tmp_path / folder, str(tmp_path / "graph.py"), "--check")
     assert code == 2
     assert stderr.replace(f"{tmp_path}/", "") == (
-        f"graph.py:1: {name!r} is imported, and the folder stages would be hidden; 'stages' is a module of Sluice, "
+        f"graph.py:1: it imports {name!r}, and the folder stages is hidden; 'stages' is a module of Sluice, "
         "which takes precedence over the user's. Fix: rename stages, and import it by its new name\n"
     )
 
 
-def test_so_is_what_a_module_beside_the_graph_imports(tmp_path):
-    files = {"helper_of_it": "from stages.mine import Shout\n", "stages__mine": "Shout = 1\n"}
-    written(tmp_path, graph="import json\nfrom helper_of_it import Shout\n" + live_text(), **files)
+DEEP = {"kit__init__": "", "kit__first": "from .second import x\n", "kit__second": "def late():\n    import {}.mine\n"}
+
+
+@pytest.mark.parametrize("name", ["ops", "stages", "graphs", "pipeline"])
+@pytest.mark.parametrize(
+    ("line", "files", "where"),
+    [
+        ("import near", {"near": "from {} import mine\n"}, "near.py:1"),
+        ("import near", {"near": "import json, far\n", "far": "\nfrom {}.mine import x\n"}, "far.py:2"),
+        ("from kit import first", DEEP, "kit/second.py:2"),
+        ("def late(): import kit.first", DEEP, "kit/second.py:2"),
+        ("from kit import *", DEEP | {"kit__init__": "import kit.second\n"}, "kit/second.py:2"),
+        ("from space import near", {"space__near": "from {} import mine\n"}, "space/near.py:1"),
+    ],
+    ids=["module", "second module", "package", "later", "star", "folder"],
+)
+def test_so_is_what_the_users_modules_import_at_any_depth(tmp_path, name, line, files, where):
+    files = {file: text.format(name) for file, text in files.items()}
+    written(tmp_path, graph=f"{line}\n" + live_text(), **files, **{f"{name}__mine": "x = 1\n"})
     code, _, stderr = called(tmp_path, "graph.py", "--check")
     assert code == 2
-    assert stderr.startswith("graph.py:2: 'stages.mine' is imported, and the folder stages would be hidden; ")
+    assert stderr.startswith(f"{where}: it imports '{name}.mine") and stderr.count("\n") == 1
+    assert stderr.endswith(f"Fix: rename {name}, and import it by its new name\n")
+
+
+def test_the_users_modules_are_read_and_not_imported_to_find_that(tmp_path):
+    files = {"heavy_of_it": RAISES, "torch": RAISES, "ops__mine": RAISES, "stages__mine": ""}
+    later = "def late():\n    import heavy_of_it, torch\n    from stages import Reward\n"
+    written(tmp_path, graph="import later_of_it\n" + live_text(), later_of_it=later, **files)
+    with forgotten(tmp_path):
+        assert called(tmp_path, "graph.py", "--check")[::2] == (0, "")
+    written(tmp_path, heavy_of_it=RAISES + "from ops.mine import x\n")
+    code, _, stderr = called(tmp_path, "graph.py", "--check")
+    assert code == 2 and stderr.startswith("heavy_of_it.py:2: it imports 'ops.mine', and the folder ops is hidden; ")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +130,7 @@ def test_a_file_beside_the_graph_is_hidden_and_refused_where_it_is_meant(tmp_pat
     written(tmp_path, graph=f"from {name} import mine\n" + live_text())
     code, _, stderr = checked(tmp_path, "graph.py")
     assert code == 2
-    assert stderr.startswith(f"graph.py:1: '{name}")
+    assert stderr.startswith(f"graph.py:1: it imports '{name}")
     assert (
         f"'{name}' is a module of {owner}, which takes precedence over the user's. Fix: rename {name}.py, and" in stderr
     )
@@ -165,6 +195,35 @@ def test_the_command_sluice_runs_ours_beside_a_package_named_pipeline(tmp_path):
     assert re.search(r"^continue +sluice run project/graph.py --executor local --run-dir run --resume", stdout, re.M)
     code, _, stderr = sluice(tmp_path, "run", "project/graph.py", "--run-dir", "other")
     assert code == 2 and "Fix: rename pipeline, or run from another folder\n" in stderr
+
+
+def test_the_command_sluice_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/bin/sluice"])
+    for argv in ([], ["help"], ["-h"], ["--help"], ["help", "help"]):
+        assert main(argv) == 0
+        assert capsys.readouterr().out.startswith("usage: sluice COMMAND [flags]\n")
+    for argv in (["--version"], ["-V"], ["version"]):
+        assert main(argv) == 0
+        assert capsys.readouterr().out == f"sluice {metadata.version('sluice')}\n"
+    for argv in (["help", "export"], ["--help", "export"], ["export", "-h"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: sluice export RUN")
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["Run", "graph.py"], "did you mean sluice run?"),
+        (["graph.py", "--steps", "3"], "did you mean sluice run graph.py --steps 3?"),
+        (["help", "exprot"], "did you mean sluice export?"),
+        ([""], "sluice run GRAPH, or sluice help"),
+        (["--steps"], "sluice run GRAPH, or sluice help"),
+    ],
+)
+def test_a_command_that_the_command_sluice_lacks(argv, fix, capsys):
+    assert main(argv) == 2
+    assert capsys.readouterr().err.endswith(f" Fix: {fix}\n")
 
 
 def test_the_command_sluice_has_every_command(tmp_path):

@@ -1,6 +1,7 @@
 """A user's own backend in a folder outside the repository: checked, and run. The code is that of the docs page."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,17 @@ def test_the_pages_backend_samples_what_the_one_that_it_wraps_samples(tmp_path):
     assert backends["sampler"] == "counting" and backends["learner"] == "torch"
 
 
+async def later(*given, **named): ...
+
+
+def one_by_one(*given, **named):
+    yield
+
+
+def opened(context):
+    """Stand in for the opener of a backend that is only checked."""
+
+
 def said(group, work="sample"):
     return " ".join(str(problem) for problem in backend_problems(group, None, work))
 
@@ -40,9 +52,9 @@ def said(group, work="sample"):
     ("backend", "says"),
     [
         ("trch", "no backend has that name. Fix: did you mean 'torch'?"),
-        (Backend(name="vllm", can=("sample",), opener="mine:open"), "could not tell the two apart"),
-        (Backend(name="mine", can=("score",), opener="mine:open"), "'mine' can only score"),
-        (Backend(name="mine", can=("sample",), opener="mine:open", packages=("no_such",)), "the package 'no_such'"),
+        (Backend(name="vllm", can=("sample",), opener=opened), "could not tell the two apart"),
+        (Backend(name="mine", can=("score",), opener=opened), "'mine' can only score"),
+        (Backend(name="mine", can=("sample",), opener=opened, packages=("no_such",)), "the package 'no_such'"),
         (Backend(name="mine"), "runs plain functions only"),
     ],
 )
@@ -57,7 +69,7 @@ def test_its_own_checks_are_asked():
         if group.gpus:
             yield Problem(where=where, what="it has GPUs", why="mine runs on CPUs", fix="gpus=0")
 
-    mine = Backend(name="mine", can=("sample",), opener="mine:open", checks=checks)
+    mine = Backend(name="mine", can=("sample",), opener=opened, checks=checks)
     assert "mine runs on CPUs" in said(WorkerGroup("sampler", backend=mine, gpus=1))
     assert not said(WorkerGroup("sampler", backend=mine))
 
@@ -71,11 +83,12 @@ def test_an_engine_that_lacks_a_method_is_named_when_it_is_opened():
     context = StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=None, shared={})
     with pytest.raises(StageError, match=r"the engine of backend 'mine' has no reward\(\)"):
         engine(context)
+    forgets = replace(group, backend=replace(mine, opener=lambda context: None))
+    with pytest.raises(StageError, match="the opener of backend 'mine' returned None"):
+        engine(replace(context, group=forgets))
 
 
 def test_a_copy_with_another_backend_is_that_one():
-    from dataclasses import replace
-
     mine = WorkerGroup("sampler", backend=Backend(name="mine", leads=True), workers=4, tensor_parallel=2)
     assert mine.processes == 2 and replace(mine, gpus=4).own == mine.own
     assert replace(mine, backend="torch").own is None and replace(mine, backend="torch").processes == 4
@@ -91,6 +104,9 @@ def test_a_copy_with_another_backend_is_that_one():
         ({"opener": None}, "has opener=None; opener(context) returns the engine"),
         ({"opener": "open_mine"}, "has opener='open_mine'; opener(context) returns"),
         ({"opener": lambda: None}, "opener(context) returns the engine"),
+        ({"opener": later}, "opener(context) returns the engine; it is a plain function, not async"),
+        ({"opener": one_by_one}, "opener(context) returns the engine; it is a plain function, not async"),
+        ({"checks": later}, "checks(group, where) yields problems"),
         ({"checks": lambda group: ()}, "checks(group, where) yields problems"),
         ({"checks": lambda group, where: 1 / 0}, "checks of backend 'mine' raised ZeroDivisionError: division by zero"),
     ],
@@ -99,3 +115,93 @@ def test_a_wrong_description_is_one_problem(wrong, text):
     described = {"name": "mine", "can": ("sample",), "opener": lambda context: None} | wrong
     found = said(WorkerGroup("sampler", backend=Backend(**described)))
     assert text in found and found.count("Fix:") == 1, found
+
+
+MODULE = """
+raise_if_imported = 1 / 0
+
+async def later(context): ...
+
+def short(): ...
+
+def right(context, more=1): ...
+
+def checks(group, where, *more): ...
+
+if raise_if_imported:
+    try:
+        def maybe(context): ...
+    except ImportError:
+        from elsewhere import other as renamed
+
+class Engine:
+    def inner(self, context): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"opener": "nowhere:open"}, "which names the module nowhere, which is not found"),
+        ({"opener": "nowhere.deep:open"}, "which names the module nowhere.deep, which is not found"),
+        ({"opener": "mine_of_it:rihgt"}, "which names rihgt, which the module mine_of_it does not have"),
+        ({"opener": "mine_of_it:inner"}, "which names inner, which the module mine_of_it does not have"),
+        ({"opener": "mine_of_it:later"}, "which names an async function"),
+        ({"opener": "mine_of_it:short"}, "which names a function that does not take (context)"),
+        ({"checks": "mine_of_it:short"}, "which names a function that does not take (group, where)"),
+        ({"opener": "broken_of_it:open"}, "which names the module broken_of_it, which has a syntax error in line 2"),
+        ({"checks": "nowhere:checks"}, "which names the module nowhere, which is not found"),
+        *(({"opener": f"mine_of_it:{name}"}, "") for name in ("right", "maybe", "renamed", "Engine")),
+    ],
+)
+def test_a_named_function_is_found_without_importing_its_module(tmp_path, monkeypatch, given, says):
+    (tmp_path / "mine_of_it.py").write_text(MODULE)
+    (tmp_path / "broken_of_it.py").write_text("\ndef open(context:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    group = WorkerGroup("sampler", backend=Backend(**{"name": "mine", "can": ("sample",), "opener": opened} | given))
+    found = said(group)
+    assert says in found and found.count("Fix:") == bool(says)
+
+
+def test_a_named_check_of_a_module_that_raises_is_at_that_line(tmp_path, monkeypatch):
+    (tmp_path / "mine_of_it.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with forgotten(tmp_path):
+        found = said(
+            WorkerGroup("w", backend=Backend(name="mine", can=("sample",), opener=opened, checks="mine_of_it:checks"))
+        )
+    assert found.startswith(f"{tmp_path}/mine_of_it.py:2: checks of backend 'mine' raised ZeroDivisionError")
+
+
+def short(self, model): ...
+
+
+class Whole:
+    """An engine whose methods take anything, as one that passes them on to another engine."""
+
+    def __getattr__(self, name):
+        return lambda *given, **named: None
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "says"),
+    [
+        ("generate", later, "generate() of the engine of backend 'mine' is async"),
+        ("generate", one_by_one, "generate() of the engine of backend 'mine' is a generator"),
+        ("stream", later, "stream() of the engine of backend 'mine' is async"),
+        ("encode", short, "encode() of the engine of backend 'mine' does not take (model, texts, *, chat)"),
+        ("stream", one_by_one, ""),
+        ("encode", lambda self, *given, chat: None, ""),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_named_when_the_engine_is_opened(name, method, says):
+    made = type("Mine", (Whole,), {name: method})()
+    group = WorkerGroup("w", backend=Backend(name="mine", can=("sample",), opener=lambda context: made))
+    context = StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=None, shared={})
+    if not says:
+        assert engine(context) is made
+        return
+    with pytest.raises(StageError) as error:
+        engine(context)
+    assert f"{__file__}:{method.__code__.co_firstlineno}: {says}" in str(error.value)
+    assert f"Fix: write def {name}(self, " in str(error.value)

@@ -138,11 +138,35 @@ def test_both_ends_do_what_the_class_says() -> None:
 
 def test_the_methods_of_both_ends_take_what_they_are_called_with() -> None:
     short = type("Short", (Receiver,), {"receive": lambda self, meeting: {}})
-    assert missing(type("Own", (Mail,), {"receiver": lambda self: short()})()) == (
-        "Short.receive() must take (meeting, shares, version)"
-    )
+    found = missing(type("Own", (Mail,), {"receiver": lambda self: short()})())
+    assert found.startswith(f"Short.receive() must take (meeting, shares, version) ({__file__}:")
     offers = type("Offers", (Sender,), {"offer": lambda self: None})
-    assert missing(type("Own", (Mail,), {"sender": lambda self: offers()})()) == "Offers.offer() must take (memory)"
+    assert "Offers.offer() must take (memory)" in missing(type("Own", (Mail,), {"sender": lambda self: offers()})())
+    assert "Own.sender() must take no arguments" in missing(type("Own", (Mail,), {"sender": lambda self, rank: 1})())
+
+
+async def later(*_: Any) -> Any: ...
+
+
+def one_by_one(*_: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(("method", "says"), [(later, "is async"), (one_by_one, "is a generator")])
+@pytest.mark.parametrize("name", ["sender", "receiver", "send", "offer", "receive", "close"])
+def test_every_method_returns_its_result_when_it_is_called(name: str, method: Any, says: str) -> None:
+    sender = type("Sends", (Sender,), {"send": lambda self, meeting, version: {}, name: method})()
+    receiver = type("Receives", (Reads,), {name: method})()
+    ends = {"sender": lambda self: sender, "receiver": lambda self: receiver, "both_carry": name == "send"}
+    if name in ends:
+        ends[name] = method
+    found = missing(type("Own", (Mail,), ends)())
+    assert f".{name}() {says}, and " in found and found.endswith(f"({__file__}:{method.__code__.co_firstlineno})")
+
+
+@pytest.mark.parametrize("devices", [3, ([],), property(lambda self: 1 / 0)])
+def test_devices_of_another_type_are_no_traceback(devices: Any) -> None:
+    assert missing(type("Own", (Mail,), {"devices": devices})()).startswith("Own")
 
 
 def test_a_transport_of_one_machine_is_refused_between_machines() -> None:

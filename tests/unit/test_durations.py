@@ -55,6 +55,7 @@ def test_sigma_is_that_of_the_logarithm():
         ("-1", "is neither a number of seconds"),
         ("nan", "is neither a number of seconds"),
         ("1e999", "too large"),
+        ("1e300", "too large"),
         ("normal(1, 2)", "is not one of"),
         ("lognormal(1)", "takes 2 numbers"),
         ("uniform(2, 1)", "low above its high"),

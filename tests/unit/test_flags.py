@@ -44,6 +44,7 @@ def parser_of(tmp_path, text=GRAPH):
     parser.graph_file = "g.py"
     parser.add_argument("graph", nargs="?")
     parser.add_argument("--gpus", type=whole, metavar="N")
+    parser.add_argument("--folder", metavar="DIR")
     parser.add_argument("--wait", type=number, default=1.5)
     parser.add_argument("--executor", **one_of("ray", "local"), default="ray")
     add_flags(parser, load(path).flags)
@@ -118,6 +119,17 @@ def test_a_default_is_shown_where_there_is_one(tmp_path):
         (["--max"], ("--max", "there is no such flag", "did you mean --max-staleness?")),
         (["--no-colocate"], ("--no-colocate", "there is no such flag", "did you mean --no-colocated?")),
         (["--zzz"], ("--zzz", "there is no such flag", SEE)),
+        (["-t", "sort"], ("-t", "there is no such flag", "did you mean --task?")),
+        (["-c"], ("-c", "there is no such flag", "did you mean --cold or --colocated?")),
+        (["--Task", "sort"], ("--Task", "there is no such flag", "did you mean --task?")),
+        (["--TASK=sort"], ("--TASK=sort", "there is no such flag", "did you mean --task?")),
+        (["\u2014task", "sort"], ("\u2014task", "there is no such flag", "did you mean --task?")),
+        (["g.py", "\u2013tsk=sort"], ("\u2013tsk=sort", "there is no such flag", "did you mean --task?")),
+        (["g.py", "-"], ("-", "there is no such flag", SEE)),
+        (["g.py", "--", "--task", "sort"], ("--", "it ends the flags", "leave out --")),
+        (["--folder", ""], ("--folder", "its value is empty", "--folder DIR")),
+        (["--folder= "], ("--folder", "its value is empty", "--folder DIR")),
+        ([""], ("command line", "argument graph: its value is empty", SEE)),
         (["g.py", "h.py"], ("command line", "unexpected argument 'h.py'", SEE)),
         (["--task", "srot"], ("--task", "expected one of sort, reverse, got 'srot'", "--task sort")),
         (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", SEE)),
@@ -132,6 +144,33 @@ def test_a_default_is_shown_where_there_is_one(tmp_path):
 )  # fmt: skip
 def test_a_mistake_names_the_flag_that_it_resembles_or_what_is_allowed(tmp_path, argv, expected):
     assert refused(parser_of(tmp_path), *argv) == [expected]
+
+
+def test_a_dash_that_an_editor_put_in_the_place_of_hyphens_is_named_before_it_is_taken_for_a_file(tmp_path):
+    with pytest.raises(GraphError, match="a flag begins with --, not with \u2014"):
+        parser_of(tmp_path).parse_known_args(["\u2014task", "sort", "g.py"])
+
+
+def test_a_text_of_the_graph_may_be_empty(tmp_path):
+    assert given(tmp_path, "--name", "") == {"name": ""}
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (run, ("run-dir", "address", "replay", "resume", "list", "tensorboard", "wandb", "mlflow")),
+        (simulate, ("groups", "workers", "speed", "stage")),
+        (analyse, ("compare",)),
+        (export, ("perfetto", "csv")),
+        (forward, ("tensorboard", "wandb", "mlflow")),
+    ],
+    ids=lambda value: value.__name__ if hasattr(value, "main") else "",
+)
+def test_no_command_takes_an_empty_value(tmp_path, capsys, command, flags):
+    (tmp_path / "g.py").write_text(GRAPH)
+    for flag in flags:
+        assert command.main([str(tmp_path / "g.py"), f"--{flag}", ""]) == 2
+        assert capsys.readouterr().err.startswith(f"--{flag}: its value is empty; this flag needs one. Fix: --{flag} ")
 
 
 def test_every_unknown_flag_is_named(tmp_path):

@@ -10,6 +10,7 @@ from pipeline.cli.command import Parser
 from pipeline.cli.flags import Flag, add_flags
 from pipeline.cli.load import load
 from pipeline.errors import DataPlaneError, Problem
+from tests.doors import forgotten
 
 HEAD = """from typing import Literal, Optional
 from pipeline import Graph, Schedule, Stage
@@ -52,7 +53,7 @@ def written(folder, body, name="g.py"):
 
 def problems(folder, body, **values):
     """Return the problems raised by loading and building a file."""
-    with pytest.raises(GraphError) as error:
+    with pytest.raises(GraphError) as error, forgotten(folder):
         load(written(folder, body)).build(values)
     return error.value.problems
 
@@ -145,11 +146,57 @@ def test_a_path_relative_to_the_working_directory_is_pointed_at_with_its_line(tm
     assert problem.what == "graph() raised IndexError: list index out of range"
 
 
-def test_an_error_in_a_helper_points_at_the_line_of_the_graph_that_called_it(tmp_path):
+def test_an_error_in_a_helper_points_at_its_line_and_names_the_line_of_the_graph(tmp_path):
     (tmp_path / "beside.py").write_text("def helper():\n    raise OSError('no disk')\n")
     (problem,) = problems(tmp_path, "from beside import helper\n\ndef graph():\n    return helper()\n")
-    assert problem.where == f"{tmp_path}/g.py:{HEAD.count(chr(10)) + 4}"
-    assert "no disk" in problem.what
+    assert problem.where == f"{tmp_path}/beside.py:2" and "no disk" in problem.what
+    assert problem.why.endswith(f", and {tmp_path}/g.py:{HEAD.count(chr(10)) + 4} calls that code")
+
+
+def test_an_error_at_the_import_of_a_helper_does_so_too(tmp_path):
+    (tmp_path / "broken_x.py").write_text("\nraise OSError('no disk')\n")
+    (problem,) = problems(tmp_path, "import broken_x\n\ndef graph():\n    return made()\n")
+    assert problem.where == f"{tmp_path}/broken_x.py:2" and "no disk" in problem.what
+    assert problem.why.endswith(f", and {tmp_path}/g.py:{HEAD.count(chr(10)) + 1} imports that code")
+
+
+MINE = """from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine:
+    strength: float = 1.0
+
+
+def weak():
+    return Mine(strenght=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("mine_x.Mine(strenght=2)", "did you mean strength? Otherwise, the parameter of Mine is strength"),
+        ("M(\n        strenght=2)", "did you mean strength? Otherwise, the parameter of Mine is strength"),
+        ("M(2)", "pass them by name; the parameter of Mine is strength"),
+        ("replace(M(), strenght=2)", "did you mean strength? Otherwise, the parameter of Mine is strength"),
+        ("mine_x.weak()", "did you mean strength? Otherwise, the parameter of Mine is strength"),
+        ("mine_x.weak(3)", "weak takes no parameters: write weak()"),
+        ("M().strenght", "did you mean strength?"),
+        ("mine_x.Mien()", "did you mean Mine?"),
+        ("mad()", "did you mean made?"),
+        ("setattr(M(), 'strength', 2)", "make a changed copy, with replace() of dataclasses"),
+        ("__import__('mine_y')", "did you mean mine_x? Otherwise, install mine_y"),
+        ("__import__('stages.vocabluary')", "did you mean stages.vocabulary?"),
+        ("exec('from stages import Rewrd')", "did you mean Reward?"),
+        ("exec('from stages import zzzzz')", "correct that line, or the flag that sets its value"),
+    ],
+)
+def test_a_mistyped_name_gets_the_one_that_was_meant_from_whatever_module(tmp_path, line, fix):
+    (tmp_path / "mine_x.py").write_text(MINE)
+    top = "from dataclasses import replace\nimport mine_x\nfrom mine_x import Mine as M\n"
+    (problem,) = problems(tmp_path, f"{top}\ndef graph():\n    return {line}\n")
+    assert problem.fix == fix
 
 
 def test_a_decorated_graph_is_found_behind_its_wrapper(tmp_path):

@@ -248,7 +248,7 @@ def ids_of_byte(tokenizer, byte):
     ],
 )
 def test_problems(stage, text, monkeypatch):
-    monkeypatch.setitem(BACKENDS, "another", Backend(name="another", opener="a.module:open_engine", can=("reward",)))
+    monkeypatch.setitem(BACKENDS, "another", Backend(name="another", opener=lambda context: None, can=("reward",)))
     train = Train(Model("policy"), on=WorkerGroup("learner", backend="torch"), lr=1e-6)
     graph = Graph(name="g", source=Prompts(Generated()), stages=(stage, train), schedule=Schedule(steps=1))
     found = [str(problem) for problem in stage.check(graph)]

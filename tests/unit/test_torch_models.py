@@ -1,5 +1,6 @@
 """Building, loading, saving and hashing models."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,8 @@ def test_problems_of_a_worker_group(group: WorkerGroup, text: str) -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else object())
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else find(name))
     group = WorkerGroup("sampler", backend="torch")
     (problem,) = backend_problems(group)
     assert str(problem) == (

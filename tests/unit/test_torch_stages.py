@@ -145,6 +145,22 @@ def test_logprobs_are_computed_in_the_microbatches_that_the_task_has(stage: Stag
     assert taken == [planned, own] and planned != own
 
 
+def test_updates_are_made_in_the_microbatches_that_the_task_has() -> None:
+    columns, stage, groups = batch_columns(), Train(POLICY, on=LEARNER, lr=0.0, minibatches=2), (0, 1, 2, 3)
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    (planned,) = Sharding.of(Packed(31), minibatches=2).shards(lengths, 1)
+    (own,) = stage.sharding.shards(lengths, 1)
+    runner, taken = stage.setup(context(LEARNER)), []
+    update = runner.learner.update
+    runner.learner.update = lambda *given, **named: (
+        taken.append((named["update"], named["packed"])) or update(*given, **named)
+    )
+    for shard in (planned, None):
+        runner(columns, Task(stage="train", step=0, groups=groups, shard=shard))
+    assert taken == [(each, shard.packed) for shard in (planned, own) for each in shard.updates]
+    assert planned.packed and not own.packed and planned.updates != own.updates
+
+
 @pytest.mark.parametrize(
     ("group", "equal"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -11,15 +14,16 @@ import pytest
 import torch
 
 from ops.refit.transports import Receiver, Sender, Transport, missing
-from pipeline import Backend, Field, Graph, GraphError, Output, Schedule, Stage, StageError, WorkerGroup
+from pipeline import Backend, Field, Graph, GraphError, Model, Output, Schedule, Stage, StageError, WorkerGroup
+from pipeline.declare.stage import setup_problems
 from pipeline.engine.driver import Engine
 from pipeline.errors import SluiceError, is_users
 from pipeline.executors import returned
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
-from stages import PolicyLoss
-from stages.backends import backend_problems
+from stages import Correction, PolicyLoss, Reward, Train
+from stages.backends import backend_problems, model_problems
 from stages.backends.objective import _both
 from stages.formula_check import trial_problems
 from tests.errors.harness import command, live_text
@@ -50,6 +54,7 @@ def test_a_stage_is_not_named_like_the_metrics_of_evaluate() -> None:
         ("name", property(lambda self: 1 / 0), "is ZeroDivisionError"),
         ("sharding", "dynamic", "is 'dynamic'"),
         ("updates", property(lambda self: exec("raise SystemExit(0)")), "is SystemExit: 0"),
+        ("shape", property(lambda self: 1 / 0), "is ZeroDivisionError"),
     ],
 )
 def test_an_attribute_that_is_a_method_or_raises_is_one_problem(name: str, value: Any, says: str) -> None:
@@ -90,7 +95,7 @@ def test_a_transport_whose_end_exits_is_refused() -> None:
         def receiver(self) -> Receiver:
             raise NotImplementedError
 
-    assert missing(Mail()) == "Mail.sender() raised SystemExit: 0"
+    assert missing(Mail()).startswith(f"Mail.sender() raised SystemExit: 0 ({__file__}:")
 
 
 def test_graph_that_exits_is_a_problem(tmp_path: Path) -> None:
@@ -195,3 +200,330 @@ def test_a_deadline_is_above_0(tmp_path: Path, value: str) -> None:
     (tmp_path / "graph.py").write_text(live_text())
     code, _, stderr = command(tmp_path, "graph.py", f"--deadline-s={value}", "--check")
     assert code == 2 and f"--deadline-s: expected a number above 0, got '{value}'" in stderr
+
+
+def line_of(function: Any) -> str:
+    """Return the file and line where a function of this module begins."""
+    return f"{__file__}:{function.__code__.co_firstlineno}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(PolicyLoss):
+    """A loss of the user's that is right; the classes below get one thing wrong."""
+
+    def policy_loss(self, scored: Any, weight_NT: torch.Tensor) -> Any:
+        return -weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Correction):
+    """A correction of the user's that is right."""
+
+    def weights(self, scored: Any) -> Any:
+        return 0.5 * torch.ones_like(scored.logprobs_NT)
+
+
+def raises(self: Any, *_: Any) -> Any:
+    raise KeyError("strength")
+
+
+def yields_a_text(self: Any, *_: Any) -> Any:
+    yield "bad"
+
+
+def returns_none(self: Any, *_: Any) -> Any:
+    return None
+
+
+def takes_nothing(self: Any) -> Any:
+    return ()
+
+
+def trained(loss: PolicyLoss) -> list[str]:
+    """Return the problems that the check of a Train stage finds in its loss."""
+    return [str(problem) for problem in Train(Model("m"), lr=1e-3, loss=loss)._loss_problems()]
+
+
+@pytest.mark.parametrize(
+    ("check", "after", "says"),
+    [
+        (raises, 1, "raised KeyError: 'strength'"),
+        (yields_a_text, 0, "raised TypeError: it yields 'bad', which is neither a Problem"),
+        (returns_none, 0, "raised TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_an_error_in_problems_names_the_users_class_and_line(check: Any, after: int, says: str) -> None:
+    where = f"{__file__}:{check.__code__.co_firstlineno + after}: "
+    (found,) = trained(type("Mine", (Weighted,), {"problems": check})())
+    assert found.startswith(f"{where}Mine.problems() {says}") and found.endswith("Fix: correct Mine.problems()")
+    (found,) = trained(Weighted(correction=type("Fades", (Halved,), {"problems": check})()))
+    assert found.startswith(f"{where}Fades.problems() {says}")
+    score = type("Score", (), {"__call__": lambda self, response: 1.0, "problems": check})()
+    (found,) = [str(problem) for problem in Reward(score).check(None)]  # type: ignore[arg-type]
+    assert found.startswith(f"{where}problems() of reward score {says}")
+    warm = type("Warm", (), {"run": lambda self, model, tokenizer, seed: None, "problems": check})()
+    (found,) = [str(problem) for problem in model_problems(Model("m", warm_start=warm))]
+    assert found.startswith(f"{where}Warm.problems() {says}")
+    backend = Backend(
+        name="mine", can=("sample",), opener=lambda context: None, checks=MethodType(check, None.__class__)
+    )
+    (found,) = [str(problem) for problem in backend_problems(WorkerGroup("w", backend=backend), None, "sample")]
+    assert found.startswith(f"{where}checks of backend 'mine' {says}")
+
+
+def test_problems_with_another_signature_is_at_its_own_line() -> None:
+    (found,) = trained(type("Mine", (Weighted,), {"problems": takes_nothing})())
+    assert found.startswith(f"{line_of(takes_nothing)}: Mine.problems() raised TypeError: ")
+
+
+def test_an_error_in_the_check_of_a_stage_is_at_the_line_that_raised() -> None:
+    kind = type("Mine", (Stage,), {"name": "mine", "reads": (PROMPT,), "setup": lambda s, c: print, "check": raises})
+    (found,) = problems(kind())
+    assert found.startswith(f"{__file__}:{raises.__code__.co_firstlineno + 1}: check() of stage 'mine' raised KeyError")
+    assert found.endswith("Fix: correct Mine.check()")
+
+
+async def later(self: Any, *given: Any) -> Any: ...
+
+
+def one_by_one(self: Any, *given: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("formula", "says"),
+    [(later, "is async"), (one_by_one, "is a generator"), (takes_nothing, "does not take (scored")],
+)
+def test_a_formula_that_cannot_be_called_is_not_run(formula: Any, says: str) -> None:
+    (found,) = trained(type("Mine", (Weighted,), {"policy_loss": formula})())
+    assert found.startswith(f"{line_of(formula)}: Mine.policy_loss {says}")
+    assert found.endswith("Fix: write def policy_loss(self, scored, weight_NT), which returns a tensor [N, T]")
+    (found,) = trained(Weighted(correction=type("Fades", (Halved,), {"weights": formula})()))
+    assert found.startswith(f"{line_of(formula)}: Fades.weights {says}")
+
+
+def random_loss(self: Any, scored: Any, weight_NT: torch.Tensor) -> Any:
+    return torch.rand(()) - weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT
+
+
+def random_slope(self: Any, scored: Any, weight_NT: torch.Tensor) -> Any:
+    slope = torch.rand(())
+    return scored.logprobs_NT * slope - scored.logprobs_NT.detach() * slope
+
+
+def random_weights(self: Any, scored: Any) -> Any:
+    return torch.rand_like(scored.logprobs_NT)
+
+
+@pytest.mark.parametrize("formula", [random_loss, random_slope])
+def test_a_loss_that_is_not_repeatable_is_called_that(formula: Any) -> None:
+    (found,) = trained(type("Mine", (Weighted,), {"policy_loss": formula})())
+    assert "Mine.policy_loss gives different values for the same input: " in found and "padding" not in found
+
+
+def test_so_is_a_correction() -> None:
+    (found,) = trained(Weighted(correction=type("Fades", (Halved,), {"weights": random_weights})()))
+    assert "Fades.weights gives different values for the same input: weights of three tokens" in found
+
+
+class Shows(Stage):
+    """A stage whose `setup` the cases below replace."""
+
+    name = "mine"
+    reads = (PROMPT,)
+    writes: tuple[Field, ...] = ()
+
+
+class Forgets(Shows):
+    def setup(self, context: Any) -> Any:
+        """Return nothing."""
+        run = lambda columns, task: {}  # noqa: E731, F841
+
+
+class ReturnsNone(Shows):
+    def setup(self, context: Any) -> Any:
+        if context:
+            return None
+        return lambda columns, task: {}
+
+
+class ReturnsColumns(Shows):
+    def setup(self, context: Any) -> Any:
+        return {"seen": []}
+
+
+class Short(Shows):
+    def setup(self, context: Any) -> Any:
+        return lambda columns: {}
+
+
+class ShortInside(Shows):
+    def setup(self, context: Any) -> Any:
+        def run(columns: Any) -> Any:
+            return {}
+
+        return run
+
+
+class LaterInside(Shows):
+    def setup(self, context: Any) -> Any:
+        async def run(columns: Any, task: Any) -> Any:
+            return {}
+
+        return run
+
+
+class OneByOneInside(Shows):
+    def setup(self, context: Any) -> Any:
+        def run(columns: Any, task: Any) -> Any:
+            yield {}
+
+        return run
+
+
+class StreamOfNothing(LaterInside):
+    shape = "stream"
+
+
+class StreamInSteps(OneByOneInside):
+    shape = "stream"
+
+
+class Runner:
+    def __call__(self, columns: Any) -> Any: ...
+
+
+class LaterRunner:
+    async def __call__(self, columns: Any, task: Any) -> Any: ...
+
+
+class ReturnsTheClass(Shows):
+    def setup(self, context: Any) -> Any:
+        return Runner
+
+
+class ShortRunner(Shows):
+    def setup(self, context: Any) -> Any:
+        return Runner()
+
+
+class Awaited(Shows):
+    def setup(self, context: Any) -> Any:
+        return LaterRunner()
+
+
+class NotCallable(Shows):
+    def setup(self, context: Any) -> Any:
+        return Toy("toy")
+
+
+RUNNERS = [
+    (Forgets, "is missing: setup() returns nothing"),
+    (ReturnsNone, "is missing: setup() returns None"),
+    (ReturnsColumns, "is missing: setup() returns {'seen': []}"),
+    (Short, "does not take (columns, task)"),
+    (ShortInside, "does not take (columns, task)"),
+    (LaterInside, "is async"),
+    (OneByOneInside, "is a generator"),
+    (StreamOfNothing, "is async and yields nothing"),
+    (StreamInSteps, "is a generator that is not async"),
+    (ReturnsTheClass, "is the class Runner, not an instance"),
+    (ShortRunner, "does not take (columns, task)"),
+    (Awaited, "is async"),
+    (NotCallable, "is a Toy, which has no __call__()"),
+]
+
+
+@pytest.mark.parametrize(("kind", "says"), RUNNERS)
+def test_the_source_of_setup_shows_a_runner_that_cannot_be_called(kind: Any, says: str) -> None:
+    found = [each for each in problems(kind()) if "runner" in each]
+    assert len(found) == 1 and f": the runner of stage 'mine' {says}; a worker " in found[0]
+    assert found[0].startswith(line_of(kind.setup))
+
+
+@pytest.mark.parametrize(("kind", "says"), RUNNERS[1:])
+def test_a_worker_refuses_the_same_before_the_first_step(kind: Any, says: str) -> None:
+    stage = kind()
+    says = says.replace("returns", "returned").split("{")[0].replace("a Toy, which has no __call__()", "missing")
+    with pytest.raises(StageError, match=re.escape(f"the runner of stage 'mine' {says}")):
+        returned.runner(stage, stage.setup("context"))
+
+
+class Wrapped(Shows):
+    """A runner that its source does not show."""
+
+    def setup(self, context: Any) -> Any:
+        def run(columns: Any) -> Any:
+            return {}
+
+        run = partial(lambda more, columns, task: {}, run)
+        return run
+
+
+run = Toy("toy")  # a name that `setup` below gives to something else
+
+
+class FromALoop(Shows):
+    def setup(self, context: Any) -> Any:
+        for run in (lambda columns, task: {},):
+            return run
+        raise ValueError(context)
+
+
+class Either(Shows):
+    def setup(self, context: Any) -> Any:
+        if context is not None:
+
+            def run(columns: Any, task: Any, *, more: int = 1) -> Any:
+                yield_from = [lambda: (yield)]  # of another function
+                return {} if yield_from else None
+
+            return run
+        raise ValueError(context)
+
+
+class Stream(Shows):
+    shape = "stream"
+
+    def setup(self, context: Any) -> Any:
+        async def run(columns: Any, task: Any) -> Any:
+            yield Output({}, index=range(len(columns["prompt"])))
+
+        return run
+
+
+class Maker(Shows):
+    def setup(self, context: Any) -> Any:
+        return Made(2)
+
+
+class Made:
+    def __init__(self, size: int) -> None: ...
+
+    def __call__(self, *given: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("kind", [Wrapped, FromALoop, Either, Stream, Maker])
+def test_a_runner_that_can_be_called_passes(kind: Any) -> None:
+    assert not list(setup_problems(kind()))
+    assert callable(returned.runner(kind(), kind().setup("context")))
+
+
+@pytest.mark.parametrize(
+    ("setup", "says"),
+    [(later, "is async"), (one_by_one, "is a generator"), (takes_nothing, "does not take (context)")],
+)
+def test_setup_returns_the_runner_when_it_is_called(setup: Any, says: str) -> None:
+    (found,) = problems(type("Mine", (Shows,), {"setup": setup})())
+    assert f"stage 'mine' (Mine) has a setup() that {says}; it returns the runner" in found
+
+
+def test_a_shape_is_one_of_four() -> None:
+    (found,) = problems(type("Mine", (Stream,), {"shape": "strem"})())
+    assert "has shape='strem'; the shape of a stage is map, stream, transfer or external" in found
+
+
+@pytest.mark.parametrize("made", [[1, 2], "text", torch.ones(2), Output("text")])  # type: ignore[arg-type]
+def test_a_runner_returns_columns_by_their_names(made: Any) -> None:
+    with pytest.raises(StageError, match=r"the runner of stage 'mine' returned .*; it returns columns by their names"):
+        returned.output(Toy("mine"), made)
