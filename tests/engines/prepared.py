@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver
 from typing import Any
 from unittest.mock import patch
@@ -65,8 +65,7 @@ def imported_once() -> Iterator[None]:
         with patch("vllm.v1.engine.utils.get_mp_context", Context):
             yield
     finally:
-        for process in [*engines(), server()]:  # a failed test may have left an engine
-            os.kill(process, signal.SIGKILL)
+        kill([*engines(), server()])  # a failed test may have left an engine
         forkserver._forkserver._stop()
 
 
@@ -82,6 +81,13 @@ def engines() -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process(server()).children() if runs(child.pid)]
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill processes; those that have just ended are left out."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def runs(process: int) -> bool:

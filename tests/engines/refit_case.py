@@ -1,15 +1,19 @@
-"""Refits into vLLM on the CPU: `refit(FOLDER, FAMILY, RANKS, WAYS)`.
+"""Refits into vLLM on the CPU: `refit(FOLDER, FAMILY, RANKS, WAYS, WRONG)`.
 
 Two models of a family share a config. An engine that serves the first receives the second by one transport after the
 other. The result holds how far the logprobs of its samples then are from those that transformers computes for the
-second, and which tensors went through vLLM's own loader.
+second, what each rank computes with, and which tensors went through vLLM's own loader. WRONG are parameters that the
+engine is said to hold elsewhere.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -29,12 +33,12 @@ PLAIN = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 CONFIGS = {
-    "llama": PLAIN | {"model_type": "llama"},
     "qwen2": PLAIN | {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": None, "num_attention_heads": 2},
     "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": PLAIN
-    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-       "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+       "moe_intermediate_size": 48,  # which vLLM pads to a multiple of 32
+       "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True},
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
 }  # fmt: skip
 TOKENS = Sampling(max_tokens=24)
@@ -56,11 +60,30 @@ def made(root: Path, family: str, seed: int) -> Model:
     return Model(str(root / f"{family}-{seed}"))
 
 
-def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str, Any]:
+def computed_with(worker: Any) -> dict[str, str]:
+    """Return, in a vLLM worker, the sha256 of all that its model computes with, by name. The CPU build packs the matrix
+    of a linear layer and of a head; applied to the identity, the layer returns its matrix."""
+    network = worker.model_runner.get_model()
+    tensors = {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
+    for name, module in network.named_modules():
+        if hasattr(module, "cpu_linear"):
+            size = getattr(module, "input_size_per_partition", module.weight.shape[-1])
+            tensors[f"matrix of {name}"] = module.cpu_linear(torch.eye(size), module.weight, None)
+    return {name: sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+@patch.dict(os.environ, {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # its workers then run `computed_with`
+def refit(root: Path, family: str, tensor: int, ways: Sequence[str], wrong: Sequence[str] = ()) -> dict[str, Any]:
     """Return the results of refitting by these transports, one after the other."""
     first, second = (made(root, family, seed) for seed in (0, 1))
     from stages.backends.model.places import placed
+    from stages.backends.vllm import api
     from stages.backends.vllm.engine import open_engine
+
+    differing = api.differing
+
+    async def found(llm: Any) -> list[str]:
+        return [*await differing(llm), *wrong]
 
     reference = AutoModelForCausalLM.from_pretrained(second.source, dtype=torch.float32).eval()
     tensors, places, held = placed(reference)
@@ -69,7 +92,13 @@ def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str
     source = Source(torch.device("cpu"), 0, tensors, places, held)
     groups, store = (0, 1), open_store("127.0.0.1", 1, deadline_s=240.0)
     prompt_ids = backend.encode(first, tiny.texts(groups))
-    far, records = [], []
+    with patch.object(api, "differing", found):
+        client = backend.client(first)
+
+    async def contents() -> list[dict[str, str]]:
+        return await (await client._alive()).collective_rpc(computed_with)
+
+    far, records, computed = [], [], []
     for version, name in enumerate(ways, start=1):
         transport = TRANSPORTS[name]
         with torch.no_grad():
@@ -81,8 +110,11 @@ def refit(root: Path, family: str, tensor: int, ways: Sequence[str]) -> dict[str
             served = backend.serve(first, [share], version, route)
         records.append(dict(served.record))
         assert served.sha256 == digest_of([share])
+        computed.append(client.call(contents()))
         sampled = backend.generate(first, prompt_ids, TOKENS, tiny.draws(groups))
         far.append(tiny.farthest(sampled, tiny.logprobs(reference, prompt_ids, sampled, 1.0)))
-    loaded = backend.client(first).loaded
+    loaded = client.loaded
     backend.close()
-    return {"far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "records": records}
+    return {
+        "far": far, "loaded": sorted(loaded), "tensors": sorted(tensors), "records": records, "computed": computed,
+    }  # fmt: skip

@@ -2,13 +2,13 @@
 
 import asyncio
 import multiprocessing
-import os
-import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from stages.backends import PULL, Decoded, Sampling
 from stages.backends.vllm import api as versions
 from stages.backends.vllm.weights import Weights
 from tests.engines import vllm_models as tiny
-from tests.engines.prepared import engines, runs
+from tests.engines.prepared import engines, kill, runs
 from tests.optional import need
 from tests.shares import carried, route_of, shares_of, source_of
 
@@ -31,7 +31,8 @@ psutil = need("vllm", "psutil")
 
 GROUPS = (0, 1, 2, 3)
 LONG = Sampling(max_tokens=300, greedy=True)  # greedy decoding loops up to max_tokens
-DEADLINE_S = 120.0
+DEADLINE_S = 500.0  # for what hangs, so that threads end before pytest's own timeout
+POLL_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +59,13 @@ def wait_for(what: Callable[[], Any]) -> Any:
     until_s = time.monotonic() + DEADLINE_S
     while not (found := what()):
         assert time.monotonic() < until_s, "waited for too long"
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return found
 
 
-def kill(processes: list[int]) -> None:
-    assert processes
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
+def kill_engines() -> None:
+    assert (found := engines())
+    kill(found)
 
 
 def busy(backend: Any, model: Model) -> bool:
@@ -83,17 +83,33 @@ def rows_of(events: list[Any]) -> dict[int, list[list[int]]]:
 
 
 def streamed(backend: Any, model: Model, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-    """Return the events of a stream of all groups; `meanwhile` runs in a thread once the stream has started."""
+    """Return the events of a stream of all groups. `meanwhile` runs in a thread; no request ends before it returns,
+    even if the engine is faster."""
+    over, outputs = threading.Event(), versions.outputs
+
+    async def held(*given: Any) -> AsyncIterator[tuple[list[int], str | None]]:
+        async for tokens, ended in outputs(*given):
+            yield tokens, None
+            while not over.is_set():
+                await asyncio.sleep(POLL_S)
+            yield tokens, ended
+
+    def disturb() -> None:
+        try:
+            meanwhile()
+        finally:
+            over.set()
 
     async def collected() -> list[Any]:
         prompt_ids = backend.encode(model, tiny.texts(GROUPS))
         return [event async for event in backend.stream(model, prompt_ids, LONG, None, group_size=4)]
 
     async def run() -> list[Any]:
-        events, _ = await asyncio.gather(collected(), asyncio.to_thread(meanwhile))
+        events, _ = await asyncio.gather(collected(), asyncio.to_thread(disturb))
         return events
 
-    return asyncio.run(run())
+    with patch.object(versions, "outputs", held):
+        return asyncio.run(run())
 
 
 def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any, model: Model, root: Path) -> None:
@@ -103,7 +119,7 @@ def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any,
 
     def lose() -> None:
         wait_for(lambda: busy(backend, model))
-        kill(engines())
+        kill_engines()
 
     events = streamed(backend, model, lose)
     assert backend.client(model).starts == starts + 1
@@ -115,7 +131,7 @@ def test_a_lost_engine_is_started_again_with_the_weights_it_served(backend: Any,
 def test_an_engine_that_died_between_tasks_is_started_again(backend: Any, model: Model) -> None:
     before = rows_of(streamed(backend, model))
     starts = backend.client(model).starts
-    kill(engines())
+    kill_engines()
     wait_for(lambda: not engines())
     assert rows_of(streamed(backend, model)) == before
     assert backend.client(model).starts == starts + 1
@@ -144,7 +160,7 @@ def test_an_engine_that_dies_twice_under_a_task_ends_it(backend: Any, model: Mod
     def lose_twice() -> None:
         for again in range(2):
             wait_for(lambda again=again: backend.client(model).starts == starts + again and busy(backend, model))
-            kill(engines())
+            kill_engines()
 
     with pytest.raises(StageError, match="died 2 times under one task"):
         streamed(backend, model, lose_twice)
@@ -167,7 +183,7 @@ def test_weights_that_the_trainer_carries(backend: Any, model: Model, root: Path
         served = backend.serve(model, [share], 12, route)
     assert served.sha256 == digest_of([share]) and served.record["received_bytes"] == share.model_bytes
     assert rows_of(streamed(backend, model)) == pulled and backend.client(model).starts == starts
-    kill(engines())
+    kill_engines()
     wait_for(lambda: not engines())
     with pytest.raises(Unfit, match="the trainer would have to send the weights again"):
         streamed(backend, model)
@@ -185,7 +201,7 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
         weights[name] = weights[name] * 0.5
     for _ in range(2):  # the second share overwrites the first version
         source.share(weights, TRANSPORTS["pull"])
-    kill(engines())
+    kill_engines()
     wait_for(lambda: backend.client(model)._llm is None)
     opened, open_llm = [], versions.open_llm
     monkeypatch.setattr(versions, "open_llm", lambda *given, **named: opened.append(1) or open_llm(*given, **named))
@@ -196,25 +212,25 @@ def test_an_engine_whose_weights_were_overwritten_meanwhile_serves_nothing(
         wait_for(lambda: not engines())
 
 
-def worker(root: Path, model: Model, ready: Any) -> None:
+def worker(root: Path, model: Model, test: Any) -> None:
     """A worker that has sampled, with an engine that is spawned as in a run."""
     from stages.backends.vllm.engine import open_engine
 
     backend = open_engine(tiny.context(root))
     backend.generate(model, backend.encode(model, tiny.texts((0,))), replace(LONG, max_tokens=4), None)
-    ready.send([child.pid for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())])
-    time.sleep(DEADLINE_S)
+    test.send([child.pid for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())])
+    test.recv()  # ends with the test's process, if nothing kills this one
 
 
 def test_an_engine_ends_with_its_worker(root: Path, model: Model, prepared: None) -> None:
     """Even a killed worker, which could not end it."""
     context = multiprocessing.get_context("forkserver")
-    read, ready = context.Pipe(duplex=False)
-    process = context.Process(target=worker, args=(root, model, ready))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker, args=(root, model, theirs))
     process.start()
-    ready.close()
-    found = read.recv()  # EOFError if the worker has ended
+    theirs.close()
+    found = ours.recv()  # EOFError if the worker has ended
     assert found and all(runs(each) for each in found)
     process.kill()
-    process.join(DEADLINE_S)
+    process.join()
     wait_for(lambda: not any(runs(each) for each in found))

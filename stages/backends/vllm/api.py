@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -165,6 +166,16 @@ def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch
         initialize_layerwise_reload(model)
         model.load_weights(weights)
         finalize_layerwise_reload(model, config.model_config)
+    if computes_on_cpu():
+        _pack_embeddings(model)
+
+
+def _pack_embeddings(model: Any) -> None:
+    """The CPU build computes logits with a packed copy of the output embedding. If that is tied to the input embedding,
+    vLLM loads the weight they share, but leaves the copy as it was."""
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
 
 
 async def bytes_in_use(llm: AsyncLLM) -> int:

@@ -24,9 +24,9 @@ from stages.backends.vllm import places as table
 
 
 class Storage:
-    """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong.
-    Without a decoder there is no table, and everything `offered` goes through the loader. `ledger` counts the memory
-    that is not vLLM's own."""
+    """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong; vLLM
+    loads their whole modules. Without a decoder there is no table, and everything `offered` goes through the loader.
+    `ledger` counts the memory that is not vLLM's own."""
 
     def __init__(
         self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
@@ -34,7 +34,7 @@ class Storage:
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._network, self._device, self._dtype = network, device, dtype
-        self._decoder, self._ranks, self._by_loader = decoder, ranks, by_loader
+        self._decoder, self._ranks, self._by_loader = decoder, ranks, {_module(name) for name in by_loader}
         kind = str(dtype).removeprefix("torch.")
         self.tensors = dict(offered) if decoder is None else table.tensors(decoder, kind)
         ruled = {place.tensor for place in self._ruled(0)}
@@ -57,21 +57,25 @@ class Storage:
     @torch.no_grad()
     def finish(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
         """Have vLLM process the received weights; call it when all have arrived. `load` is vLLM's own loader."""
+        on_cpu = self._device.type == "cpu"
+        if on_cpu:
+            self._drop_expert_kernels()
         if self.loaded:
             load(self._singles())
-        if self._device.type == "cpu" and self._decoder is not None:
+        if on_cpu and self._decoder is not None:
             self._pack()
 
     def _ruled(self, rank: int) -> list[Place]:
         if self._decoder is None:
             return []
         places = table.places(self._decoder, rank, self._ranks, self._dtype.itemsize)
-        return [place for place in places if place.buffer not in self._by_loader]
+        return [place for place in places if _module(place.buffer) not in self._by_loader]
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """Parameters by vLLM's names: vLLM's own memory, or separate memory on the CPU."""
         assert self._decoder is not None
-        shapes = {n: s for n, s in table.shapes(self._decoder, self._ranks).items() if n not in self._by_loader}
+        every = table.shapes(self._decoder, self._ranks)
+        shapes = {name: shape for name, shape in every.items() if _module(name) not in self._by_loader}
         if self._device.type == "cpu":
             return {name: self._empty(shape).zero_() for name, shape in shapes.items()}
         live = _parameters(self._network)
@@ -79,6 +83,13 @@ class Storage:
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         return self._ledger.empty(prod(shape) * self._dtype.itemsize).view(self._dtype).view(*shape)
+
+    def _drop_expert_kernels(self) -> None:
+        """On the CPU, vLLM pads and packs experts only when it creates their kernel: have it create one again."""
+        for module in self._network.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _pack(self) -> None:
         """Give each module the received parameters and have vLLM pack them."""
@@ -93,8 +104,6 @@ class Storage:
             method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "process_weights_after_loading"):
                 method.process_weights_after_loading(module)
-                if kernel := getattr(method, "moe_kernel", None):  # vLLM packs experts only the first time
-                    kernel.fused_experts.process_weights_after_loading(module)
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.loaded:
@@ -149,6 +158,11 @@ def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards)
 
 def _parameters(network: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain(name): parameter for name, parameter in network.named_parameters()}
+
+
+def _module(name: str) -> str:
+    """The name of a parameter's module."""
+    return name.rpartition(".")[0]
 
 
 def _plain(name: str) -> str:
