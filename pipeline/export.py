@@ -1,20 +1,23 @@
-"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER`: export a run to other tools.
+"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER --samples FILE`: export a run to other tools.
 
 --perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if
 its streams overlap), the critical path, the driver, and counters of groups present, version and staleness. --csv writes
-spans.csv, metrics.csv, path.csv and gaps.csv. RUN may be live, finished, failed or killed. All starts of a resumed run
-are exported; critical path and gaps cover the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong.
+spans.csv, metrics.csv, path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load. RUN
+may be live, finished, failed or killed. All starts of a resumed run are exported; the critical path and the gaps are
+those of the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong.
 
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
 
-The functions yield text in pieces and read the record incrementally:
+Functions do the same; those that yield text read the record incrementally:
 
     for piece in perfetto(Path("runs/quickstart-...")): response.write(piece.encode())
     for name, table in tables(run).items(): (folder / name).write_text("".join(table))
+    kept_samples(run)["response_ids"]                             # nested tensors, one per sample
 """
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,10 +25,12 @@ from pathlib import Path
 from pipeline.analysis.perfetto import perfetto
 from pipeline.analysis.tables import metrics_csv, spans_csv, tables
 from pipeline.cli.command import Parser, exit_code
+from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
+from pipeline.record.runs import open_run
 
-__all__ = ["main", "metrics_csv", "perfetto", "spans_csv", "tables"]
+__all__ = ["kept_samples", "main", "metrics_csv", "perfetto", "spans_csv", "tables"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,29 +40,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.run is None or not (options.perfetto or options.csv):
+    if options.run is None or not (options.perfetto or options.csv or options.samples):
         raise GraphError(
             Problem(
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
-                why="a run is exported as a Perfetto trace or as tables",
+                why="a run is exported as a Perfetto trace, as tables, or as its samples",
                 fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --perfetto trace.json"]),
             )
         )
     run = Path(options.run)
     if options.perfetto:
-        _write(Path(options.perfetto), perfetto(run), f"--perfetto {options.perfetto}")
+        _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
     if options.csv:
         for name, table in tables(run).items():
-            _write(Path(options.csv) / name, table, f"--csv {options.csv}")
+            _write(Path(options.csv) / name, map(str.encode, table), f"--csv {options.csv}")
+    if options.samples:
+        _write(Path(options.samples), _saved(run), f"--samples {options.samples}")
     return 0
 
 
-def _write(path: Path, pieces: Iterator[str], flag: str) -> None:
+def _saved(run: Path) -> Iterator[bytes]:
+    open_run(run)  # raises if there is no such run
+    kept = kept_samples(run)
+    import torch
+
+    file = io.BytesIO()
+    torch.save(kept, file)
+    yield file.getvalue()
+
+
+def _write(path: Path, pieces: Iterator[bytes], flag: str) -> None:
     first = next(pieces)  # raises if there is no such run, before anything is written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with path.open("wb") as file:
             file.write(first)
             file.writelines(pieces)
     except OSError as error:
@@ -79,6 +96,7 @@ def _parser() -> Parser:
     parser.add_argument("run", nargs="?", help="a run directory")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens")
     parser.add_argument("--csv", metavar="FOLDER", help="write spans.csv, metrics.csv, path.csv and gaps.csv there")
+    parser.add_argument("--samples", metavar="FILE", help="write the kept samples as a TensorDict, for torch.load")
     return parser
 
 

@@ -4,7 +4,8 @@ as_tensordict({"reward": tensor, "response_ids": Ragged(...), "response": ["a", 
 
 column                 entry of the TensorDict, whose batch size is [samples]
 tensor [N, ...]        the same tensor
-`Ragged`               a nested tensor of layout torch.jagged, which shares its memory
+`Ragged`               a nested tensor of layout torch.jagged, which shares its memory; columns of equal lengths share
+                       their offsets, so that they can be computed with each other
 texts                  a NonTensorStack of str
 """
 
@@ -19,6 +20,7 @@ from pipeline.declare.abilities import takes_tensordict
 from pipeline.declare.columns import Column, Columns, Ragged
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict, TensorDictBase
 
 
@@ -39,15 +41,17 @@ def as_tensordict(columns: Mapping[str, Column], samples: int) -> TensorDict:
     """Return columns of `samples` samples as a TensorDict."""
     from tensordict import TensorDict
 
-    return TensorDict({name: _entry(column) for name, column in columns.items()}, batch_size=[samples])
+    offsets: dict[tuple[int, ...], torch.Tensor] = {}
+    return TensorDict({name: _entry(column, offsets) for name, column in columns.items()}, batch_size=[samples])
 
 
-def _entry(column: Column) -> Any:
+def _entry(column: Column, offsets: dict[tuple[int, ...], torch.Tensor]) -> Any:
     if isinstance(column, Ragged):
         import torch
 
-        edges = torch.tensor([0, *accumulate(column.lengths)])
-        return torch.nested.nested_tensor_from_jagged(column.values, offsets=edges)
+        if column.lengths not in offsets:
+            offsets[column.lengths] = torch.tensor([0, *accumulate(column.lengths)])
+        return torch.nested.nested_tensor_from_jagged(column.values, offsets=offsets[column.lengths])
     if isinstance(column, Sequence):
         from tensordict import NonTensorStack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from pipeline import Field, Graph, Output, Schedule, Stage
+from pipeline import Field, Graph, Output, Schedule, Stage, export
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.declare.columns import Ragged
 from pipeline.engine.driver import Engine
@@ -38,12 +39,14 @@ def test_columns_survive_the_way_there_and_back(lengths: list[int]) -> None:
     columns = {
         "text": [f"é{i}" for i in range(count)],
         "ids": Ragged(torch.arange(total), tuple(lengths)),
+        "twice": Ragged(torch.arange(total), tuple(lengths)),
         "pairs": Ragged(torch.arange(2 * total).view(total, 2), tuple(lengths)),
         "box": torch.rand(count, 2),
     }
     made = as_tensordict(columns, count)
     assert made.batch_size == torch.Size([count]) and made["text"] == columns["text"]
     assert [row.tolist() for row in made["ids"].unbind()] == [row.tolist() for row in columns["ids"].rows()]
+    assert torch.equal((made["ids"] + made["twice"]).values(), 2 * columns["ids"].values), "they can be computed with"
     back = from_tensordict(made)
     assert back.keys() == columns.keys() and all(same(columns[name], back[name]) for name in columns)
 
@@ -89,7 +92,11 @@ class InTensorDicts(Stage):
     name: str = "twice"
     reads = (TEXT, IDS, BOX)
     writes = (TWICE, SIZE, SUM)
+    shows = (SUM,)
     takes_tensordict = True
+
+    def vocabulary(self, context: Any) -> list[bytes]:
+        return [b"a"]
 
     def setup(self, context: Any) -> Any:
         def run(given: TensorDict, task: Any) -> Any:
@@ -130,6 +137,26 @@ def test_a_stage_takes_and_returns_tensordicts(tmp_path: Any, whole: bool) -> No
     (columns,) = seen
     assert columns["twice"] == ["00", "00", "11", "11"] and columns["size"].tolist() == [1, 5, 9, 13]
     assert columns["pairs"].lengths == (1, 2, 3, 1) and columns["pairs"].values.tolist() == [[i, i] for i in range(7)]
+
+
+def test_the_kept_samples_are_exported_as_one(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, InTensorDicts(True), [])
+    file = tmp_path / "made" / "samples.pt"
+    assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 0
+    made = torch.load(file)
+    assert made.batch_size == torch.Size([4]) and made["step"].tolist() == [0] * 4
+    assert made["text"] == ["0", "0", "1", "1"] and made["size"].tolist() == [1, 5, 9, 13]
+    assert [row[:, 0].tolist() for row in made["pairs"].unbind()] == [[0], [1, 2], [3, 4, 5], [6]]
+    (path,) = (tmp_path / "run" / "samples").glob("*.jsonl")
+    path.write_text(path.read_text().replace("[[0,0]]", "[]"))
+    export.main([str(tmp_path / "run"), "--samples", str(file)])
+    assert [len(row) for row in torch.load(file)["pairs"].unbind()] == [0, 2, 3, 1]
+    path.write_text("{not a sample\n")
+    assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 2
+    shutil.rmtree(tmp_path / "run" / "samples")
+    assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 2
+    assert "a line is not a sample" in (said := capsys.readouterr().err) and "it has no kept samples" in said
+    assert torch.load(file)["step"].tolist() == [0] * 4, "the file of the first export"
 
 
 def test_it_fails_and_is_replayed_on_the_same_form(tmp_path: Any) -> None:
