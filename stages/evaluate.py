@@ -23,7 +23,7 @@ from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_o
 from stages.sources import Dataset
 from stages.sources.columns import template_problems
 from stages.sources.dataset import dataset_problems
-from stages.sources.rows import open_rows, source_problems
+from stages.sources.draws import open_rows, source_problems
 from stages.sources.schema import Schema
 from stages.tasks import Generated
 from stages.vocabulary import SERVED_WEIGHTS

@@ -23,8 +23,8 @@ from pipeline.declare.parameters import Rule, broken, is_whole, truth
 from pipeline.errors import Problem
 from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
 from stages.sources.dataset import Dataset, dataset_problems
+from stages.sources.draws import columns_read, open_source, source_problems
 from stages.sources.mixture import Mixture
-from stages.sources.rows import columns_read, open_source, source_problems
 from stages.sources.schema import Schema
 from stages.sources.values import column_of
 from stages.tasks import Generated

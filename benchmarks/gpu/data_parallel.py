@@ -52,14 +52,14 @@ def rank_main(rank: int, size: int, port: int, options: Any, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
-    from pipeline.declare.ranks import Layout, Ranks, reach_store
+    from pipeline.declare.ranks import RankLayout, Ranks, reach_store
 
     torch.set_num_threads(1 if options.cpu else 4)
     ranks = Ranks()
     if size > 1:
         store = reach_store("127.0.0.1", port, size, deadline_s=DEADLINE_S)
         device = "cpu" if options.cpu else "cuda"
-        ranks = Ranks.join(Layout(data=size), rank, store, device=device, deadline_s=DEADLINE_S)
+        ranks = Ranks.join(RankLayout(data=size), rank, store, device=device, deadline_s=DEADLINE_S)
     rows = []
     for name, (microbatching, divided) in ways(options.budget).items():
         if divided and size == 1:
@@ -92,10 +92,10 @@ def measure(
     gradient: dict[str, torch.Tensor] = {}
     step = learner._step
 
-    def look(loss: float) -> dict[str, float]:
+    def look(*given: Any) -> None:
         if not gradient:
             gradient.update({key: whole(p.grad).float().cpu() for key, p in learner.masters.items()})
-        return step(loss)
+        step(*given)
 
     learner._step = look  # type: ignore[method-assign]
     taken_s = []

@@ -28,7 +28,7 @@ Fetch = Literal["auto", "independent", "leader"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """How the processes of a worker group split the work: data x pipeline x context x tensor parallel.
 
     Ranks count up in Megatron-core's order: tensor fastest, then context, data, pipeline (core/parallel_state.py,
@@ -41,11 +41,11 @@ class Layout:
     pipeline: int = 1
 
     @staticmethod
-    def of(group: WorkerGroup) -> Layout:
+    def of(group: WorkerGroup) -> RankLayout:
         """Return the layout of a checked worker group, or of its processes if each leads a replica."""
         if group.processes < group.workers:
-            return Layout(data=group.processes)
-        return Layout(
+            return RankLayout(data=group.processes)
+        return RankLayout(
             data=group.data_parallel,
             tensor=group.tensor_parallel,
             context=group.context_parallel,
@@ -76,7 +76,7 @@ class Layout:
 class Ranks:
     """One rank's view of its worker group. The default is a group of one."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: RankLayout = field(default_factory=RankLayout)
     rank: int = 0
     fetch: Fetch = "auto"
     _peers: Any = None  # torch process groups
@@ -98,7 +98,9 @@ class Ranks:
         return self._peers is not None
 
     @staticmethod
-    def join(layout: Layout, rank: int, store: Any, *, device: str, deadline_s: float, fetch: Fetch = "auto") -> Ranks:
+    def join(
+        layout: RankLayout, rank: int, store: Any, *, device: str, deadline_s: float, fetch: Fetch = "auto"
+    ) -> Ranks:
         """Join the other ranks at `store`; gloo carries CPU tensors and NCCL GPU tensors.
 
         Returns when all have joined. A later exchange that takes longer than `deadline_s` raises in each waiting rank.

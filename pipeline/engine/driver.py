@@ -21,7 +21,7 @@ from pipeline.engine.journal import Journal, WallClock
 from pipeline.engine.loop import Driver
 from pipeline.engine.outside import Outside
 from pipeline.engine.oversight import Oversight
-from pipeline.engine.rows import Rows
+from pipeline.engine.run_rows import RunRows
 from pipeline.engine.steps import Numbers, StepListener
 from pipeline.engine.termination import Termination
 from pipeline.executors import Executor
@@ -56,7 +56,7 @@ class Engine:
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
         journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
         stamps = stamps_of(graph.all_stages())
-        self.rows = Rows(plan, executor, journal, stamps.ragged if stamps else None)
+        self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
         steps = Numbers(plan, run_dir, start, on_step, self.rows.stored)
         outside = Outside(plan, self.rows.handles, executor)
         self.driver = Driver(

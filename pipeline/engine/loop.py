@@ -61,7 +61,7 @@ class Runs(Protocol):
 
 
 class Store(Protocol):
-    """Access to a run's columns, such as `pipeline.engine.rows.Rows`. A simulation has only their lengths."""
+    """Access to a run's columns, such as `pipeline.engine.run_rows.RunRows`. A simulation has only their lengths."""
 
     def handle(self, task: Task) -> KVBatchMeta | None:
         """Return the handle of a task's inputs; None if it reads no samples."""

@@ -32,7 +32,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, environment
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
@@ -88,7 +88,7 @@ class RayExecutor:
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
         self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, RankLayout] = {}
         self._pending: dict[ray.ObjectRef, _Running] = {}
         self._streams: dict[Any, _Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
@@ -119,7 +119,7 @@ class RayExecutor:
                 groups[placed.name], actor, hosted, blob_of_all, settings, beside
             )
             actors = self._actors[placed.name] = [birth(rank) for rank in range(placed.workers)]
-            self._layouts[placed.name] = Layout.of(groups[placed.name])
+            self._layouts[placed.name] = RankLayout.of(groups[placed.name])
             met: list[ray.ObjectRef] = []
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)

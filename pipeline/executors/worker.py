@@ -26,7 +26,7 @@ from pipeline.declare.columns import Columns, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
 from pipeline.declare.held import Closes, Saves, Sleeps
-from pipeline.declare.ranks import Layout, Ranks, open_store, reach_store
+from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
@@ -126,7 +126,7 @@ class Worker:
         if store is None:
             store = reach_store(host, port, self.group.processes, deadline_s=deadline_s)
         device = "cuda" if self.group.gpus else "cpu"
-        layout, fetch = Layout.of(self.group), self.group.fetch
+        layout, fetch = RankLayout.of(self.group), self.group.fetch
         self.ranks = Ranks.join(layout, self.rank, store, device=device, deadline_s=deadline_s, fetch=fetch)
 
     def setup(self) -> SluiceError | None:
@@ -146,11 +146,8 @@ class Worker:
             try:
                 self._runners[stage.name] = returned.runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
-            except (Exception, SystemExit) as error:
-                if not is_users(error):
-                    raise
-                self._log(error)
-                return user_error(error, stage=stage.name, where=str(stage.location), when="setup failed")
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+                return self._error(stage, error, "setup failed")
         return None
 
     def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
@@ -177,9 +174,7 @@ class Worker:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [produced], result)
             result.finished = result.task.groups
-        except (Exception, SystemExit) as error:
-            if not is_users(error):
-                raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
             result.error = self._failed(stage, task, columns, error)
         self._end(result.task, result, start_s, result.metrics)
         return result
@@ -212,9 +207,7 @@ class Worker:
                 result = TaskResult(task=task)
             if left:
                 raise returned.unfinished(stage, left)
-        except (Exception, SystemExit) as error:
-            if not is_users(error):
-                raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
         self._cancelled.difference_update(task.groups)
@@ -235,11 +228,8 @@ class Worker:
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
-            self._log(error)
-            result.error = user_error(error, stage=stage.name, where=str(stage.location), when="failed")
-        except (Exception, SystemExit) as error:
-            if not is_users(error):
-                raise
+            result.error = self._error(stage, error, "failed")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
             result.error = self._failed(stage, task, {}, error)
         if rendezvous.side == "source" and rendezvous.meeting and not result.error:
             self._begun_s[task.number] = start_s
@@ -483,18 +473,21 @@ class Worker:
         )
 
     def _failed(self, stage: Stage, task: Task, columns: Columns, error: BaseException) -> SluiceError:
+        """Save the inputs of a failed task. Returns its error, as `_error` does."""
+        reported = self._error(stage, error, f"failed at step {task.step + 1}")
         if self.settings.run_dir:
             folder = RunDir(self.settings.run_dir).failure(task.step, stage.name, self.rank)
             replay.save_inputs(folder, task, columns)
-        self._log(error)
-        when = f"failed at step {task.step + 1}"
-        return user_error(error, stage=stage.name, where=str(stage.location), when=when)
+        return reported
 
-    def _log(self, error: BaseException) -> None:
-        """Append the traceback to the worker's log in the run directory."""
+    def _error(self, stage: Stage, error: BaseException, when: str) -> SluiceError:
+        """Return the error to report for an exception of user code, which is logged. Raises any other exception."""
+        if not is_users(error):
+            raise error
         if self.settings.run_dir:
             with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
                 traceback.print_exception(error, file=file)
+        return user_error(error, stage=stage.name, where=str(stage.location), when=when)
 
 
 async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:

@@ -22,7 +22,7 @@ from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.web.live import Live, Picture
-from pipeline.web.rows import Rows, Seconds, rows
+from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
 SPANS = 100_000  # about as many of the last spans are sent to a page
@@ -32,7 +32,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     """Rows up to byte `offset`, the id to continue from."""
 
     offset: int
-    rows: Rows
+    rows: PageRows
 
 
 class Record:
@@ -125,14 +125,14 @@ class Record:
         shift = self._shifts[place][1] if place >= 0 else 0.0
         return lambda at_s: at_s + shift
 
-    def _rows(self, offset: int, events: list[tuple[int, trace.TraceEvent]], *, spans: bool) -> Rows:
+    def _rows(self, offset: int, events: list[tuple[int, trace.TraceEvent]], *, spans: bool) -> PageRows:
         timed: list[tuple[trace.TraceEvent, Seconds]] = []
         seconds = self._seconds(offset)
         for behind, event in events:
             if isinstance(event, trace.Started):
                 seconds = self._seconds(behind)
             timed.append((event, seconds))
-        return rows(timed, spans=spans)
+        return page_rows(timed, spans=spans)
 
 
 def _is_alive(pid: int) -> bool:

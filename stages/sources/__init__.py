@@ -2,7 +2,7 @@
 
 descriptions  dataset.py (`Dataset`), mixture.py (`Mixture`)
 readers       jsonl.py, arrow.py: rows by number
-rows          schema.py and values.py: columns to fields; rows.py: admission numbers to rows
+rows          schema.py and values.py: columns to fields; draws.py: admission numbers to rows
 """
 
 from stages.sources.dataset import Dataset

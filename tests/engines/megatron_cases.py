@@ -25,7 +25,7 @@ from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model
 from pipeline.declare.columns import Ragged
-from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.ranks import RankLayout, Ranks
 from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
 from stages.backends.megatron import network as networks
@@ -90,7 +90,7 @@ class Case:
     """One model on one layout of two or four ranks; `microbatching` as in a stage."""
 
     family: str
-    layout: Layout
+    layout: RankLayout
     expert: int = 1
     expert_tensor: int | None = None
     microbatching: Microbatching = field(default_factory=lambda: Plain(2))
@@ -98,35 +98,35 @@ class Case:
 
 
 CASES = {
-    "tensor": Case("qwen3", Layout(tensor=2)),
-    "tensor, bias": Case("qwen2", Layout(tensor=2), microbatching=Packed(64)),
-    "tensor, untied": Case("llama", Layout(tensor=2)),
-    "data": Case("qwen3", Layout(data=2), microbatching=Packed(64)),
-    "pipeline, tied": Case("qwen3", Layout(pipeline=2)),
-    "pipeline, recomputed": Case("llama", Layout(pipeline=2), microbatching=Packed(64), recompute=True),
-    "expert": Case("qwen3_moe", Layout(data=2), expert=2),
-    "expert, packed": Case("qwen3_moe", Layout(data=2), expert=2, microbatching=Packed(64)),
-    "pipeline, experts": Case("qwen3_moe", Layout(pipeline=2)),
-    "pipeline, 3 layers": Case("qwen3, 3 layers", Layout(pipeline=2)),
-    "tensor, 1 key-value head": Case("qwen3, 1 key-value head", Layout(tensor=2)),
-    "tensor, 1 key-value head, bias": Case("qwen2, 1 key-value head", Layout(tensor=2), microbatching=Packed(64)),
-    "tensor, experts divided": Case("qwen3_moe", Layout(tensor=2)),
-    "tensor, experts whole": Case("qwen3_moe", Layout(tensor=2), expert_tensor=1),
+    "tensor": Case("qwen3", RankLayout(tensor=2)),
+    "tensor, bias": Case("qwen2", RankLayout(tensor=2), microbatching=Packed(64)),
+    "tensor, untied": Case("llama", RankLayout(tensor=2)),
+    "data": Case("qwen3", RankLayout(data=2), microbatching=Packed(64)),
+    "pipeline, tied": Case("qwen3", RankLayout(pipeline=2)),
+    "pipeline, recomputed": Case("llama", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
+    "expert": Case("qwen3_moe", RankLayout(data=2), expert=2),
+    "expert, packed": Case("qwen3_moe", RankLayout(data=2), expert=2, microbatching=Packed(64)),
+    "pipeline, experts": Case("qwen3_moe", RankLayout(pipeline=2)),
+    "pipeline, 3 layers": Case("qwen3, 3 layers", RankLayout(pipeline=2)),
+    "tensor, 1 key-value head": Case("qwen3, 1 key-value head", RankLayout(tensor=2)),
+    "tensor, 1 key-value head, bias": Case("qwen2, 1 key-value head", RankLayout(tensor=2), microbatching=Packed(64)),
+    "tensor, experts divided": Case("qwen3_moe", RankLayout(tensor=2)),
+    "tensor, experts whole": Case("qwen3_moe", RankLayout(tensor=2), expert_tensor=1),
     "tensor, experts apart": Case(
-        "qwen3_moe", Layout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), recompute=True
+        "qwen3_moe", RankLayout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), recompute=True
     ),
-    "context": Case("qwen3", Layout(context=2), microbatching=Packed(64)),
-    "context, experts": Case("qwen3_moe", Layout(context=2), expert=2, microbatching=Packed(64), recompute=True),
+    "context": Case("qwen3", RankLayout(context=2), microbatching=Packed(64)),
+    "context, experts": Case("qwen3_moe", RankLayout(context=2), expert=2, microbatching=Packed(64), recompute=True),
 }
 OF_FOUR = {
-    "4, pipeline, 5 layers": Case("llama, 5 layers", Layout(pipeline=4), microbatching=Packed(64)),
-    "4, tensor, 2 key-value heads": Case("qwen3", Layout(tensor=4)),
-    "4, expert and pipeline": Case("qwen3_moe", Layout(data=2, pipeline=2), expert=2),
-    "4, expert and tensor": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2),
-    "4, context and data": Case("llama", Layout(context=2, data=2), microbatching=Packed(64)),
-    "4, context and tensor": Case("qwen3", Layout(context=2, tensor=2), microbatching=Packed(64)),
-    "4, context and pipeline": Case("qwen3", Layout(context=2, pipeline=2), microbatching=Packed(64)),
-    "4, experts apart, twice": Case("qwen3_moe", Layout(data=2, tensor=2), expert=2, expert_tensor=1),
+    "4, pipeline, 5 layers": Case("llama, 5 layers", RankLayout(pipeline=4), microbatching=Packed(64)),
+    "4, tensor, 2 key-value heads": Case("qwen3", RankLayout(tensor=4)),
+    "4, expert and pipeline": Case("qwen3_moe", RankLayout(data=2, pipeline=2), expert=2),
+    "4, expert and tensor": Case("qwen3_moe", RankLayout(data=2, tensor=2), expert=2),
+    "4, context and data": Case("llama", RankLayout(context=2, data=2), microbatching=Packed(64)),
+    "4, context and tensor": Case("qwen3", RankLayout(context=2, tensor=2), microbatching=Packed(64)),
+    "4, context and pipeline": Case("qwen3", RankLayout(context=2, pipeline=2), microbatching=Packed(64)),
+    "4, experts apart, twice": Case("qwen3_moe", RankLayout(data=2, tensor=2), expert=2, expert_tensor=1),
 }
 
 
@@ -166,16 +166,16 @@ def shards_of(batch: Batch, microbatching: Microbatching, ranks: int, minibatche
     return Sharding.of(microbatching, minibatches=minibatches).shards(lengths, ranks)
 
 
-def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return the gradients of the first update by Hugging Face name (on rank 0) and the sums behind its metrics."""
+def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str, torch.Tensor]:
+    """Return the gradients of the first update by Hugging Face name, on rank 0."""
     network, groups = learner.network, learner.groups
     with groups.computing():
-        sums = learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
+        learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
         finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
     made = {name: parameter.main_grad for name, parameter in network.named_parameters()}
     found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part)}
     learner.buffered.zero_grad_buffer()
-    return found, sums
+    return found
 
 
 def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -199,8 +199,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     assert numbers == [layer + 1 for layer in stage_layers(learner.network.shape.layers, part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)
-    found, sums = gradients(learner, batch, shard)
-    metrics = {f"sum {name}": value for name, value in sums.items()}
+    found, metrics = gradients(learner, batch, shard), {}
     if ranks.rank == 0:
         saved = load_file(folder / "model.safetensors")
         assert loaded.keys() == saved.keys()
@@ -290,7 +289,7 @@ def _saved_by_one(folder: Path, store: dist.Store, rank: int) -> None:
         save_file(_train(engine, folder / "qwen3", out, restore=False), folder / "one.safetensors")
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    ranks = Ranks.join(Layout(data=2), rank, dist.PrefixStore("two", store), device="cpu", deadline_s=DEADLINE_S)
+    ranks = Ranks.join(RankLayout(data=2), rank, dist.PrefixStore("two", store), device="cpu", deadline_s=DEADLINE_S)
     engine = MegatronEngine(join(ranks, 1, torch.device("cpu"), 0))
     weights = _train(engine, folder / "qwen3", out, restore=True)
     if rank == 0:
@@ -303,18 +302,18 @@ def _as_rank(folder: Path, rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, use_libuv=False)
     for name, case in OF_FOUR.items():
         _measured(folder, store, rank, name, case)
-    _saved(folder, store, rank, "4, saved by experts apart", "qwen3_moe", Layout(data=2, tensor=2), 4, 1)
+    _saved(folder, store, rank, "4, saved by experts apart", "qwen3_moe", RankLayout(data=2, tensor=2), 4, 1)
     if rank > 1:
         return
     _saved_by_one(folder, store, rank)
     for name, case in CASES.items():
         _measured(folder, store, rank, name, case)
     for name, family, layout, expert in (
-        ("saved by tensor", "qwen3", Layout(tensor=2), 1),
-        ("saved by data", "qwen3", Layout(data=2), 1),
-        ("saved by expert", "qwen3_moe", Layout(data=2), 2),
-        ("saved by pipeline", "qwen3", Layout(pipeline=2), 1),
-        ("saved by context", "qwen3", Layout(context=2), 1),
+        ("saved by tensor", "qwen3", RankLayout(tensor=2), 1),
+        ("saved by data", "qwen3", RankLayout(data=2), 1),
+        ("saved by expert", "qwen3_moe", RankLayout(data=2), 2),
+        ("saved by pipeline", "qwen3", RankLayout(pipeline=2), 1),
+        ("saved by context", "qwen3", RankLayout(context=2), 1),
     ):
         _saved(folder, store, rank, name, family, layout, expert)
 
@@ -337,7 +336,7 @@ def _saved(
     rank: int,
     name: str,
     family: str,
-    layout: Layout,
+    layout: RankLayout,
     expert: int,
     expert_tensor: int | None = None,
 ) -> None:
@@ -345,7 +344,7 @@ def _saved(
     ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
     groups = join(ranks, expert, torch.device("cpu"), 0, expert_tensor)
     found = checkpointed(folder / family, folder / name, groups)
-    found |= _vocabulary(rank) if layout == Layout(tensor=2) else {}
+    found |= _vocabulary(rank) if layout == RankLayout(tensor=2) else {}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     parallel_state.destroy_model_parallel()
     ranks.leave()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model, StageError
-from pipeline.declare.ranks import Layout, Ranks, open_store
+from pipeline.declare.ranks import RankLayout, Ranks, open_store
 from pipeline.declare.sharding import Dynamic, Packed, Plain
 from pipeline.errors import CheckpointError
 from tests.optional import need
@@ -122,7 +122,7 @@ def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
     """The measurements of one rank, by family and shape."""
     measured = {}
     for family in (*FAMILIES, *cases.SHAPES):
-        case = cases.Case(family, Layout(), microbatching=Plain(3))
+        case = cases.Case(family, RankLayout(), microbatching=Plain(3))
         measured[family] = cases.measure(cases.MegatronEngine(groups), folder / family, case)
     return measured
 
@@ -199,8 +199,7 @@ def test_one_rank_trains_as_the_torch_backend_does(
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     network = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
     learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
-    for microbatch in shard.updates[0].microbatches:
-        learner._backward(batch.at(microbatch.samples), cases.LOSS, cases.TEMPERATURE, shard.updates[0], microbatch)
+    learner._backward(batch, cases.LOSS, cases.TEMPERATURE, shard.updates[0], packed=False)
     gradients = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
     learner.optimizer.zero_grad()
     tensors, metrics = alone[family]
@@ -247,7 +246,7 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
     cases: Any, groups: Any, alone: dict[str, Any], folder: Path
 ) -> None:
     for family in ("qwen3", "qwen3_moe"):
-        case = cases.Case(family, Layout(), microbatching=Packed(70))
+        case = cases.Case(family, RankLayout(), microbatching=Packed(70))
         tensors, metrics = cases.measure(cases.MegatronEngine(groups), folder / family, case)
         compare(tensors, metrics, *alone[family])
 
@@ -461,14 +460,14 @@ def test_a_model_is_trained_once(cases: Any, engine: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout", "expert", "told"),
     [
-        ("qwen3", Layout(tensor=3), 1, "tensor_parallel=3 does not divide the model's attention heads"),
-        ("qwen3", Layout(pipeline=4), 1, "pipeline_parallel=4, and the model has 2 layers"),
-        ("qwen3", Layout(data=2), 2, "expert_parallel=2, and the model has no experts"),
-        ("qwen3", Layout(data=3), 1, "expert_tensor_parallel=3, and the model has no experts"),
+        ("qwen3", RankLayout(tensor=3), 1, "tensor_parallel=3 does not divide the model's attention heads"),
+        ("qwen3", RankLayout(pipeline=4), 1, "pipeline_parallel=4, and the model has 2 layers"),
+        ("qwen3", RankLayout(data=2), 2, "expert_parallel=2, and the model has no experts"),
+        ("qwen3", RankLayout(data=3), 1, "expert_tensor_parallel=3, and the model has no experts"),
     ],
 )
 def test_ranks_that_cannot_divide_a_model_are_refused(
-    cases: Any, groups: Any, folder: Path, family: str, layout: Layout, expert: int, told: str
+    cases: Any, groups: Any, folder: Path, family: str, layout: RankLayout, expert: int, told: str
 ) -> None:
     other = replace(groups, ranks=Ranks(layout), expert=expert, expert_tensor=max(layout.tensor, layout.data // expert))
     with pytest.raises(StageError, match=told):
@@ -480,14 +479,14 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
     [
         (
             {"heads": 12, "groups": 4},
-            Layout(tensor=6),
+            RankLayout(tensor=6),
             6,
             "tensor_parallel=6, and the model has 4 key-value heads; each rank computes with whole key-value heads, or "
             "equally many ranks share one. Fix: use a divisor or a multiple of 4",
         ),
         (
             {"heads": 8, "groups": 1, "head_dim": 6},
-            Layout(tensor=8),
+            RankLayout(tensor=8),
             8,
             "tensor_parallel=8 does not divide the 60 rows of the model's queries, keys and values; ranks that share a "
             "key-value head hold equal parts of its rows and of those of its query heads. "
@@ -495,28 +494,28 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
         ),
         (
             {},
-            Layout(pipeline=4),
+            RankLayout(pipeline=4),
             1,
             "pipeline_parallel=4, and the model has 2 layers; each pipeline stage needs a layer. "
             "Fix: pipeline_parallel=2 or less",
         ),
         (
             {},
-            Layout(tensor=2),
+            RankLayout(tensor=2),
             1,
             "expert_tensor_parallel=1, and the model has no experts; it divides experts over ranks. "
             "Fix: expert_tensor_parallel=2, or a mixture-of-experts model",
         ),
         (
             {"experts": 4, "chosen": 2, "intermediate": 50},
-            Layout(tensor=4),
+            RankLayout(tensor=4),
             4,
             "expert_tensor_parallel=4 does not divide the model's intermediate_size (50); all ranks hold equal parts. "
             "Fix: use a divisor of 50",
         ),
         (
             {"head_dim": 136},
-            Layout(context=2),
+            RankLayout(context=2),
             1,
             "context_parallel=2, and the model has heads of size 136; Transformer Engine trains packed rows over "
             "several ranks with heads whose size is a multiple of 8, at most 128. "
@@ -525,7 +524,7 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
     ],
 )
 def test_what_ranks_cannot_divide_is_said_in_full(
-    groups: Any, engine: Any, folder: Path, change: dict[str, int], layout: Layout, expert_tensor: int, told: str
+    groups: Any, engine: Any, folder: Path, change: dict[str, int], layout: RankLayout, expert_tensor: int, told: str
 ) -> None:
     from stages.backends.megatron.config import transformer_config
 
@@ -539,13 +538,13 @@ def test_what_ranks_cannot_divide_is_said_in_full(
 @pytest.mark.parametrize(
     ("layout", "experts", "expert_tensors"),
     [
-        (Layout(tensor=4, data=3, pipeline=2), 3, 4),
-        (Layout(tensor=4, data=3, pipeline=2), 6, 2),
-        (Layout(tensor=4, data=2, pipeline=3), 4, 1),
-        (Layout(tensor=2, data=4), 2, 1),
+        (RankLayout(tensor=4, data=3, pipeline=2), 3, 4),
+        (RankLayout(tensor=4, data=3, pipeline=2), 6, 2),
+        (RankLayout(tensor=4, data=2, pipeline=3), 4, 1),
+        (RankLayout(tensor=2, data=4), 2, 1),
     ],
 )
-def test_parts_are_those_of_megatron_core(cases: Any, layout: Layout, experts: int, expert_tensors: int) -> None:
+def test_parts_are_those_of_megatron_core(cases: Any, layout: RankLayout, experts: int, expert_tensors: int) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     from stages.backends.megatron.parts import Part

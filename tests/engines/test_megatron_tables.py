@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline import StageError, WorkerGroup
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 from stages import backends
 from stages.backends.megatron.limits import problems
 from stages.backends.megatron.names import parameters, plain_names
@@ -76,7 +76,7 @@ DIVISIONS = [  # tensor, pipeline and data parallel, experts, ranks per expert
 def test_ranks_together_hold_every_number_once(
     decoder: Decoder, tensor: int, pipeline: int, data: int, experts: int, expert_tensors: int
 ) -> None:
-    layout, held = Layout(tensor=tensor, pipeline=pipeline, data=data), dict[str, np.ndarray]()
+    layout, held = RankLayout(tensor=tensor, pipeline=pipeline, data=data), dict[str, np.ndarray]()
     for rank in range(layout.size):
         part, within = Part.of(rank, layout, experts, expert_tensors), rank % (tensor * data)
         for name, parameter in parameters(decoder, part).items():
@@ -109,7 +109,7 @@ def test_uneven_stages_are_contiguous_and_differ_by_one_layer_at_most() -> None:
 
 
 def test_61_layers_on_16_ranks_are_each_held_once() -> None:
-    decoder, layout = replace(DENSE, layers=61), Layout(pipeline=16)
+    decoder, layout = replace(DENSE, layers=61), RankLayout(pipeline=16)
     held = Counter(
         piece.name
         for rank in range(16)

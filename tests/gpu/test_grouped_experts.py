@@ -25,7 +25,7 @@ def compared(rank: int, folder: str, out: str) -> dict[str, Any]:
     from tests.engines import megatron_cases as cases
 
     groups = cases.join(cases.Ranks(), 1, torch.device("cuda", 0), 0)
-    case = cases.Case("qwen3_moe", cases.Layout(), microbatching=Packed(64))
+    case = cases.Case("qwen3_moe", cases.RankLayout(), microbatching=Packed(64))
     model, found = cases.Model(folder), {}
     learners, held = {}, {}
     for kind in KINDS:

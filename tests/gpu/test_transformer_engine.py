@@ -27,7 +27,7 @@ def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[s
     if rank == 0:
         network.has_transformer_engine = lambda groups: False  # type: ignore[assignment]
     groups = cases.join(cases.Ranks(), 1, torch.device("cuda", 0), 0)
-    case = cases.Case(family, cases.Layout(), microbatching=cases.Packed(64), recompute=family == "llama")
+    case = cases.Case(family, cases.RankLayout(), microbatching=cases.Packed(64), recompute=family == "llama")
     tensors, metrics = cases.measure(cases.MegatronEngine(groups), Path(folder), case)
     names = {name for name, _ in cases.MegatronEngine(groups).network(cases.Model(folder)).named_parameters()}
     metrics |= cases.checkpointed(Path(folder), Path(folder) / f"saved {rank}", groups)

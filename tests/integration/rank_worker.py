@@ -15,7 +15,7 @@ import torch
 
 from pipeline import Model
 from pipeline.declare.columns import Ragged
-from pipeline.declare.ranks import Layout, Ranks, reach_store
+from pipeline.declare.ranks import RankLayout, Ranks, reach_store
 from pipeline.declare.sharding import Dynamic, Microbatching, Packed, Plain, Sharding
 from pipeline.errors import StageError
 from stages import ClippedLoss
@@ -83,10 +83,10 @@ def run_way(pristine: Any, batch: Batch, way: Way, ranks: Ranks) -> dict[str, An
     gradients: dict[str, torch.Tensor] = {}
     step = learner._step
 
-    def look(loss: float) -> dict[str, float]:
+    def look(*given: Any) -> None:
         if not gradients:
             gradients.update({name: whole(p.grad).clone() for name, p in learner.masters.items()})
-        return step(loss)
+        step(*given)
 
     learner._step = look
     metrics = [
@@ -112,7 +112,7 @@ def main(rank: int, size: int, port: int, out: str) -> None:
     ranks = Ranks()
     if size > 1:
         store = reach_store("127.0.0.1", port, size, deadline_s=DEADLINE_S)
-        ranks = Ranks.join(Layout(data=size), rank, store, device="cpu", deadline_s=DEADLINE_S)
+        ranks = Ranks.join(RankLayout(data=size), rank, store, device="cpu", deadline_s=DEADLINE_S)
     pristine = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
     batch = frozen_batch(pristine)
     results = {way.name: run_way(pristine, batch, way, ranks) for way in WAYS}
@@ -176,7 +176,7 @@ def _divided(rank: int, size: int, port: int, deadline_s: float) -> tuple[TorchL
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = reach_store("127.0.0.1", port, size, deadline_s=240.0)
-    ranks = Ranks.join(Layout(data=size), rank, store, device="cpu", deadline_s=deadline_s)
+    ranks = Ranks.join(RankLayout(data=size), rank, store, device="cpu", deadline_s=deadline_s)
     network = load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=torch.device("cpu"))
     divide(network, ranks, torch.float32)
     learner = TorchLearner(network, Optimization(lr=1e-2), pad=0, ranks=ranks)
@@ -188,7 +188,7 @@ def share_columns(rank: int, size: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = reach_store("127.0.0.1", port, size, deadline_s=240.0)
-    ranks = Ranks.join(Layout(tensor=size), rank, store, device="cpu", deadline_s=240.0)
+    ranks = Ranks.join(RankLayout(tensor=size), rank, store, device="cpu", deadline_s=240.0)
     calls = []
 
     def fetch() -> Any:

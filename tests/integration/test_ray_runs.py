@@ -129,7 +129,7 @@ def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session
 def test_a_task_goes_out_to_all_workers_before_any_answers():
     """One round trip for any number of shards: 32 calls are in flight when submit returns."""
     from pipeline.declare.handle import KVBatchMeta
-    from pipeline.declare.ranks import Layout
+    from pipeline.declare.ranks import RankLayout
     from pipeline.declare.task import Task
     from pipeline.executors.ray import RayExecutor
 
@@ -146,7 +146,7 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
 
     executor = RayExecutor()
     executor._actors["scorers"] = [Remote(rank) for rank in range(32)]
-    executor._layouts["scorers"] = Layout(data=32)
+    executor._layouts["scorers"] = RankLayout(data=32)
     planned = plan(load(HERE.parents[1] / "graphs/quickstart.py").build({}))[0]
     scorers = msgspec.structs.replace(planned.groups[0], name="scorers")
     executor._turns = Turns(msgspec.structs.replace(planned, groups=(scorers,)), lambda name, awake: [])

@@ -59,6 +59,7 @@ class Sample(Stage):
     reads_back: Sequence[Field] = (SERVED,)
     writes: Sequence[Field] = (TOKENS, VERSIONS)
     stamps: Field | None = VERSIONS
+    bounds = {"T": 3}
 
     @property
     def uses(self) -> tuple[Model, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pipeline import Schedule
 from pipeline.cli.resume import cut_metrics
+from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.task import Task
 from pipeline.engine.driver import Engine
 from pipeline.engine.loop import Driver
@@ -106,7 +108,7 @@ def _much(**_: int) -> int:
         ("wait", "pipeline.schedule.board.admissible", _much, "I3"),
         ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
         ("sync", "pipeline.engine.loop.Driver._submit", _clears_at_once, "I7"),
-        ("sync", "pipeline.engine.rows.Rows._remove", lambda *_: None, "I2"),
+        ("sync", "pipeline.engine.run_rows.RunRows._remove", lambda *_: None, "I2"),
     ],
 )
 def test_an_engine_that_breaks_its_rules_is_found_out(name, what, broken, invariant, tmp_path, monkeypatch):
@@ -122,3 +124,16 @@ def test_a_sampler_that_is_not_served_is_found_out(tmp_path):
     """The refit reports a version as published, but the worker keeps the old weights."""
     execute(tmp_path, graph(SCHEDULES["sync"], serves=False))
     assert {violation.invariant for violation in audit(tmp_path).violations} == {"I1", "I4"}
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_bytes_stay_within_their_limit_even_if_removals_are_slow(batches, tmp_path, monkeypatch):
+    clear = MemoryPlane.clear
+    monkeypatch.setattr(MemoryPlane, "clear", lambda *given: (time.sleep(0.05), clear(*given)))
+    described = graph(Schedule(steps=6, max_staleness=2), slow=3)
+    prompts_bytes = 2 * len("10")
+    group_bytes = sum(partition.most_bytes for partition in plan(described)[0].partitions) + prompts_bytes
+    limit = batches * described.source.batch * group_bytes
+    run_dir = execute(tmp_path, replace(described, schedule=replace(described.schedule, capacity_bytes=limit)))
+    peaks = [json.loads(line)["stored/peak_bytes"] for line in run_dir.metrics.read_text().splitlines()]
+    assert len(peaks) == 7 and 0 < max(peaks) <= limit

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
@@ -19,24 +19,24 @@ FAMILIES = {
 }
 
 
-def split(layout: Layout, experts: int = 1, expert_tensors: int | None = None) -> list[Part]:
+def split(layout: RankLayout, experts: int = 1, expert_tensors: int | None = None) -> list[Part]:
     """Return the parts of all ranks of a training layout."""
     return [Part.of(rank, layout, experts, expert_tensors or layout.tensor) for rank in range(layout.size)]
 
 
 TRAINING = {
-    "TP1": split(Layout()),
-    "TP2": split(Layout(tensor=2)),
-    "TP8": split(Layout(tensor=8)),  # more ranks than key-value heads
-    "PP2": split(Layout(pipeline=2)),
-    "PP3": split(Layout(pipeline=3)),
-    "DP2": split(Layout(data=2)),
-    "TP2 PP2": split(Layout(tensor=2, pipeline=2)),
-    "EP2": split(Layout(data=2), experts=2),
-    "TP2 ETP1": split(Layout(tensor=2), expert_tensors=1),
-    "TP2 ETP1 EP2": split(Layout(tensor=2), experts=2, expert_tensors=1),
-    "TP2 EP2 PP2": split(Layout(data=2, tensor=2, pipeline=2), experts=2),
-    "TP2 ETP1 EP4 PP3": split(Layout(data=2, tensor=2, pipeline=3), experts=4, expert_tensors=1),
+    "TP1": split(RankLayout()),
+    "TP2": split(RankLayout(tensor=2)),
+    "TP8": split(RankLayout(tensor=8)),  # more ranks than key-value heads
+    "PP2": split(RankLayout(pipeline=2)),
+    "PP3": split(RankLayout(pipeline=3)),
+    "DP2": split(RankLayout(data=2)),
+    "TP2 PP2": split(RankLayout(tensor=2, pipeline=2)),
+    "EP2": split(RankLayout(data=2), experts=2),
+    "TP2 ETP1": split(RankLayout(tensor=2), expert_tensors=1),
+    "TP2 ETP1 EP2": split(RankLayout(tensor=2), experts=2, expert_tensors=1),
+    "TP2 EP2 PP2": split(RankLayout(data=2, tensor=2, pipeline=2), experts=2),
+    "TP2 ETP1 EP4 PP3": split(RankLayout(data=2, tensor=2, pipeline=3), experts=4, expert_tensors=1),
 }
 SERVING = {"TP1": (1, 1), "TP2": (2, 1), "DP2": (1, 2), "TP8": (8, 1)}  # ranks per replica, replicas
 ITEM = 2

@@ -10,7 +10,7 @@ import pytest
 import stages.backends as registry
 from graphs import quickstart
 from pipeline import Model, WorkerGroup
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 from pipeline.plan.plan import PlacedGroup
 from pipeline.plan.planner import plan
 from stages import Refit, Rollout, Train
@@ -93,9 +93,9 @@ def test_workers_are_one_a_gpu_unless_said() -> None:
 
 def test_a_group_that_leads_its_ranks_has_a_process_a_replica() -> None:
     group = WorkerGroup("g", backend="vllm", gpus=8, tensor_parallel=4)
-    assert (group.workers, group.processes, Layout.of(group)) == (8, 2, Layout(data=2))
+    assert (group.workers, group.processes, RankLayout.of(group)) == (8, 2, RankLayout(data=2))
     trainer = WorkerGroup("g", backend="megatron", gpus=8, tensor_parallel=4)
-    assert (trainer.workers, trainer.processes, Layout.of(trainer).siblings(1)) == (8, 8, (4, 5, 6, 7))
+    assert (trainer.workers, trainer.processes, RankLayout.of(trainer).siblings(1)) == (8, 8, (4, 5, 6, 7))
 
 
 @pytest.mark.usefixtures("installed")

@@ -13,7 +13,7 @@ from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.columns import Ragged
 from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, keys_of
-from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.ranks import RankLayout, Ranks
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.declare.task import Task
 from pipeline.engine.handles import HandleTable
@@ -93,7 +93,7 @@ def test_ranks_that_serve_different_weights_are_an_error() -> None:
 
 
 def test_ranks_count_tensor_parallel_first_then_context_data_and_pipeline() -> None:
-    layout = Layout(data=2, tensor=2, context=2, pipeline=2)
+    layout = RankLayout(data=2, tensor=2, context=2, pipeline=2)
     assert layout.size == 16
     assert layout.siblings(0) == (0, 1, 2, 3, 8, 9, 10, 11)
     assert layout.siblings(1) == (4, 5, 6, 7, 12, 13, 14, 15)
@@ -101,8 +101,10 @@ def test_ranks_count_tensor_parallel_first_then_context_data_and_pipeline() -> N
     assert [Ranks(layout, rank).leads for rank in (0, 1, 4, 8, 12)] == [True, False, True, False, False]
 
 
-@pytest.mark.parametrize("layout", [Layout(data=3), Layout(data=2, tensor=3, pipeline=2), Layout(tensor=4, context=2)])
-def test_siblings_and_peers_divide_the_ranks(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [RankLayout(data=3), RankLayout(data=2, tensor=3, pipeline=2), RankLayout(tensor=4, context=2)]
+)
+def test_siblings_and_peers_divide_the_ranks(layout: RankLayout) -> None:
     ranks = list(range(layout.size))
     assert sorted(rank for replica in range(layout.data) for rank in layout.siblings(replica)) == ranks
     assert sorted(rank for first in layout.siblings(0) for rank in layout.peers(first)) == ranks

@@ -7,7 +7,7 @@ from ray.exceptions import RayActorError
 
 from graphs.quickstart import graph
 from pipeline import Task
-from pipeline.declare.ranks import Layout, reach_store
+from pipeline.declare.ranks import RankLayout, reach_store
 from pipeline.errors import PeerLost, Problem, Unfit
 from pipeline.executors import ray as executors
 from pipeline.executors.ray import RayExecutor
@@ -99,7 +99,7 @@ def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch:
     made: Any = RayExecutor()
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
     ranks = [f"sampler.{rank}" for rank in range(4)]
-    made._actors, made._layouts = {"learner": [LEARNER], "sampler": ranks}, {"sampler": Layout(tensor=2, data=2)}
+    made._actors, made._layouts = {"learner": [LEARNER], "sampler": ranks}, {"sampler": RankLayout(tensor=2, data=2)}
     offer = executors._Offer(task=TASK, near=True, carried=False, payloads=())
 
     def served(**answers: Any) -> list[int | None]:

@@ -88,9 +88,7 @@ def test_updates_do_not_depend_on_the_rectangles(pristine: Any, way: Any, loss: 
     metrics, gradients = [], []
     for shard in (shard_of(Plain()), shard_of(way)):
         learner = TorchLearner(copy.deepcopy(pristine), Optimization(lr=0.0, clip_grad=0.0), pad=0)
-        for microbatch in shard.updates[0].microbatches:
-            part = batch.at(microbatch.samples)
-            learner._backward(part, loss, 1.0, shard.updates[0], microbatch, shard.packed)
+        learner._backward(batch, loss, 1.0, shard.updates[0], shard.packed)
         gradients.append({name: parameter.grad.clone() for name, parameter in learner.parameters.items()})
         learner.optimizer.zero_grad()
         metrics.append(learner.update(batch, loss, temperature=1.0, update=shard.updates[0], packed=shard.packed))

@@ -9,7 +9,7 @@ import pytest
 from pipeline import Field, Graph, Schedule, StageContext, StageError, Task, WorkerGroup
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
-from stages.sources.rows import open_rows
+from stages.sources.draws import open_rows
 from stages.sources.schema import Schema
 from stages.tasks import Generated
 

@@ -13,8 +13,8 @@ from ops.random import shuffled
 from pipeline import StageError
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
+from stages.sources.draws import open_rows
 from stages.sources.mixture import LONGEST_WINDOW, turns
-from stages.sources.rows import open_rows
 from stages.sources.schema import Schema
 from stages.tasks import Generated
 from tests.examples import few
@@ -458,7 +458,7 @@ def test_a_mixture_draws_in_proportion_each_source_in_its_own_epochs(tmp_path):
 
 
 def _seed(k):
-    from stages.sources.rows import _NEXT_SEED
+    from stages.sources.draws import _NEXT_SEED
 
     return k * _NEXT_SEED % 2**64
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pipeline import Model
 from pipeline.declare.columns import Ragged
@@ -51,9 +52,8 @@ def updated(one: TorchLearner, given: Batch, loss: Any, *, temperature: float = 
 def backward(one: TorchLearner, given: Batch, loss: Any, only: int | None = None, *, size: int = 0) -> None:
     """Accumulate gradients of all microbatches, or of one, without an optimizer step."""
     (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(size))).updates
-    for i, microbatch in enumerate(update.microbatches):
-        if only in (None, i):
-            one._backward(given.at(microbatch.samples), loss, 1.0, update, microbatch)
+    microbatches = update.microbatches if only is None else update.microbatches[only : only + 1]
+    one._backward(given, loss, 1.0, replace(update, microbatches=microbatches), packed=False)
 
 
 def batch(network: Any, count: int = 12, seed: int = 0, drift: float = 0.3) -> Batch:

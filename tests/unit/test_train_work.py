@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline import Model, StageContext, WorkerGroup
-from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.ranks import RankLayout, Ranks
 from stages.train import Train, TrainRunner
 
 
@@ -28,8 +28,8 @@ class Batch:
     prompt_ids = response_ids = None
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2, pipeline=2)])
-def test_ranks_that_share_a_model_share_its_operations(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(), RankLayout(tensor=2), RankLayout(context=2, pipeline=2)])
+def test_ranks_that_share_a_model_share_its_operations(layout: RankLayout) -> None:
     stage = Train(Model("tiny"), on=WorkerGroup("learner", workers=layout.size), lr=1e-3)
     ranks = Ranks(layout)
     context = StageContext(group=stage.on, rank=0, seed=0, group_size=1, run_dir=None, shared={}, ranks=ranks)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.record import trace
 from pipeline.web import tail
-from pipeline.web.rows import Rows
+from pipeline.web.page_rows import PageRows
 from pipeline.web.tail import Record
 from tests.unit.records import resumed, simulated
 from tests.web.folders import append, run_of, written
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.journal_expected  # simulated records without the files
 
 
 def joined(blocks) -> dict[str, list]:
-    found: dict[str, list] = {name: [] for name in Rows.__struct_fields__}
+    found: dict[str, list] = {name: [] for name in PageRows.__struct_fields__}
     for block in blocks:
         for name, rows in msgspec.structs.asdict(block.rows).items():
             found[name] += rows

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ops.lots import lots
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 from pipeline.errors import CheckpointError, Problem
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
@@ -63,22 +63,17 @@ def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str
 
 @torch.no_grad()
 def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[str, int]:
-    """Read what `write` wrote, in place. Returns the counters. Raises CheckpointError if files are missing or
-    incomplete, or were written with another division of the model."""
-    try:
-        written = json.loads((folder / _COUNTERS).read_text())
-        _check_layout(folder, written["layout"], network)
-        with ExitStack() as stack:
-            found, plain = _Found(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
-            for name, parameter in network.named_parameters():
-                found.fill(_WEIGHT, plain[name], 0, parameter.detach().view(-1))
-            for name, start, held in shares(network, optimizer):
-                for kind, share in held.items():
-                    found.fill(kind, plain[name], start, share)
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            _problem(folder, str(error), f"it is {_COUNTERS} and the safetensors files of each rank, all complete")
-        ) from error
+    """Read what `write` wrote, in place. Returns the counters. Raises CheckpointError if numbers are missing, or were
+    written with another division of the model."""
+    written = json.loads((folder / _COUNTERS).read_text())
+    _check_layout(folder, written["layout"], network)
+    with ExitStack() as stack:
+        found, plain = _Found(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
+        for name, parameter in network.named_parameters():
+            found.fill(_WEIGHT, plain[name], 0, parameter.detach().view(-1))
+        for name, start, held in shares(network, optimizer):
+            for kind, share in held.items():
+                found.fill(kind, plain[name], start, share)
     _set_steps(optimizer, written["counters"]["updates"] - written["counters"]["skipped"])
     return written["counters"]
 
@@ -117,7 +112,7 @@ class _Found:
         data, tensor, pipeline, *experts = layout
         self.folder, self.places = folder, {}  # type: Path, dict[tuple[str, str], list[tuple[int, str, Any]]]
         table, mine = parameters(network.shape, network.part.plain), network.part
-        then = Layout(data=data, tensor=tensor, pipeline=pipeline)
+        then = RankLayout(data=data, tensor=tensor, pipeline=pipeline)
         for rank in range(then.size):
             part = Part.of(rank, then, *experts)
             if part.stage != mine.stage:

@@ -6,9 +6,10 @@ share one network: the frozen weights stay on the host, and swap places with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from ops.flops import Transformer, model_flops, peak_tflops
-from ops.refit.share import Share
-from ops.refit.transports import Transport
-from pipeline import Model, StageContext, StageError
+from pipeline import Model, StageContext
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Shard
-from pipeline.errors import Problem
-from stages.backends import Optimization, Route
-from stages.backends.device import bytes_in_use, claim
+from stages.backends import Optimization
+from stages.backends.device import claim
 from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import fill, gathered, write
 from stages.backends.megatron.groups import Groups, join
@@ -35,8 +32,9 @@ from stages.backends.megatron.passes import score
 from stages.backends.megatron.places import places, tensors
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.folder import model_folder
-from stages.backends.model.text import Texts, identity
-from stages.backends.refit.source import Source
+from stages.backends.model.places import Placed
+from stages.backends.model.text import identity
+from stages.backends.trainer import BaseTrainer
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
@@ -48,7 +46,7 @@ def open_engine(context: StageContext) -> MegatronEngine:
 
 
 @dataclass(eq=False)
-class _Held:
+class _Loaded:
     """A model on this rank: its folder and config, its network, and the frozen weights on the host."""
 
     folder: Path
@@ -56,30 +54,27 @@ class _Held:
     network: Network
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def placed(self) -> Placed:
+        """The tensors and places of a refit, which do not change."""
+        network, dtype = self.network, self.network.config.params_dtype
+        own = places(network.shape, network.part, dtype.itemsize)
+        return tensors(network.shape, str(dtype).removeprefix("torch.")), own, dict(network.named_parameters())
 
-class MegatronEngine:
+
+class MegatronEngine(BaseTrainer):
     """`stages.backends.interface.Trainer` on one device per rank. All ranks of a replica call `score` together; all
     ranks of the group call everything that concerns the trained copy together."""
 
     def __init__(self, groups: Groups, run_dir: Path | None = None) -> None:
+        dtype = torch.bfloat16 if groups.device.type == "cuda" else torch.float32
+        super().__init__(groups.device, dtype, groups.ranks.rank)
         self.groups, self.run_dir = groups, run_dir
-        self.dtype = torch.bfloat16 if groups.device.type == "cuda" else torch.float32
-        self.texts = Texts()
-        self._held: dict[Model, _Held] = {}
-        self._learners: dict[Model, MegatronLearner] = {}
-        self._sources: dict[Model, Source] = {}
+        self._loaded: dict[Model, _Loaded] = {}
 
     def network(self, model: Model) -> Network:
         """This rank's part of the trained copy; every call returns the same object."""
         return self._of(model).network
-
-    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
-        """Token ids of each text."""
-        return self.texts.encode(model, texts, chat=chat)
-
-    def decode(self, model: Model, ids: Ragged) -> list[str]:
-        """The texts, without special tokens."""
-        return self.texts.decode(model, ids)
 
     def score(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
@@ -92,76 +87,28 @@ class MegatronEngine:
             with self._frozen(held):
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
 
-    def learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
-        """The trained copy with an optimizer. Raises StageError if the model already has one."""
-        key = identity(model)
-        if key in self._learners:
-            raise StageError(
-                Problem(
-                    where=str(model.location),
-                    what=f"two stages train the model {model.source!r}",
-                    why="its optimizer has one state",
-                    fix="use one Train stage per model",
-                )
-            )
-        self._learners[key] = MegatronLearner(self.network(model), optimization)
-        return self._learners[key]
-
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the trained copy by Hugging Face name, on rank 0; an empty dict on the others."""
         return dict(self._gathered(model))
-
-    def share(self, model: Model, transport: Transport) -> Share:
-        """This rank's part of the trained copy, as this transport offers it."""
-        key, network = identity(model), self.network(model)
-        held = dict(network.named_parameters())
-        if key not in self._sources:
-            own = places(network.shape, network.part, self.dtype.itemsize)
-            kind = str(self.dtype).removeprefix("torch.")
-            self._sources[key] = Source(
-                self.groups.device, self.groups.ranks.rank, tensors(network.shape, kind), own, held
-            )
-        return self._sources[key].share(held, transport)
-
-    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
-        """Send what `share` returned to the ranks that serve. Returns metrics."""
-        return self._sources[identity(model)].carry(shares, version, route)
 
     def export(self, model: Model, folder: Path) -> None:
         """Save the trained copy as a Hugging Face folder; rank 0 writes a few GiB at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
 
-    def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Free the memory of optimizers and gradients until `wake`; on a GPU only as much as needed to free `room`
-        bytes. Weights stay, for a refit. Returns the bytes in use before and after."""
-        before_bytes = bytes_in_use(self.groups.device)
-        for learner in self._learners.values():
-            learner.park(room)
-        return before_bytes, bytes_in_use(self.groups.device)
+    def _new_learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
+        return MegatronLearner(self.network(model), optimization)
 
-    def wake(self) -> tuple[int, int]:
-        """Reclaim the memory. Returns what `sleep` returns."""
-        before_bytes = bytes_in_use(self.groups.device)
-        for learner in self._learners.values():
-            learner.leave()
-        return before_bytes, bytes_in_use(self.groups.device)
+    def _placed(self, model: Model) -> Placed:
+        return self._of(model).placed
 
-    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float:
-        """Operations of a forward pass of the whole model, or of both passes."""
-        shape = Transformer.of(self._of(model).config)
-        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
+    def _config(self, model: Model) -> Mapping[str, Any]:
+        return self._of(model).config
 
-    def peak_tflops(self) -> float | None:
-        """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
-        on_gpu = self.groups.device.type == "cuda"
-        return peak_tflops(torch.cuda.get_device_name(self.groups.device)) if on_gpu else None
-
-    def _of(self, model: Model) -> _Held:
+    def _of(self, model: Model) -> _Loaded:
         """The model on this rank, loaded by the first call, which all ranks make together."""
         key = identity(model)
-        if key not in self._held:
+        if key not in self._loaded:
             if self.groups.ranks.rank == 0:  # transformers saves a newly built model on rank 0 only
                 model_folder(key, self.run_dir)
             dist.barrier()
@@ -173,15 +120,15 @@ class MegatronEngine:
                 config = transformer_config(decoder, self.groups, self.dtype, where)
                 network = Network(decoder, config, self.groups).to(self.groups.device)
             fill(dict(network.named_parameters()), parameters(decoder, network.part), folder)
-            self._held[key] = _Held(folder, entries, network)
-        return self._held[key]
+            self._loaded[key] = _Loaded(folder, entries, network)
+        return self._loaded[key]
 
     def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         network = self.network(model)
         return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part)
 
     @contextmanager
-    def _frozen(self, held: _Held) -> Iterator[None]:
+    def _frozen(self, held: _Loaded) -> Iterator[None]:
         """Inside this context, the network has the weights that it started with."""
         live = dict(held.network.named_parameters())
         if not held.frozen:

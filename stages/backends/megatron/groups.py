@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from pipeline.declare.ranks import Layout, Ranks
+from pipeline.declare.ranks import RankLayout, Ranks
 from stages.backends.megatron.cpu import on_cpu
 from stages.backends.megatron.parts import Part, stage_ranks
 
@@ -36,7 +36,7 @@ class Groups:
     process: ProcessGroupCollection
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """How the ranks divide the work."""
         return self.ranks.layout
 

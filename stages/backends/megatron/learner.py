@@ -2,12 +2,11 @@
 
 Knows Megatron-core's gradient buffers and distributed optimizer, not steps or stages. Gradients are summed over
 data-parallel ranks in float32; each of these ranks updates its share of the weights, in float32 master weights if the
-network's are lower precision. An update with a non-finite loss or gradient changes nothing on any rank, and is counted.
+network's are lower precision.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,27 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Update
 from stages.backends import Batch, Optimization
-from stages.backends.device import Parking
 from stages.backends.megatron import checkpoint
 from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
-from stages.backends.model.padding import pad_right
-from stages.backends.objective import MAXIMA, Scored, objective
+from stages.backends.objective import MAXIMA
+from stages.backends.trainer import BaseLearner, objective_of
 from stages.losses import PolicyLoss
 
 
-class MegatronLearner:
+class MegatronLearner(BaseLearner):
     """A network with its optimizer. All ranks call every method together."""
 
     def __init__(self, network: Network, settings: Optimization) -> None:
-        self.network, self.settings, self.groups = network, settings, network.groups
-        self.updates = self.skipped = 0
-        self.parking = Parking(self.groups.device)
+        super().__init__(settings, network.groups.device, network.groups.ranks)
+        self.network, self.groups, self._computing = network, network.groups, network.groups.computing
         if settings.checkpoint_activations:
             network.recompute()
         half = network.config.params_dtype == torch.bfloat16
-        with self.groups.computing():
+        with self._computing():
             self.buffered = DistributedDataParallel(
                 network.config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -75,85 +71,41 @@ class MegatronLearner:
                 if isinstance(each.optimizer, torch.optim.AdamW):
                     each.optimizer.state[held]["step"] = torch.tensor(0.0)
 
-    def update(
-        self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
-    ) -> dict[str, float]:
-        """Run one optimizer update from the microbatches of `update`, on all ranks together."""
-        self.parking.arrive()
-        with self.groups.computing():
-            sums = self._backward(batch, loss, temperature, update, packed)
-            finalize_model_grads([self.buffered], None, pg_collection=self.groups.process)
-            means = {
-                name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()
-            }
-            return means | self._step(sums["loss"])
-
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
-    ) -> dict[str, float]:
-        """Accumulate the gradients of all microbatches. Returns sums over the tokens of all ranks, and the loss."""
+    ) -> list[dict[str, float]]:
         self.buffered.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def finish(number: int, row: Row, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            part = batch.at(update.microbatches[number].samples)
             logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
-            return objective(
-                loss,
-                self._scored(part, row, logprobs_R, entropy_R if loss.needs_entropy else entropy_R.detach()),
-                tokens=update.tokens,
-                samples=update.samples,
-            )
+            entropy_NT = row.rectangle(entropy_R if loss.needs_entropy else entropy_R.detach())
+            part = batch.at(update.microbatches[number].samples)
+            return objective_of(part, loss, update, row.rectangle(logprobs_R), entropy_NT, row.mask)
 
         rows = rows_of(batch.prompt_ids, batch.response_ids, update.microbatches, self.groups, packed=packed)
-        found = run(self.buffered, self.network, rows, finish, backward=True)
-        sums: dict[str, float] = {}
-        for name in found[0] if found else ():
-            values = [each[name] for each in found]
-            sums[name] = max(values) if name in MAXIMA else sum(values)
-        if self.groups.is_last:
-            sums = self.groups.ranks.totals(sums, largest=MAXIMA)
-        if self.groups.layout.pipeline == 1:
-            return sums
-        message: list[Any] = [sums]
-        dist.broadcast_object_list(message, src=self.groups.last, group=self.groups.process.pp)
-        return message[0]
+        return run(self.buffered, self.network, rows, finish, backward=True)
 
-    def _scored(self, part: Batch, row: Row, logprobs_R: torch.Tensor, entropy_R: torch.Tensor) -> Scored:
-        def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
-            wide = pad_right(column, 0, row.width) if isinstance(column, Ragged) else column
-            return wide.to(self.groups.device)
-
-        return Scored(
-            logprobs_NT=row.rectangle(logprobs_R),
-            old_logprobs_NT=padded(part.old_logprobs),
-            rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
-            advantage_N=part.advantage.to(self.groups.device),
-            mask_NT=row.mask,
-            ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
-            entropy_NT=row.rectangle(entropy_R),
-            columns={name: padded(column) for name, column in part.columns.items()},
-        )
-
-    def _step(self, loss: float) -> dict[str, float]:
+    def _reduce(self, sums: dict[str, float]) -> tuple[dict[str, float], float]:
+        message: list[Any] = [self.ranks.totals(sums, largest=MAXIMA) if self.groups.is_last else None]
+        if self.groups.layout.pipeline > 1:
+            dist.broadcast_object_list(message, src=self.groups.last, group=self.groups.process.pp)
+        finalize_model_grads([self.buffered], None, pg_collection=self.groups.process)
         self.optimizer.prepare_grads()
-        size = self.optimizer.get_grad_norm()
-        rate = self.settings.learning_rate(self.updates)
-        finite = math.isfinite(loss) and math.isfinite(size)
-        if finite:
-            for each in self.optimizer.chained_optimizers:
-                for group in each.param_groups:
-                    group["lr"] = rate
-                if self.settings.clip_grad > 0 and (held := each.get_parameters()):
-                    clip_grad_by_total_norm_fp32(held, self.settings.clip_grad, size)
-            self.optimizer.step_with_ready_grads()
-        self.updates += 1
-        self.skipped += not finite
-        return {"grad_norm": size, "lr": rate, "skipped": float(not finite)}
+        return message[0], self.optimizer.get_grad_norm()
+
+    def _step(self, rate: float, norm: float, finite: bool) -> None:
+        if not finite:
+            return
+        for each in self.optimizer.chained_optimizers:
+            for group in each.param_groups:
+                group["lr"] = rate
+            if self.settings.clip_grad > 0 and (held := each.get_parameters()):
+                clip_grad_by_total_norm_fp32(held, self.settings.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
 
     def park(self, room: int | None = None) -> None:
-        """Move moments and master weights to the host, where they can be saved; gradients are dropped. On a GPU, moves
-        only enough to free `room` bytes."""
+        """Move moments and master weights to the host, and drop the gradients."""
         self.buffered.offload_grad_buffers(synchronize=self.groups.device.type == "cuda", empty_cache=False)
         shares = checkpoint.shares(self.network, self.optimizer)
         self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)
@@ -161,15 +113,10 @@ class MegatronLearner:
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""
         self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # synchronizes all streams
-        self.parking.leave()
+        super().leave()
 
-    def save(self, folder: Path) -> None:
-        """Save weights and optimizer, bit-exact; each rank writes its share."""
-        self.parking.arrive()
-        checkpoint.write(folder, self.network, self.optimizer, {"updates": self.updates, "skipped": self.skipped})
+    def _write(self, folder: Path, counters: dict[str, int]) -> None:
+        checkpoint.write(folder, self.network, self.optimizer, counters)
 
-    def restore(self, folder: Path) -> None:
-        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
-        self.parking.arrive()
-        counters = checkpoint.read(folder, self.network, self.optimizer)
-        self.updates, self.skipped = counters["updates"], counters["skipped"]
+    def _read(self, folder: Path) -> dict[str, int]:
+        return checkpoint.read(folder, self.network, self.optimizer)

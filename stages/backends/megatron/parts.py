@@ -1,6 +1,6 @@
 """Maps the ranks of a worker group to parts of a model. Arithmetic only: no tensors, no processes.
 
-    part = Part.of(rank=5, layout=Layout(data=2, tensor=2, pipeline=2), experts=2, expert_tensors=1)
+    part = Part.of(rank=5, layout=RankLayout(data=2, tensor=2, pipeline=2), experts=2, expert_tensors=1)
     stage_layers(61, 16)[part.stage]                 # the layers of a pipeline stage
 
 Ranks count up in Megatron-core's order. Inside a pipeline stage, the experts are divided over the same ranks as
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pipeline.declare.ranks import Layout
+from pipeline.declare.ranks import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Part:
     grouped_experts: bool = False
 
     @staticmethod
-    def of(rank: int, layout: Layout, experts: int, expert_tensors: int) -> Part:
+    def of(rank: int, layout: RankLayout, experts: int, expert_tensors: int) -> Part:
         """The part that a rank holds, in Megatron-core's own layers."""
         stage, within = divmod(rank, stage_ranks(layout))
         return Part(
@@ -61,7 +61,7 @@ class Part:
         return self.in_layers_of(Part())
 
 
-def stage_ranks(layout: Layout) -> int:
+def stage_ranks(layout: RankLayout) -> int:
     """Number of ranks in a pipeline stage."""
     return layout.tensor * layout.context * layout.data
 

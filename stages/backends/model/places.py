@@ -9,6 +9,7 @@ transformers stores in two tensors. A tied tensor appears once, under its first 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ops.refit.layout import Box, Place, Tensor, dense
 from stages.backends.model.weights import state
 
+Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def placed(
-    network: nn.Module, dtype: torch.dtype | None = None
-) -> tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]:
+def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
     """All tensors of the network, the places of this rank's part, and that part. `dtype` is the dtype in which
     floating-point tensors are offered; None keeps theirs."""
     tensors: dict[str, Tensor] = {}

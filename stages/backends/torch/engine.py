@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,27 +16,26 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ops.comm.stateless_group import GroupError
-from ops.flops import Transformer, model_flops, peak_tflops
 from ops.refit.share import Share
-from ops.refit.transports import Transport
 from pipeline import Model, StageContext, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Shard
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, Served
-from stages.backends.device import bytes_in_use, claim
+from stages.backends.device import claim
 from stages.backends.model import weights as weight_tools
 from stages.backends.model.build import closing_tokens, load_network
-from stages.backends.model.places import placed
+from stages.backends.model.places import Placed, placed
 from stages.backends.model.sharded import divide
-from stages.backends.model.text import Texts, identity
-from stages.backends.refit.source import Source, peer_lost
+from stages.backends.model.text import identity
+from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Target, acknowledged
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
+from stages.backends.trainer import BaseTrainer
 
 Role = Literal["trained", "served", "frozen"]
 LOOK_S = 0.02  # between two looks of a stream whose weights have no version
@@ -50,7 +49,7 @@ def open_engine(context: StageContext) -> TorchEngine:
     return TorchEngine(device, dtype, context.ranks, divided=divided, worker=(context.rank, group.workers))
 
 
-class TorchEngine(Texts):
+class TorchEngine(BaseTrainer):
     """`stages.backends.Engine` on one device per rank. `divided` shards trained and frozen copies over the ranks;
     `worker` is this worker's index in its group, and the number of workers."""
 
@@ -58,14 +57,11 @@ class TorchEngine(Texts):
         self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False,
         worker: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.worker = worker
-        self.device, self.dtype, self.ranks, self.divided = device, dtype, ranks or Ranks(), divided
+        super().__init__(device, dtype, worker[0])
+        self.worker, self.ranks, self.divided = worker, ranks or Ranks(), divided
         self._builds: dict[Model, PreTrainedModel] = {}
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
-        self._learners: dict[Model, TorchLearner] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
-        self._sources: dict[Model, Source] = {}
         self._between: set[Model] = set()  # models whose served copy has no version
         self._targets: dict[Model, Target] = {}
         self._reward_models: dict[Model, RewardModelOnDevice] = {}
@@ -145,53 +141,12 @@ class TorchEngine(Texts):
             self._reward_models[key] = open_reward_model(key, dtype=self.dtype, device=self.device)
         return self._reward_models[key].scores(prompts, responses, chat=chat, microbatch=microbatch)
 
-    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
-        """Operations of a forward pass, or of both passes; None unless it is a Llama-style transformer."""
-        try:
-            shape = Transformer.of(self.network(model, "trained" if model.trainable else "frozen").config.to_dict())
-        except ValueError:
-            return None
-        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
-
-    def peak_tflops(self) -> float | None:
-        """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
-        return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-
-    def learner(self, model: Model, optimization: Optimization) -> TorchLearner:
-        """The trained copy with an optimizer. Raises StageError if the model already has one."""
-        key = identity(model)
-        if key in self._learners:
-            raise StageError(
-                Problem(
-                    where=str(model.location),
-                    what=f"two stages train the model {model.source!r}",
-                    why="its optimizer has one state",
-                    fix="use one Train stage per model",
-                )
-            )
-        pad = _pad(self.tokenizer(model))
-        self._learners[key] = TorchLearner(self.network(model, "trained"), optimization, pad=pad, ranks=self.ranks)
-        return self._learners[key]
-
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the trained copy, on rank 0."""
         if self.ranks.rank > 0 and not self.divided:
             return {}  # rank 0 has the whole model
         made = weight_tools.weights(self.network(model, "trained"), self.dtype)
         return made if self.ranks.rank == 0 else {}
-
-    def share(self, model: Model, transport: Transport) -> Share:
-        """This rank's part of the trained copy, as this transport offers it."""
-        tensors, places, held = placed(self.network(model, "trained"), self.dtype)
-        key = identity(model)
-        if key not in self._sources:
-            self._sources[key] = Source(self.device, self.worker[0], tensors, places, held)
-        return self._sources[key].share(held, transport)
-
-    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
-        """Send what `share` returned to the ranks that serve. Returns metrics."""
-        return self._sources[identity(model)].carry(shares, version, route)
 
     def served_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the served copy."""
@@ -219,20 +174,15 @@ class TorchEngine(Texts):
         """The version of the last `serve`; `default` for a frozen model."""
         return self._versions.get(model, default)
 
-    def sleep(self, room: int | None = None) -> tuple[int, int]:
-        """Free the memory of optimizers until `wake`; on a GPU only as much as needed to free `room` bytes. Weights
-        stay, for a refit. Returns the bytes in use before and after."""
-        before_bytes = bytes_in_use(self.device)
-        for learner in self._learners.values():
-            learner.park(room)
-        return before_bytes, bytes_in_use(self.device)
+    def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
+        pad = _pad(self.tokenizer(model))
+        return TorchLearner(self.network(model, "trained"), optimization, pad=pad, ranks=self.ranks)
 
-    def wake(self) -> tuple[int, int]:
-        """Reclaim the memory. Returns what `sleep` returns."""
-        before_bytes = bytes_in_use(self.device)
-        for learner in self._learners.values():
-            learner.leave()
-        return before_bytes, bytes_in_use(self.device)
+    def _placed(self, model: Model) -> Placed:
+        return placed(self.network(model, "trained"), self.dtype)
+
+    def _config(self, model: Model) -> dict[str, Any]:
+        return self.network(model, "trained" if model.trainable else "frozen").config.to_dict()
 
     def _closing(self, model: Model, network: PreTrainedModel, sampling: Sampling) -> list[int]:
         """Ids that end a response."""

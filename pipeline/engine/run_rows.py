@@ -1,6 +1,6 @@
 """The driver's view of a run's columns: their handles, and their removal after the last reader.
 
-Rows are removed in a separate thread, so that the driver does not wait.
+Rows are removed in a separate thread, so that the driver does not wait, unless the plan limits the bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.schedule.events import Clear, Event, Landed
 
-CLEARS_AT_ONCE = 2
+CLEARS_AT_ONCE = 2  # removals that are not waited for: they bound the rows beyond the plan's capacity
 
 
-class Rows:
+class RunRows:
     """The rows of one run in the executor's data plane. `tokens` is the ragged dimension of responses."""
 
     def __init__(self, plan: Plan, executor: Executor, journal: Journal, tokens: str | None) -> None:
@@ -35,6 +35,7 @@ class Rows:
         self.stored = Stored({field: name for name, fields in self._fields.items() for field in fields})
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
+        self._at_once = CLEARS_AT_ONCE if plan.capacity_bytes is None else 0
 
     def handle(self, task: Task) -> KVBatchMeta | None:
         """Return the handle of a task's inputs; None if it reads no samples."""
@@ -110,9 +111,9 @@ class Rows:
                 end_s=time.monotonic(),
             )
 
-        while len(self._clears) >= CLEARS_AT_ONCE:  # bounds the rows beyond the plan's capacity
-            self._cleared(self._clears.popleft())
         self._clears.append(self._clearing.submit(clear))
+        while len(self._clears) > self._at_once:
+            self._cleared(self._clears.popleft())
         if handle is not None and (decision.last or not decision.groups):
             self._executor.cleared(list({row: None for placement in handle.placements for row in placement.rows}))
 

@@ -16,7 +16,7 @@ from pipeline.record import trace
 Seconds = Callable[[float], float]
 
 
-class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Lists of rows in record order.
 
     spans      stage, worker group, worker, step, attempt, start, end, groups
@@ -37,9 +37,9 @@ class Rows(msgspec.Struct, kw_only=True, omit_defaults=True):
     notes: list[tuple[str, float, str]] = []
 
 
-def rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> Rows:
+def page_rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> PageRows:
     """Return the rows of events, each given with its converter from monotonic to run time; `spans` includes spans."""
-    made = Rows()
+    made = PageRows()
     for event, seconds in events:
         match event:
             case trace.Ran() if spans:

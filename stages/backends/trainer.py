@@ -1,0 +1,223 @@
+"""What the training engines have in common: the sequence of an update, learners, refits, memory, and speed.
+
+Knows no network, no process groups, no optimizer and no files: each engine has its own. The loss of a minibatch is
+normalized by counts over the whole minibatch of all ranks, so it does not depend on the split into shards and
+microbatches; gradients are summed over ranks.
+
+Legend: N samples, T longest response.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ops.flops import Transformer, model_flops, peak_tflops
+from ops.refit.share import Share
+from ops.refit.transports import Transport
+from pipeline import Model, StageError
+from pipeline.declare.columns import Ragged
+from pipeline.declare.ranks import Ranks
+from pipeline.declare.sharding import Update
+from pipeline.errors import CheckpointError, Problem
+from stages.backends.device import Parking, bytes_in_use
+from stages.backends.interface import Batch, Learner, Optimization, Route
+from stages.backends.model.padding import pad_right
+from stages.backends.model.places import Placed
+from stages.backends.model.text import Texts, identity
+from stages.backends.objective import MAXIMA, Scored, objective
+from stages.backends.refit.source import Source
+from stages.losses import PolicyLoss
+
+
+def objective_of(
+    part: Batch, loss: PolicyLoss, update: Update,
+    logprobs_NT: torch.Tensor, entropy_NT: torch.Tensor, mask_NT: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+    """Compute the objective of one microbatch of an update, whose samples are `part`."""
+
+    def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
+        wide = pad_right(column, 0, mask_NT.shape[1]) if isinstance(column, Ragged) else column
+        return wide.to(mask_NT.device)
+
+    scored = Scored(
+        logprobs_NT=logprobs_NT,
+        old_logprobs_NT=padded(part.old_logprobs),
+        rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
+        advantage_N=part.advantage.to(mask_NT.device),
+        mask_NT=mask_NT,
+        ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
+        entropy_NT=entropy_NT,
+        columns={name: padded(column) for name, column in part.columns.items()},
+    )
+    return objective(loss, scored, tokens=update.tokens, samples=update.samples)
+
+
+class BaseLearner(Learner, ABC):
+    """A network with its optimizer. All ranks call every method together."""
+
+    _computing: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of an update
+
+    def __init__(self, settings: Optimization, device: torch.device, ranks: Ranks) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.updates = self.skipped = 0
+        self.parking = Parking(device)
+
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
+    ) -> dict[str, float]:
+        """Run one optimizer update. If its loss or gradient is not finite, it changes nothing on any rank, and counts
+        as skipped."""
+        self.parking.arrive()
+        with self._computing():
+            sums: dict[str, float] = {}
+            for found in self._backward(batch, loss, temperature, update, packed):
+                for name, value in found.items():
+                    before = sums.get(name, 0.0)
+                    sums[name] = max(before, value) if name in MAXIMA else before + value
+            sums, norm = self._reduce(sums)
+            rate = self.settings.learning_rate(self.updates)
+            finite = math.isfinite(sums["loss"]) and math.isfinite(norm)
+            self._step(rate, norm, finite)
+        self.updates += 1
+        self.skipped += not finite
+        means = {name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()}
+        return means | {"grad_norm": norm, "lr": rate, "skipped": float(not finite)}
+
+    @abstractmethod
+    def _backward(
+        self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
+    ) -> Sequence[dict[str, float]]:
+        """Accumulate the gradients of this rank's microbatches. Returns sums over the tokens of each."""
+
+    @abstractmethod
+    def _reduce(self, sums: dict[str, float]) -> tuple[dict[str, float], float]:
+        """Combine gradients and metrics over all ranks. Returns the metrics, and the norm of the whole gradient."""
+
+    @abstractmethod
+    def _step(self, rate: float, norm: float, finite: bool) -> None:
+        """Clip the gradients and step; if they are not `finite`, leave the weights as they are."""
+
+    @abstractmethod
+    def park(self, room: int | None = None) -> None:
+        """Move moments and master weights to the host, where they can be saved. On a GPU, moves only enough to free
+        `room` bytes."""
+
+    def leave(self) -> None:
+        """Move them back, overlapped with work that does not need them."""
+        self.parking.leave()
+
+    def save(self, folder: Path) -> None:
+        """Save weights and optimizer, bit-exact, as safetensors and JSON; reading them executes no code."""
+        self.parking.arrive()
+        self._write(folder, {"updates": self.updates, "skipped": self.skipped})
+
+    @abstractmethod
+    def _write(self, folder: Path, counters: dict[str, int]) -> None:
+        """Write the files."""
+
+    def restore(self, folder: Path) -> None:
+        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
+        self.parking.arrive()
+        try:
+            counters = self._read(folder)
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            raise CheckpointError(
+                Problem(
+                    where=str(folder),
+                    what=f"the learner's state cannot be read: {error}",
+                    why="it is learner.json and safetensors files, all complete",
+                    fix="resume from another checkpoint",
+                )
+            ) from error
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+
+    @abstractmethod
+    def _read(self, folder: Path) -> dict[str, int]:
+        """Load weights and optimizer. Returns the counters."""
+
+
+class BaseTrainer(Texts, ABC):
+    """The `rank`-th worker of a group that trains, in `dtype`. An engine adds `score` and `trained_weights`."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, rank: int) -> None:
+        super().__init__()
+        self.device, self.dtype = device, dtype
+        self._rank = rank
+        self._learners: dict[Model, BaseLearner] = {}
+        self._sources: dict[Model, Source] = {}
+
+    def learner(self, model: Model, optimization: Optimization) -> BaseLearner:
+        """The trained copy with an optimizer. Raises StageError if the model already has one."""
+        key = identity(model)
+        if key in self._learners:
+            raise StageError(
+                Problem(
+                    where=str(model.location),
+                    what=f"two stages train the model {model.source!r}",
+                    why="its optimizer has one state",
+                    fix="use one Train stage per model",
+                )
+            )
+        self._learners[key] = self._new_learner(model, optimization)
+        return self._learners[key]
+
+    @abstractmethod
+    def _new_learner(self, model: Model, optimization: Optimization) -> BaseLearner:
+        """A learner of the trained copy."""
+
+    def share(self, model: Model, transport: Transport) -> Share:
+        """This rank's part of the trained copy, as this transport offers it."""
+        key, (tensors, places, held) = identity(model), self._placed(model)
+        if key not in self._sources:
+            self._sources[key] = Source(self.device, self._rank, tensors, places, held)
+        return self._sources[key].share(held, transport)
+
+    def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
+        """Send what `share` returned to the ranks that serve. Returns metrics."""
+        return self._sources[identity(model)].carry(shares, version, route)
+
+    @abstractmethod
+    def _placed(self, model: Model) -> Placed:
+        """The trained copy for a refit: all its tensors, the places of this rank's part, and that part, by buffer."""
+
+    def sleep(self, room: int | None = None) -> tuple[int, int]:
+        """Free the memory of optimizers until `wake`; on a GPU only as much as needed to free `room` bytes. Weights
+        stay, for a refit. Returns the bytes in use before and after."""
+        before_bytes = bytes_in_use(self.device)
+        for learner in self._learners.values():
+            learner.park(room)
+        return before_bytes, bytes_in_use(self.device)
+
+    def wake(self) -> tuple[int, int]:
+        """Reclaim the memory. Returns what `sleep` returns."""
+        before_bytes = bytes_in_use(self.device)
+        for learner in self._learners.values():
+            learner.leave()
+        return before_bytes, bytes_in_use(self.device)
+
+    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
+        """Operations of a forward pass of the whole model, or of both passes; None unless it is a Llama-style
+        transformer."""
+        try:
+            shape = Transformer.of(self._config(model))
+        except ValueError:
+            return None
+        lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
+        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
+
+    @abstractmethod
+    def _config(self, model: Model) -> Mapping[str, Any]:
+        """The model's Hugging Face config."""
+
+    def peak_tflops(self) -> float | None:
+        """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
+        return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
