@@ -64,7 +64,8 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def kill_engines() -> None:
-    assert (found := engines())
+    found = engines()
+    assert found
     kill(found)
 
 
