@@ -145,12 +145,18 @@ def _parser() -> Parser:
     parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]")
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
     parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
-    parser.add_argument("--max-staleness", type=whole, metavar="N", help="versions; default: as in RUN")
-    parser.add_argument("--pipeline-depth", type=whole, metavar="N", help="batches; default: as in RUN")
-    parser.add_argument("--on-stale", **one_of("wait", "drop"), help="default: as in RUN")
-    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="default: as in RUN")
+    parser.add_argument(
+        "--max-staleness", type=whole, metavar="N", help="maximum age of a sample, in versions; default: as in RUN"
+    )
+    parser.add_argument(
+        "--pipeline-depth", type=whole, metavar="N", help="batches that rollout may run ahead; default: as in RUN"
+    )
+    parser.add_argument(
+        "--on-stale", **one_of("wait", "drop"), help="what happens to older samples; default: as in RUN"
+    )
+    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="when weights are swapped; default: as in RUN")
     parser.add_argument("--groups", metavar="N|Nx", help="groups per batch, or a multiple of those in RUN: 64, 8x")
-    parser.add_argument("--refit-s", type=number, metavar="S", help="seconds of every refit")
+    parser.add_argument("--refit-s", type=number, metavar="S", help="duration of each refit, in seconds")
     parser.add_argument(
         "--workers", action="append", default=[], metavar="GROUP=N", help="workers of a group; may be repeated"
     )

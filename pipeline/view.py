@@ -39,7 +39,7 @@ def _main(argv: list[str]) -> int:
     parser = Parser(prog=" ".join(typed("pipeline.view")), usage="%(prog)s [RUN_OR_FOLDER] [flags]")
     parser.graph_file = "RUN_OR_FOLDER"
     parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them")
-    parser.add_argument("--port", type=whole, default=0, metavar="N", help="0 picks a free port")
+    parser.add_argument("--port", type=whole, default=0, metavar="N", help="port to listen on; 0 picks a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
     options = parser.parse_args(argv)

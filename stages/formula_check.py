@@ -3,8 +3,9 @@
     for problem in trial_problems(MyLoss(), "graph.py:12"):
         ...
 
-The tokens are two samples of two; the last token is padding. A second run is the same, and a third has different and
-wider padding: a formula must give the same values. This module loads torch; `--check` loads it only for a user's
+The tokens are two samples of two; the last token is padding. A second run is the same, a third has different and wider
+padding, and a fourth another second sample: a formula must give the same values, in the last for the first sample. This
+module loads torch; `--check` loads it only for a user's
 formula.
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _PARAMETERS = {"policy_loss": "scored, weight_NT", "weights": "scored"}
 MASK_NT = torch.tensor([[True, True], [True, False]])
+CASES = ((0.0, 0, 1.0), (0.0, 0, 1.0), (-3.0, 2, 1.0), (0.0, 0, 1.5))  # padding, wider by, factor of the second sample
 
 
 class _Wrong(Exception):  # noqa: N818 - not an error: it carries a finding of the check
@@ -82,25 +84,26 @@ def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
 
 def _try_weights(loss: PolicyLoss) -> None:
     """Check that each token has a finite weight that depends on nothing but its input."""
-    weights, again, padded = _weights(loss, 0.0, 0), _weights(loss, 0.0, 0), _weights(loss, -3.0, 2)
+    weights, again, padded, beside = (_weights(loss, *case) for case in CASES)
     _repeated(weights, again, "weights")
     _same(weights, padded, "weights")
+    _alone(weights, beside, "weights")
 
 
-def _weights(loss: PolicyLoss, padding: float, wide: int) -> torch.Tensor:
+def _weights(loss: PolicyLoss, padding: float, wide: int, second: float) -> torch.Tensor:
     """The weights of the three tokens that are not padding."""
     assert loss.correction is not None
-    scored = _scored(loss, padding, wide)
+    scored = _scored(loss, padding, wide, second)
     weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
-    _unchanged(scored, _scored(loss, padding, wide))
+    _unchanged(scored, _scored(loss, padding, wide, second))
     return weight_NT[scored.mask_NT].detach()
 
 
 def _try_loss(loss: PolicyLoss) -> None:
     """Check that the loss has a value per token and a finite gradient, uses the weight, and depends on nothing but its
     input."""
-    (value, slope), (again, slope_again), (padded, padded_slope) = (
-        _run(loss, padding, wide) for padding, wide in ((0.0, 0), (0.0, 0), (-3.0, 2))
+    (value, slope), (again, slope_again), (padded, padded_slope), (beside, beside_slope) = (
+        _run(loss, *case) for case in CASES
     )
     if not slope.any():
         raise _Wrong(
@@ -112,7 +115,15 @@ def _try_loss(loss: PolicyLoss) -> None:
     _repeated(slope, slope_again, "the gradient")
     _same(value, padded, "the loss")
     _same(slope, padded_slope, "the gradient")
-    if loss.correction is not None and torch.equal(slope, _run(loss, 0.0, 0, weight=0.5)[1]):
+    _alone(value, beside, "the loss")
+    _alone(slope, beside_slope, "the gradient")
+    if not loss.needs_entropy and _differentiates_entropy(loss):
+        raise _Wrong(
+            "uses scored.entropy_NT, which has no gradient here",
+            "the entropy is a constant unless the class asks for its gradient, which takes memory",
+            "set entropy_gradient = True in the class, or write scored.entropy_NT.detach()",
+        )
+    if loss.correction is not None and torch.equal(slope, _run(loss, *CASES[0], weight=0.5)[1]):
         raise _Wrong(
             f"does not use weight_NT, and the loss has correction={shown(loss.correction)}",
             "the correction multiplies the policy loss of each token",
@@ -120,12 +131,27 @@ def _try_loss(loss: PolicyLoss) -> None:
         )
 
 
-def _run(loss: PolicyLoss, padding: float, wide: int, weight: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def _differentiates_entropy(loss: PolicyLoss) -> bool:
+    """Whether the loss would have a gradient with respect to the entropy, if that had one."""
+    scored = _scored(loss, *CASES[0])
+    assert scored.entropy_NT is not None
+    scored.entropy_NT.requires_grad_()
+    made = loss.policy_loss(scored, torch.ones_like(scored.old_logprobs_NT))
+    _tokens(made, scored, "the loss of each token")[scored.mask_NT].sum().backward()
+    return scored.entropy_NT.grad is not None and bool(scored.entropy_NT.grad.any())
+
+
+def _run(
+    loss: PolicyLoss, padding: float, wide: int, second: float, weight: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss and its gradient for the three tokens that are not padding."""
-    scored = _scored(loss, padding, wide)
-    made = loss.policy_loss(scored, torch.full_like(scored.old_logprobs_NT, weight))
+    scored = _scored(loss, padding, wide, second)
+    weight_NT = torch.full_like(scored.old_logprobs_NT, weight)
+    made = loss.policy_loss(scored, weight_NT)
     loss_NT = _tokens(made, scored, "the loss of each token")
-    _unchanged(scored, _scored(loss, padding, wide))
+    _unchanged(scored, _scored(loss, padding, wide, second))
+    if not (weight_NT == weight).all():
+        raise _changes("weight_NT")
     if not loss_NT.requires_grad:
         raise _Wrong(
             "has no gradient",
@@ -177,11 +203,15 @@ def _unchanged(scored: Scored, before: Scored) -> None:
     for name, column in {**vars(before), **before.columns}.items():
         now = scored.columns[name] if name in before.columns else getattr(scored, name)
         if isinstance(column, torch.Tensor) and not torch.equal(now, column):
-            raise _Wrong(
-                f"changes scored.{name} in place",
-                "the loss, the correction and the metrics read the same tensors",
-                f"compute a new tensor, without methods that end in _, such as {name}.mul_()",
-            )
+            raise _changes(f"scored.{name}")
+
+
+def _changes(name: str) -> _Wrong:
+    return _Wrong(
+        f"changes {name} in place",
+        "the loss, the correction and the metrics read the same tensors",
+        f"compute a new tensor, without methods that end in _, such as {name.removeprefix('scored.')}.mul_()",
+    )
 
 
 def _repeated(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
@@ -203,17 +233,29 @@ def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
         )
 
 
-def _scored(loss: PolicyLoss, padding: float, wide: int) -> Scored:
-    """The four tokens, with `padding` as the padding value and `wide` extra columns of it."""
+def _alone(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Check that the values of the first sample's two tokens do not depend on the second sample."""
+    if not torch.allclose(one[:2], other[:2], rtol=1e-4, atol=1e-6):
+        raise _Wrong(
+            f"mixes samples: {name} of the first sample's two tokens, {_numbers(one[:2])}, became "
+            f"{_numbers(other[:2])} beside another second sample",
+            "which samples are computed together depends on the microbatches and the ranks",
+            "reduce over the tokens of one sample only: dimension 1 of a tensor [N, T]",
+        )
+
+
+def _scored(loss: PolicyLoss, padding: float, wide: int, second: float) -> Scored:
+    """The four tokens, with `padding` as the padding value and `wide` extra columns of it. The values of the second
+    sample are multiplied by `second`."""
     mask_NT = torch.nn.functional.pad(MASK_NT, (0, wide))
 
     def column(*numbers: float) -> torch.Tensor:
         column_NT = torch.full(mask_NT.shape, padding)
-        column_NT[mask_NT] = torch.tensor(numbers)
+        column_NT[mask_NT] = torch.tensor(numbers) * torch.tensor([1.0, 1.0, second])
         return column_NT
 
     def read(field: Field) -> torch.Tensor:
-        made = column(0.5, 1.0, 0.75) if field.dims == "N T" else torch.tensor([0.5, 1.0])
+        made = column(0.5, 1.0, 0.75) if field.dims == "N T" else torch.tensor([0.5, second])
         if field.dtype == "bool":
             return made > 0.5
         return made.to(getattr(torch, field.dtype)) if field.dtype.startswith("float") else (4 * made).long()
@@ -223,7 +265,7 @@ def _scored(loss: PolicyLoss, padding: float, wide: int) -> Scored:
         logprobs_NT=column(-0.9, -1.5, -2.2).requires_grad_(),
         old_logprobs_NT=column(-0.9, -1.55, -2.15),
         rollout_logprobs_NT=column(-0.92, -1.5, -2.1),
-        advantage_N=torch.tensor([1.0, -0.5]),
+        advantage_N=torch.tensor([1.0, -0.5 * second]),
         mask_NT=mask_NT,
         ref_logprobs_NT=ref_NT if loss.needs_reference else None,
         entropy_NT=column(0.7, 1.1, 0.4).requires_grad_(loss.needs_entropy),

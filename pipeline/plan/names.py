@@ -36,7 +36,7 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
                 where=where,
                 what=f"stage name {stage.name!r} is not usable as a file name",
                 why="it is part of the names of its metrics and of its failure folders",
-                fix="use letters, digits, '-' and '_'",
+                fix="use letters, digits, '-' and '_', at most 64",
             )
         for field in stage.writes:
             if isinstance(field, Field) and field.name in FIELDS:
@@ -54,8 +54,10 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
 
 
 def is_name(value: object) -> bool:
-    """Return whether a value can be part of a file name."""
-    return isinstance(value, str) and value.isascii() and value.replace("-", "").replace("_", "").isalnum()
+    """Return whether a value can be part of a file name: letters, digits, '-' and '_', at most 64."""
+    if not isinstance(value, str) or len(value) > 64 or not value.isascii():
+        return False
+    return value.replace("-", "").replace("_", "").isalnum()
 
 
 def group_name_problem(group: WorkerGroup) -> Iterator[Problem]:
@@ -65,5 +67,5 @@ def group_name_problem(group: WorkerGroup) -> Iterator[Problem]:
             where=str(group.location),
             what=f"worker group name {group.name!r} is not usable as a file name",
             why="it names the logs of its workers",
-            fix="use letters, digits, '-' and '_'",
+            fix="use letters, digits, '-' and '_', at most 64",
         )

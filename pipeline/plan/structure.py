@@ -36,7 +36,11 @@ def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
     """Yield what has the wrong type in a graph, why it is wrong, and a fix."""
     if not is_name(graph.name):
         why = "it names run directories and the data plane partition"
-        yield f"graph name {graph.name!r} is not usable as a folder name", why, "use letters, digits, '-' and '_'"
+        yield (
+            f"graph name {graph.name!r} is not usable as a folder name",
+            why,
+            "use letters, digits, '-' and '_', at most 64",
+        )
     if not isinstance(graph.host, WorkerGroup):
         why, fix = "stages that name no worker group run on it", "host=WorkerGroup('host')"
         yield f"host is {shown(graph.host)}", why, fix

@@ -162,6 +162,8 @@ TRANSPORTS = [
     own("transport_of_no_known_device", "Own()", devices="'gpu'"),
     own("transport_between_other_devices", "Own()", devices="('cuda',)"),
     own("transport_whose_sender_does_not_send", "Own()", both_carry="True"),
+    own("transport_with_a_misspelt_part", "Own()", device="('cpu',)"),
+    own("transport_whose_sender_is_misspelt", "Own()", sender="type('Sends', (Sender,), {'ofer': lambda *_: 1})"),
     own("transport_whose_receiver_fails", "Own()", receiver="lambda self: 1 / 0"),
     own("transport_is_a_number", "7"),
     own("own_transport_on_the_same_gpus", "Own()", groups=ON_GPUS | COLOCATED, both_carry="True", sender="Sends"),

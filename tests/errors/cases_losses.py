@@ -178,6 +178,10 @@ FORMULAS = [
         "own_loss_leaves_out_the_weight", "return -scored.advantage_N[:, None] * scored.logprobs_NT", given=CORRECTED
     ),
     own_loss("own_loss_changes_its_input", "return -scored.advantage_N.mul_(2)[:, None] * scored.logprobs_NT"),
+    own_loss("own_loss_changes_the_weight", "return -weight_NT.mul_(2) * scored.logprobs_NT"),
+    own_loss("own_loss_with_an_entropy_bonus", GAIN, "return gain_NT - 0.01 * scored.entropy_NT"),
+    own_loss("own_loss_mixes_samples", "return -weight_NT * (scored.logprobs_NT - scored.advantage_N.mean())"),
+    own_correction("own_correction_mixes_samples", "return scored.logprobs_NT / scored.advantage_N.sum()"),
     own_loss("own_loss_exits", "raise SystemExit(0)  # here"),
     own_loss("own_loss_clipped_is_a_number", GAIN, "return gain_NT, gain_NT"),
     own(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ops.refit.transports.base import DEVICES, Receiver, Sender, Transport
@@ -190,13 +191,15 @@ def missing(transport: object) -> str:
         return "it is a class; a transport is an instance"
     if not hasattr(transport, "name"):
         return "it is not a transport: it has no name"
-    for part in ("devices", "both_carry", "one_machine", "by_loader", "keep_copy", "sender", "receiver"):
+    for part in PARTS:
         try:
             getattr(transport, part)
         except AttributeError:
             return f"{type(transport).__name__} has no {part}{'()' if part in ('sender', 'receiver') else ''}"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a property of the user's
             return f"{type(transport).__name__}.{part} raised {_raised(error)}"
+    if near := _misspelt(transport, PARTS):
+        return f"{type(transport).__name__} {near}"
     return _wrong(transport) or _wrong_ends(transport) or _stays(transport)  # type: ignore[arg-type]
 
 
@@ -224,6 +227,7 @@ def _stays(transport: Transport) -> str:
     return ""
 
 
+PARTS = ("devices", "both_carry", "one_machine", "by_loader", "keep_copy", "sender", "receiver")
 _CALLED_WITH = {"send": "meeting, version", "offer": "memory", "receive": "meeting, shares, version", "close": ""}
 
 
@@ -242,9 +246,19 @@ def _wrong_ends(transport: Transport) -> str:
         own = getattr(type(end), method, None)
         if own is None or own is Sender.send:
             return f"{kind}.{part}() returns {type(end).__name__}, which does not define {method}()"
+        if near := _misspelt(end, ("offer", "send", "receive", "close")):
+            return f"{type(end).__name__} {near}"
         for name in (method, "close"):
             if hasattr(end, name) and (wrong := _wrong_method(getattr(end, name), _CALLED_WITH[name])):
                 return f"{type(end).__name__}.{name}() {wrong}"
+    return ""
+
+
+def _misspelt(made: object, known: Sequence[str]) -> str:
+    """Say so if the class of an object defines a name that nothing uses and is nearly one of these; else ""."""
+    for name in vars(type(made)):
+        if name not in known and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
+            return f"defines {name}, which nothing uses; {near[0]} is meant"
     return ""
 
 
