@@ -222,9 +222,8 @@ def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         policy = policy_of(mapping, options, folder)
         for transport in transports(options):
             found = measured(run(described(mapping, transport, policy, options), folder / f"run {len(rows)}"))
-            copy = isinstance(transport, str)
-            shown = found["path"] if copy else f"{found['path']}, no copy"
-            rows.append({"mapping": name, **found, "transport": shown})
+            copies = "" if isinstance(transport, str) else ", no copy"
+            rows.append({"mapping": name, **found, "transport": found["path"] + copies})
             write(rows, options)
     return rows
 

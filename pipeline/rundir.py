@@ -77,6 +77,11 @@ class RunDir:
     def samples(self, step: int) -> Path:
         return self.path / "samples" / f"step_{step + 1:06d}.jsonl"
 
+    def sampled_steps(self) -> list[int]:
+        """Return the steps with kept samples, in order, counted from 0."""
+        names = (path.stem.removeprefix("step_") for path in (self.path / "samples").glob("step_*.jsonl"))
+        return sorted(int(name) - 1 for name in names if name.isdigit())
+
     @property
     def vocabulary(self) -> Path:
         """The bytes that each token adds to a text."""

@@ -5,8 +5,7 @@
 
 The tokens are two samples of two; the last token is padding. A second run is the same, a third has different and wider
 padding, and a fourth another second sample: a formula must give the same values, in the last for the first sample. This
-module loads torch; `--check` loads it only for a user's
-formula.
+module loads torch; `--check` loads it only for a user's formula.
 """
 
 from __future__ import annotations

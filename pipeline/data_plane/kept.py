@@ -11,6 +11,7 @@ import msgspec
 from pipeline.data_plane.tensordicts import as_tensordict
 from pipeline.declare.columns import Column, Ragged
 from pipeline.errors import GraphError, Problem
+from pipeline.rundir import RunDir
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -22,7 +23,8 @@ def kept_samples(run: Path) -> TensorDict:
 
     Raises GraphError if the run has kept none, or a line of them cannot be read.
     """
-    rows = [row for path in sorted((run / "samples").glob("step_*.jsonl")) for row in _rows(path)]
+    run_dir = RunDir(run)
+    rows = [row for step in run_dir.sampled_steps() for row in _rows(run_dir.samples(step))]
     if not rows:
         raise GraphError(
             Problem(

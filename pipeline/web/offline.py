@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.web import STATIC, pages, texts
+from pipeline.rundir import RunDir
+from pipeline.web import STATIC, pages
 from pipeline.web.tail import Record
 
 STEPS = 100  # steps whose samples are included, the most recent ones
@@ -40,7 +41,7 @@ def offline(path: Path) -> Iterator[str]:
 def _answers(path: Path) -> dict[str, Any]:
     """Return the server's responses by request."""
     of = f"runs/{path.name}"
-    kept = texts.steps(path)[-STEPS:]
+    kept = RunDir(path).sampled_steps()[-STEPS:]
     answers = {f"{of}/{what}": pages.PAGES[what](path, {}) for what in ("about", "findings", "advice", "prompts")}
     for step in kept:
         answers[f"{of}/samples?step={step}"] = pages.samples(path, {"step": str(step)}) | {"steps": kept}

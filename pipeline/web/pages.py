@@ -142,7 +142,7 @@ def _advice(path: Path) -> dict[str, Any]:
 
 def samples(path: Path, query: Query) -> dict[str, Any]:
     """Return the samples of the requested step, or of the last step that has any."""
-    there = texts.steps(path)
+    there = RunDir(path).sampled_steps()
     wanted = query.get("step", "")
     step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
     return {"steps": there, "step": step, "rows": texts.samples(path, step) if step in there else []}

@@ -46,12 +46,6 @@ class Prompt(msgspec.Struct, kw_only=True):
         return self.total / self.samples
 
 
-def steps(run: Path) -> list[int]:
-    """Return the steps with kept samples, counted from 0."""
-    names = (path.stem.removeprefix("step_") for path in (run / "samples").glob("step_*.jsonl"))
-    return sorted(int(name) - 1 for name in names if name.isdigit())
-
-
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
 
@@ -68,7 +62,7 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
 def prompts(run: Path) -> list[dict[str, Any]]:
     """Return the kept prompts, lowest best reward first."""
     found: dict[str, Prompt] = {}
-    for step in steps(run)[-FILES:]:
+    for step in RunDir(run).sampled_steps()[-FILES:]:
         for row in _lines(RunDir(run).samples(step), Scored):
             text, reward = row.prompt, row.reward
             if not isinstance(text, str) or not isinstance(reward, int | float):

@@ -132,7 +132,12 @@ def logprobs_of(model: Any, prompts: torch.Tensor, responses: torch.Tensor) -> t
     """Return the logprobs of the response tokens, including trailing padding, which the caller masks."""
     inputs = torch.cat([prompts, responses[:, :-1]], dim=1)
     logits = model(input_ids=inputs, use_cache=False, logits_to_keep=responses.shape[1]).logits
-    return logits.gather(-1, responses[..., None])[..., 0] - logits.logsumexp(-1)
+    return selected(logits, responses)
+
+
+def selected(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logprob of each id."""
+    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.integration.handwritten import PAD, k3
+from tests.integration.handwritten import PAD, k3, selected
 
 T = TypeVar("T")
 Passes = list[list[int]]  # of one rank, by position in the batch
@@ -273,7 +273,3 @@ def logprobs_of(
     found = selected(logits, rows[:, width[0] :])
     starts = [max(len(prompt) - width[0], 0) for prompt in prompts]
     return [row[start : start + size] for row, start, size in zip(found, starts, sizes)]
-
-
-def selected(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
