@@ -97,6 +97,14 @@ class SessionStore:
         self._plane.close()
 
 
+@pytest.fixture(autouse=True)
+def own_search_path() -> Iterator[None]:
+    """Remove the folders of graph files that a test has loaded: the next test may have a module of the same name."""
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def session_store(cluster: Any) -> Iterator[SessionStore]:
     """The TransferQueue of the cluster."""
