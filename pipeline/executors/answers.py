@@ -9,12 +9,16 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from pipeline.errors import Problem, SluiceError, StageError, WorkerLost
+from pipeline.executors.heartbeat import dead
 
 START_DEADLINE_S = 300.0  # to place and set up all workers, model loading included
 
 
-def get_all(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S) -> list[Any]:
-    """Wait for calls on all actors. Raises the first error that a worker returned or died with."""
+def get_all(
+    refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S, *, among: Sequence[Any] = ()
+) -> list[Any]:
+    """Wait for calls on all actors. Raises the first error that a worker returned or died with. If one `among` these
+    workers is dead, that is the error: it explains the others'."""
     try:
         answers = ray.get(list(refs), timeout=deadline_s)
     except GetTimeoutError as error:
@@ -27,7 +31,8 @@ def get_all(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_
             )
         ) from error
     except RayError as error:
-        raise lost(what, error) from error
+        gone = None if isinstance(error, RayActorError) or not among else dead(among)
+        raise lost(what, gone[1] if gone else error) from error
     for answer in answers:
         if isinstance(answer, SluiceError):
             raise answer

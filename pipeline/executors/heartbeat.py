@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 DEADLINE_S = 60.0  # imports and calls that hold the GIL take seconds when cores are scarce
 LOOKS = 12  # per deadline
+ANSWER_S = 10.0  # for a worker to answer whether it lives
 
 
 class Heartbeat:
@@ -52,6 +54,24 @@ class Heartbeat:
     def fate(self, worker: Any) -> str:
         """Return why a worker is gone."""
         return f"has not answered for {DEADLINE_S:g} s" if worker in self._ended else "died"
+
+
+def dead(workers: Iterable[Any]) -> tuple[Any, RayActorError] | None:
+    """Return one of these workers that is dead, with Ray's error, or None.
+
+    A worker that lost its connection to a dead one can report that before Ray reports the death. A call made after that
+    report settles it: a process that is gone cannot answer.
+    """
+    beats = {worker.beat.remote(): worker for worker in workers}
+    waiting, ends_s = list(beats), time.monotonic() + ANSWER_S
+    while waiting and (left_s := ends_s - time.monotonic()) > 0:
+        ready, waiting = ray.wait(waiting, timeout=left_s)
+        for beat in ready:
+            try:
+                ray.get(beat)
+            except RayActorError as error:
+                return beats[beat], error
+    return None
 
 
 def missed(before: Mapping[Any, int], late: Iterable[Any]) -> dict[Any, int]:

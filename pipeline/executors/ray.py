@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,7 @@ from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, Sluice
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, one_line
-from pipeline.executors.heartbeat import Heartbeat
+from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
@@ -189,7 +189,7 @@ class RayExecutor:
 
     def save(self, folder: Path) -> None:
         actors = [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
-        get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}")
+        get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}", among=actors)
 
     def cleared(self, rows: Sequence[str]) -> None:
         for name, actors in self._actors.items():
@@ -317,7 +317,7 @@ class RayExecutor:
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""
         calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
-        return get_all(calls, "wake up" if awake else "release their memory")
+        return get_all(calls, "wake up" if awake else "release their memory", among=self._actors[name])
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
@@ -353,6 +353,9 @@ class RayExecutor:
         if isinstance(report.error, Unfit):
             del self._streams[stream]
             return self._instead(task, running.actor, report.error)
+        if report.error and (lost_one := self._lost_among(self._siblings(running.actor), task)):
+            del self._streams[stream]
+            return lost_one
         return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
@@ -369,7 +372,8 @@ class RayExecutor:
             return self._instead(task, (running.leading | running.others)[ref], result.error)
         running.results[ref] = result
         if result.error and not isinstance(result.error, PeerLost):
-            return result  # other ranks may wait for this one; the run ends before their deadline
+            # other ranks may wait for this one; the run ends before their deadline
+            return self._lost_among((running.leading | running.others).values(), task) or result
         if len(running.results) < len(running.leading) + len(running.others):
             return self._reached(running, ref)
         whole = running.whole()
@@ -386,10 +390,21 @@ class RayExecutor:
             return None
         name, rank = self._find(running.leading[ref])
         replica = self._layouts[name].replica(rank)
-        siblings = {self._actors[name][one] for one in self._layouts[name].siblings(replica)}
+        siblings = set(self._siblings(running.leading[ref]))
         calls = [call for call, actor in running.leading.items() if actor in siblings]
         has = all(call in running.results and not running.results[call].error for call in calls)
         return TaskResult(task=running.task, served=replica) if has and len(calls) < len(running.leading) else None
+
+    def _siblings(self, actor: Any) -> list[Any]:
+        """Return the workers of the replica that the worker is part of."""
+        name, rank = self._find(actor)
+        layout = self._layouts[name]
+        return [self._actors[name][one] for one in layout.siblings(layout.replica(rank))]
+
+    def _lost_among(self, actors: Collection[Any], task: Task) -> TaskResult | None:
+        """Return the report of a lost worker if the death of one of these explains another one's error, or None."""
+        gone = dead(actors) if len(actors) > 1 else None
+        return self._without(task, *gone) if gone else None
 
     def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
         """Return the report of a task whose worker did not respond. A dead worker is replaced if possible."""
