@@ -147,23 +147,23 @@ def compared(names: Sequence[str], steps: int, rounds: int, folder: Path) -> lis
     rows = []
     for name in names:
         record, change = RUNS[name]
-        rounds_told = [predicted(path, change) for path in runs[record]]
-        message = [one for reports in rounds_told for one in reports]
+        predictions = [predicted(path, change) for path in runs[record]]
+        message = [one for reports in predictions for one in reports]
         real = [read(path) for path in runs[name]]
-        told_s = [statistics.fmean(one.steps.mean for one in reports) for reports in rounds_told]
+        predicted_s = [statistics.fmean(one.steps.mean for one in reports) for reports in predictions]
         real_s = [one.steps.mean for one in real]
         dropped = [100 * statistics.fmean(one.dropped.share for one in reports) for reports in (message, real)]
         age = [statistics.fmean(one.staleness.mean for one in reports) for reports in (message, real)]
-        error = statistics.median(told_s) / statistics.median(real_s) - 1
+        error = statistics.median(predicted_s) / statistics.median(real_s) - 1
         paces = [pace(mine, other) for mine, other in zip(runs[name], runs[record])]
         rows.append(
             {
                 "configuration": name,
-                "predicted ms": round(1e3 * statistics.median(told_s), 1),
+                "predicted ms": round(1e3 * statistics.median(predicted_s), 1),
                 "measured ms": round(1e3 * statistics.median(real_s), 1),
                 "error %": round(100 * error, 1),
                 "within 15 %": "fitted to it" if name == record else "yes" if abs(error) <= AIM else "NO",
-                "rounds, predicted ms": " ".join(f"{1e3 * one:.0f}" for one in told_s),
+                "rounds, predicted ms": " ".join(f"{1e3 * one:.0f}" for one in predicted_s),
                 "rounds, measured ms": " ".join(f"{1e3 * one:.0f}" for one in real_s),
                 "pace": " ".join(f"{one:.2f}" for one in paces),
                 "busy, predicted": _busy(message),

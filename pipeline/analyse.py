@@ -203,7 +203,7 @@ def _print_comparison(found: Comparison) -> None:
     out.print()
     for change in found.changes:
         what = " ".join(part for part in (change.kind, change.name, change.what) if part)
-        out.print(f"{what}: {_told(change.before)} -> {_told(change.after)}", markup=False)
+        out.print(f"{what}: {_shown(change.before)} -> {_shown(change.after)}", markup=False)
     if not found.changes:
         out.print("graph, settings and flags are the same")
 
@@ -219,7 +219,7 @@ def _cells(pair: Pair) -> list[str]:
     return [*shown, "-" if pair.difference is None else f"{pair.difference:+.4g}"]
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}={part}" for name, part in value.items() if part not in (None, [], ()))
     return "absent" if value is None else str(value)

@@ -119,12 +119,12 @@ class SluiceError(Exception):
         return type(self), self.problems
 
 
-def user_error(error: BaseException, *, stage: str, where: str, when: str) -> SluiceError:
+def user_error(error: BaseException, *, stage: str, where: str, when: str, log: Path | None = None) -> SluiceError:
     """Return the error to raise for an exception of user code in a stage. A SluiceError keeps its type; problems that
     name no line get the stage's line.
 
     The problem points at the last line of the user's own code, or, if there is none, at the stage's line, `where`.
-    `when` says when it happened.
+    `when` says when it happened; `log` is the file or folder with the traceback, if any.
     """
     if isinstance(error, SluiceError):
         if all(_LINE.search(problem.where) for problem in error.problems):
@@ -140,7 +140,11 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str) -> Sl
             where=own or where,
             what=f"stage {stage!r} {when}: {message_of(error)}",
             why=f"the stage at {where} raised" if own else "code that it calls raised",
-            fix="correct the stage, then resume" if own else "see the traceback in RUN/logs",
+            fix="correct the stage, then resume"
+            if own
+            else f"see the traceback in {log}"
+            if log
+            else "see its traceback",
         )
     )
 

@@ -1,18 +1,20 @@
 """Decides which of several modules of one name is imported: Sluice's, then Python's or installed, then the user's.
 
 `python -m` searches the working directory first, so a folder `stages/` or a file `random.py` there would replace ours
-or Python's, here and in every worker. Importing `pipeline` gives the four packages of this installation precedence, and
-the commands search the user's folders last. A graph that imports a module hidden by this is rejected (`hidden`).
+or Python's, here and in every worker. Importing `pipeline` gives the four packages of this installation precedence. The
+commands and all processes of a run search the user's folders last, the graph's before the working directory. A graph
+that imports a module hidden by this is rejected (`hidden`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 SCRIPT = "sluice"  # the installed command
 PACKAGES = ("pipeline", "stages", "ops", "graphs")
@@ -34,6 +36,29 @@ def search_last(folders: Iterable[str | Path]) -> None:
         sys.path[:] = [entry for entry in sys.path if (entry or os.getcwd()) != folder] + [folder]
 
 
+def worker_hook(folders: Iterable[str | Path]) -> Callable[[], None]:
+    """Return the setup hook of Ray's workers: it makes a process search these folders after everything installed.
+
+    It works by a finder because Ray puts the driver's folders first on `sys.path` only afterwards. Being local, it is
+    pickled by value, so a worker needs no package of ours to run it.
+    """
+    last, home, packages = frozenset(map(str, folders)), str(HOME), PACKAGES
+
+    class Installed:
+        @staticmethod
+        def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+            if path is not None:  # inside a package
+                return None
+            searched = [entry for entry in sys.path if entry not in last]
+            found = PathFinder.find_spec(name, [home, *searched] if name in packages else searched)
+            return found if found and found.loader else None  # a folder without __init__.py hides no module
+
+    def hook() -> None:
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), Installed)
+
+    return hook
+
+
 def hidden(name: str, folders: Iterable[Path]) -> Path | None:
     """Return the user's file or folder for a module of this dotted name, if one of `folders` has it and another module
     of its first name was imported, or will be. None if nothing is hidden."""
@@ -47,11 +72,10 @@ def hidden(name: str, folders: Iterable[Path]) -> Path | None:
     return None
 
 
-def hiding_pipeline(folder: Path) -> Path | None:
-    """Return the module in a folder that a process would import instead of this package if it searches there first."""
+def hides_pipeline(folder: Path) -> bool:
+    """Return whether a process that searches this folder first imports another package or module `pipeline`."""
     found = PathFinder.find_spec("pipeline", [str(folder), *sys.path])
-    ours = found is None or (found.origin is not None and Path(found.origin).resolve().parents[1] == HOME)
-    return None if ours else hidden("pipeline", [folder])
+    return found is not None and Path(found.origin or ".").resolve().parent != Path(__file__).resolve().parent
 
 
 def for_another_python() -> dict[str, str]:
@@ -62,7 +86,7 @@ def for_another_python() -> dict[str, str]:
 
 def command(module: str, *words: str) -> list[str]:
     """Return the command line that runs a module of ours in a new process, which finds it where this one did."""
-    safe = sys.flags.safe_path or hiding_pipeline(Path.cwd())
+    safe = sys.flags.safe_path or hides_pipeline(Path.cwd())
     return [sys.executable, *(["-P"] if safe else []), "-m", module, *words]
 
 

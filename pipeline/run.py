@@ -38,6 +38,7 @@ from pipeline.plan.planner import plan
 from pipeline.precedence import typed
 from pipeline.rundir import RunDir
 
+RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
 6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, after the step in training was finished and saved (a second
 SIGTERM ends the run at once)"""
@@ -67,7 +68,7 @@ def _main(argv: list[str]) -> int:
     first = _parser(add_help=False).parse_known_args(argv)[0]
     named = graph_named(argv, first.graph)
     if first.list is not None:
-        print_list(Path(first.list))
+        print_list(_runs_in(first.list))
         return 0
     if named is None:
         _parser(add_help=True).parse_args(argv)
@@ -114,9 +115,9 @@ def _parser(*, add_help: bool) -> Parser:
     what.add_argument(
         "--list",
         nargs="?",
-        const="runs",
+        const=RUNS,
         metavar="FOLDER",
-        help="list the recipes and the runs in FOLDER, default runs",
+        help=f"list the recipes and the runs in FOLDER, default {RUNS}",
     )
     what.add_argument("--check", action="store_true", help="check the graph and stop; starts nothing")
     what.add_argument(
@@ -141,6 +142,20 @@ def _parser(*, add_help: bool) -> Parser:
     return parser
 
 
+def _runs_in(folder: str) -> Path:
+    """Return the folder of --list. Raises GraphError if it does not exist, unless it is the default."""
+    if folder != RUNS and not Path(folder).is_dir():
+        raise GraphError(
+            Problem(
+                where=f"--list {folder}",
+                what="there is no such folder",
+                why="it lists the runs in a folder",
+                fix="name a folder of runs, or leave it out for runs",
+            )
+        )
+    return Path(folder)
+
+
 def _replay(graph: Graph, folder: Path) -> int:
     from pipeline.executors import replay
 
@@ -158,8 +173,9 @@ def _run(asked: _Asked, started_s: float) -> int:
     run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
+    steps = planned.steps - start
     print(
-        f"{planned.name}: {planned.steps - start} steps of {planned.batch} x {planned.group_size} samples; "
+        f"{planned.name}: {steps} step{'s' * (steps != 1)} of {planned.batch} x {planned.group_size} samples; "
         f"{run_dir.path}",
         flush=True,
     )
@@ -261,11 +277,11 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
 
 def _run_dir(path: Path | None, name: str) -> RunDir:
     try:
-        return RunDir(path).create() if path else RunDir.new(Path("runs"), name)
+        return RunDir(path).create() if path else RunDir.new(Path(RUNS), name)
     except OSError as error:
         raise GraphError(
             Problem(
-                where=f"--run-dir {path or 'runs'}",
+                where=f"--run-dir {path or RUNS}",
                 what=f"the folder cannot be created: {error.strerror}: {error.filename}",
                 why="the run is recorded there",
                 fix="use --run-dir with a writable path",

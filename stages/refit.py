@@ -15,8 +15,9 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ops.refit.transports import TRANSPORTS, Transport, missing, wrong_parameters
+from ops.refit.transports import TRANSPORTS, Transport, is_taken, missing, wrong_parameters
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.declare.calls import required
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, shown
 from stages.backends import Route, asked, backend_problems, engine, is_installed, model_problems
@@ -114,8 +115,7 @@ class Refit(Stage):
             near = get_close_matches(self.transport, names := ["auto", *TRANSPORTS], n=1)
             yield "no transport has that name", f"did you mean {near[0]!r}?" if near else f"one of {_listed(names)}"
         elif what := missing(transport):
-            kind = self.transport.__name__ if isinstance(self.transport, type) else ""
-            yield what, f"transport={kind}()" if kind else "write the class as in docs/your-own-transport.md"
+            yield what, _remedy(self.transport)
         elif transport is not None:
             yield from self._misplaced(transport)
 
@@ -196,6 +196,15 @@ class Refit(Stage):
         """Whether both sides share GPUs."""
         homes = {(group.colocated or group).name for group in self.groups()}
         return self.source.gpus > 0 and len(homes) == 1
+
+
+def _remedy(transport: object) -> str:
+    """Return how to correct an object that is not a transport."""
+    if isinstance(transport, type):
+        return f"transport={transport.__name__}({', '.join(f'{name}=...' for name in required(transport))})"
+    if is_taken(transport):
+        return f"choose a name other than {_listed(TRANSPORTS)}"
+    return "write the class as in docs/your-own-transport.md"
 
 
 def _listed(names: Iterable[str]) -> str:

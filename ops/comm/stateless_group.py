@@ -204,7 +204,7 @@ class _Gloo:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _nccl_errors() -> Iterator[None]:
     """Turn NCCL errors into GroupError: nccl4py's errors have no public base class and are not RuntimeErrors."""
     try:
         yield
@@ -218,7 +218,7 @@ class _Nccl:
     """An nccl4py communicator. NCCL reads the interface once per process, at the first communicator; it takes the
     InfiniBand card from NCCL_IB_HCA."""
 
-    @_told()
+    @_nccl_errors()
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float
     ) -> None:
@@ -240,21 +240,21 @@ class _Nccl:
 
         self._communicator = _within(deadline_s, connected, late=lambda communicator: communicator.abort())
 
-    @_told()
+    @_nccl_errors()
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         self._communicator.send(tensor, peer, stream=_stream())
 
-    @_told()
+    @_nccl_errors()
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
         self._communicator.recv(tensor, peer, stream=_stream())
 
-    @_told()
+    @_nccl_errors()
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self._communicator.broadcast(tensor, tensor, root, stream=_stream())
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        with _told(), self._nccl.group():
+        with _nccl_errors(), self._nccl.group():
             yield
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class _Events:
                         yield _name(
                             "thread_name", process, thread, f"{event.group} {event.worker}" + f" +{lane}" * bool(lane)
                         )
-                    yield self._slice(event.stage, process, thread, event.start_s, event.end_s, _told(event))
+                    yield self._slice(event.stage, process, thread, event.start_s, event.end_s, _arguments(event))
                 case trace.Turned():
                     what = "reclaims its GPU memory" if event.awake else "frees its GPU memory"
                     thread = event.worker * THREADS + THREADS - 1
@@ -199,7 +199,7 @@ class _Events:
         return {"ph": "C", "name": name, "pid": RUN, "ts": self._micros(at_s), "args": {"value": value}}
 
 
-def _told(event: trace.Ran) -> dict[str, Any]:
+def _arguments(event: trace.Ran) -> dict[str, Any]:
     return {
         "step": event.step + 1, "task": event.task, "attempt": event.attempt, "groups": len(event.groups),
         "cpu_s": event.cpu_s, **event.metrics,

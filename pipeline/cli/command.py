@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
-from pipeline.errors import GraphError, Problem, SluiceError
+from pipeline.errors import GraphError, Problem, SluiceError, shown
 from pipeline.precedence import SCRIPT
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -22,6 +22,7 @@ _EMPTY = "\0"  # a help text that argparse does not omit
 _EMPTY_VALUE = "its value is empty"
 _LONG = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")  # dashes that editors put in the place of hyphens
 _DASHES = ("-", *_LONG)
+LARGEST = 10**18  # whole numbers are recorded in 64 bits
 DEFAULT_WIDTH = 18  # a longer default gets its own line
 
 
@@ -45,9 +46,12 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
 def whole(text: str) -> int:
     """Parse the value of a flag that takes a whole number."""
     try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+        value = int(text)
+    except ValueError:  # also for thousands of digits
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {shown(text)}") from None
+    if abs(value) >= LARGEST:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 18 digits, got {shown(text)}")
+    return value
 
 
 def natural(text: str) -> int:
@@ -195,6 +199,10 @@ class Parser(argparse.ArgumentParser):
         if said.startswith("ignored explicit argument"):
             fix = f"{flag}, or --{flag.removeprefix('--no-')}=false" if flag.startswith("--no-") else flag
             raise GraphError(Problem(where=flag, what="it was given a value", why="this flag takes none", fix=fix))
+        if said.startswith("not allowed with argument "):
+            other = said.removeprefix("not allowed with argument ")
+            what, why = f"it cannot be combined with {other}", "a command does one of the two"
+            raise GraphError(Problem(where=flag, what=what, why=why, fix=f"leave out {flag} or {other}"))
         what, _, near = said.partition("; did you mean ")
         fix = f"{flag} {near.removesuffix('?')}" if near else self._see
         raise GraphError(Problem(where=flag, what=what, why="--help lists the flags", fix=fix))

@@ -154,7 +154,7 @@ class Progress:
         self._live = sys.stdout.isatty() and not plain
         self._begun_s = time.monotonic()
         self._done = start
-        self._told_skipped = False
+        self._warned_skipped = False
         self.evaluations: list[tuple[int, float]] = []
         self.measure = ""  # the metric that is shown: the first reward of the evaluation
         self.last: dict[str, float] = {}
@@ -176,8 +176,8 @@ class Progress:
                 self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
         self.last = metrics
-        if metrics.get("train/skipped") and not metrics.get("train/updates") and not self._told_skipped:
-            self._told_skipped = True
+        if metrics.get("train/skipped") and not metrics.get("train/updates") and not self._warned_skipped:
+            self._warned_skipped = True
             self.end()
             print(_SKIPPED.format(step=step + 1), file=sys.stderr, flush=True)
         for name, groups in metrics.items():

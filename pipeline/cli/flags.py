@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.command import add_switch, braces, chosen, number, truth, whole
+from pipeline.declare.calls import is_async
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem
 
@@ -115,6 +116,15 @@ def spelled(name: str, value: object) -> list[str]:
 def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:
     """Return the flags of graph() in the file `path`. Raises GraphError with each parameter that cannot be a flag."""
     where = line_of(path, function)
+    if is_async(plain(function)):
+        raise GraphError(
+            Problem(
+                where=where,
+                what="graph() is async",
+                why="it is called without await, and must return a Graph",
+                fix="write def graph(...), without async",
+            )
+        )
     try:
         hints = typing.get_type_hints(plain(function))
     except Exception as error:
@@ -160,7 +170,11 @@ def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[
     if default is parameter.empty:
         example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
         fix = str(parameter.replace(default=_Verbatim(example)))
-        return f"{says} has no default", "a graph can be checked without flags", fix
+        return (
+            f"{says} has no default",
+            "the graph is checked without flags, so each parameter needs one",
+            f"write {fix}",
+        )
     if name not in hints and type(default) not in _TYPES:
         return f"{says} has no type", "the flag needs one", f"give it a type that is {_KNOWN_TYPES}"
     hint = hints.get(name, type(default))

@@ -18,7 +18,7 @@ from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem, SluiceError, message_of
-from pipeline.precedence import hidden
+from pipeline.precedence import hidden, search_last
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def _import(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folders = _folders(path)
-    if str(folders[0]) not in sys.path:
-        sys.path.append(str(folders[0]))  # a graph may import modules from its own folder
+    search_last(folders)  # a graph may import modules from its own folder
     if problems := list(hidden_imports(path, folders)):
         raise GraphError(*problems)
     try:
@@ -115,7 +114,7 @@ def _import(path: Path) -> types.ModuleType:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the folders in which a graph finds the user's modules: its own, and the working directory."""
+    """Return the folders in which a graph finds the user's modules: its own, then the working directory."""
     here = Path.cwd()
     return [path.resolve().parent, *([here] if str(here) in map(os.path.abspath, sys.path) else [])]
 

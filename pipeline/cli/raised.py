@@ -59,6 +59,8 @@ def meant(error: BaseException, folders: Sequence[Path]) -> str | None:
             return _near(name, [*last.tb_frame.f_globals, *last.tb_frame.f_locals, *dir(builtins)])
         case ModuleNotFoundError(name=str(name)):
             return _module_fix(name, folders)
+        case ImportError() if str(error).startswith("attempted relative import"):
+            return "leave out the dot: write import x, not from . import x, and from x import y, not from .x import y"
         case ImportError() if wrong := _WRONG_NAME.match(str(error)):
             return _near(wrong["name"], dir(sys.modules.get(wrong["module"])))
     return None

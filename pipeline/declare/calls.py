@@ -37,6 +37,16 @@ def takes(function: Any, parameters: str) -> bool:
         return True
 
 
+def required(function: Any) -> list[str]:
+    """Return the parameters without which a function or class cannot be called; none if it has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, or not callable
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in starred]
+
+
 def is_async(function: Any) -> bool:
     """Return whether a function, or an object's `__call__`, is a coroutine function."""
     return any(map(inspect.iscoroutinefunction, _code_of(function)))

@@ -33,10 +33,16 @@ class Rule:
 
 
 def at_least(name: str, least: int, *, most: float = math.inf, why: str = "", fix: object = None) -> Rule:
-    """Return the rule for an integer from `least` to `most`."""
+    """Return the rule for an integer from `least` to `most`. The fix of a fraction is to round it down, if that is
+    legal."""
     why = why or f"{name} must be a whole number, {least} or more"
-    fix = least if fix is None else fix
-    return Rule(name, lambda value: is_whole(value, least) and value <= most, why, f"{name}={fix}")
+    default = least if fix is None else fix
+    return Rule(
+        name,
+        lambda value: is_whole(value, least) and value <= most,
+        why,
+        lambda value: f"{name}={int(value) if is_number(value) and least <= value <= most else default}",
+    )
 
 
 def number(name: str, legal: Callable[[float], bool], *, why: str, fix: object) -> Rule:

@@ -55,7 +55,7 @@ def written_fault(setup: Any, shape: str) -> str:
         return ""
     body = list(statements(made.body))
     if not any(isinstance(each, ast.Return | ast.Raise) for each in body):
-        return "is missing: setup() returns nothing"
+        return "" if _may_raise(made.body[-1]) else "is missing: setup() has no return statement"
     inner = {name: each for each in body for name in bound(each)}
     function = inspect.unwrap(setup)
     local = {*function.__code__.co_varnames, *function.__code__.co_cellvars, *function.__code__.co_freevars}
@@ -66,6 +66,11 @@ def written_fault(setup: Any, shape: str) -> str:
             if wrong:
                 return wrong
     return ""
+
+
+def _may_raise(last: ast.stmt) -> bool:
+    """Return whether the last statement of a function may be what ends it, such as sys.exit() or an assert."""
+    return isinstance(last, ast.Assert) or (isinstance(last, ast.Expr) and isinstance(last.value, ast.Call))
 
 
 def _outer_fault(value: ast.expr | None, outer: Mapping[str, Any], shape: str) -> str:
@@ -88,7 +93,7 @@ def _fault(value: ast.expr | None, inner: Mapping[str, ast.stmt], shape: str) ->
     runner = inner.get(value.id) if isinstance(value, ast.Name) else value
     match runner:
         case None if not isinstance(value, ast.Name):
-            return "is missing: setup() returns nothing"
+            return "is missing: setup() returns None"
         case ast.Constant() | ast.Dict() | ast.List() | ast.Tuple():
             return f"is missing: setup() returns {ast.unparse(runner)}"
         case ast.AsyncFunctionDef(decorator_list=[]) if shape != "stream":

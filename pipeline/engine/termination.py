@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STDERR = 2
-TOLD = b"SIGTERM: the step in training will be finished and saved; a second SIGTERM ends the run at once\n"
+NOTICE = b"SIGTERM: the step in training will be finished and saved; a second SIGTERM ends the run at once\n"
 EXIT_CODE = 128 + signal.SIGTERM  # what shells report for a process that SIGTERM ended
 
 
@@ -51,4 +51,4 @@ class Termination:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a third one ends the process at once
             raise SystemExit(EXIT_CODE)
         self.asked = True
-        os.write(STDERR, TOLD)  # unbuffered: the signal may have interrupted a buffered write
+        os.write(STDERR, NOTICE)  # unbuffered: the signal may have interrupted a buffered write

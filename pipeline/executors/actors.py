@@ -38,7 +38,7 @@ class Hosted:
     """Exposes a `Worker` to Ray calls."""
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
-        search_last(settings.folders)  # Ray puts the driver's working directory first
+        search_last(settings.folders)  # Ray puts the driver's working directory first, and knows no graph's folder
         group, mine = cloudpickle.loads(hosted)
         if settings.run_dir:
             write_into(RunDir(settings.run_dir).log(group.name, rank))

@@ -48,7 +48,7 @@ from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
-from pipeline.precedence import HOME, PACKAGES, hiding_pipeline
+from pipeline.precedence import HOME, PACKAGES, worker_hook
 from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # worker restarts per group and run
@@ -218,15 +218,6 @@ class RayExecutor:
     def _connect(self, plan: Plan) -> None:
         if ray.is_initialized():
             return
-        if theirs := hiding_pipeline(Path.cwd()):
-            raise GraphError(
-                Problem(
-                    where=str(theirs),
-                    what="Ray's workers would import it instead of Sluice",
-                    why="they search the working directory first",
-                    fix=f"rename {theirs}, or run from another folder",
-                )
-            )
         needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
         if self._address:
@@ -237,7 +228,11 @@ class RayExecutor:
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:
                 options["_node_ip_address"] = LOOPBACK
-        options["runtime_env"] = {"env_vars": PRIORITY}  # the data plane's actors
+        hook = worker_hook(user_folders(self._modules))
+        options["runtime_env"] = {
+            "env_vars": PRIORITY,
+            "worker_process_setup_hook": hook,
+        }  # the data plane's actors too
         try:
             ray.init(**options)
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
@@ -530,6 +525,6 @@ def user_modules(graph_module: ModuleType) -> list[ModuleType]:
 
 
 def user_folders(modules: Sequence[ModuleType]) -> list[Path]:
-    """Return the folders in which the driver finds the user's modules: the working directory and the graph's."""
+    """Return the folders in which the driver finds the user's modules: the graph's, then the working directory."""
     graph = Path(modules[0].__file__ or ".").resolve().parent if modules else Path.cwd()
-    return list(dict.fromkeys((Path.cwd(), graph)))
+    return list(dict.fromkeys((graph, Path.cwd())))

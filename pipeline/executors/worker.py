@@ -484,10 +484,11 @@ class Worker:
         """Return the error to report for an exception of user code, which is logged. Raises any other exception."""
         if not is_users(error):
             raise error
-        if self.settings.run_dir:
-            with RunDir(self.settings.run_dir).log(self.group.name, self.rank).open("a") as file:
+        log = RunDir(self.settings.run_dir).log(self.group.name, self.rank) if self.settings.run_dir else None
+        if log:
+            with log.open("a") as file:
                 traceback.print_exception(error, file=file)
-        return user_error(error, stage=stage.name, where=str(stage.location), when=when)
+        return user_error(error, stage=stage.name, where=str(stage.location), when=when, log=log)
 
 
 async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:

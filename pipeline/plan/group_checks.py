@@ -57,7 +57,7 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         if known != group:
             yield Problem(
                 where=str(group.location),
-                what=f"worker group {group.name!r} is declared twice, differently",
+                what=f"two different worker groups are named {group.name!r}",
                 why="a name stands for one group of processes",
                 fix="build it once and pass the same object",
             )

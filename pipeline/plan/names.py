@@ -15,6 +15,8 @@ STAGES: Mapping[str, str] = {
     "step": "the metric time/step_s is the time of the whole step, time/STAGE_s that of a stage",
     "eval": "the metrics eval/... are those of Evaluate",
     "time": "the metrics time/... are the seconds of every stage",
+    "data": "the metrics data/... are those of the data plane",
+    "stored": "the metrics stored/... are the bytes in the data plane",
     "dropped": "the metrics dropped/... count groups that were too old or cancelled",
     "version": "the record uses that name for tasks that wait for a policy version",
     "checkpoint": "the record uses that name for tasks that wait for a checkpoint",

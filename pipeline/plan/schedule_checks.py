@@ -11,14 +11,25 @@ from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
 from pipeline.plan.plan import Partition
 
+MOST_STEPS = 10**12  # a typo, not a plan
 _RULES = (
-    at_least("steps", 1, fix=100),
+    at_least("steps", 1, most=MOST_STEPS, why=f"steps must be a whole number from 1 to {MOST_STEPS:,}", fix=100),
     at_least("max_staleness", 0),
     at_least("checkpoint_every", 0),
     at_least("keep_groups", 0),
     at_least("seed", 0),
-    at_least("capacity", 1).optional(),
-    at_least("capacity_bytes", 1).optional(),
+    at_least(
+        "capacity",
+        1,
+        why="capacity must be a whole number of groups, 1 or more, or None for (max_staleness + 2) batches",
+        fix="None",
+    ).optional(),
+    at_least(
+        "capacity_bytes",
+        1,
+        why="capacity_bytes must be a whole number of bytes, 1 or more, or None for no limit",
+        fix="None",
+    ).optional(),
     at_least("pipeline_depth", 0).optional(),
     one_of("on_stale", ("wait", "drop")),
     one_of("refit", ("drain", "in_flight")),

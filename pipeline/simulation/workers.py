@@ -191,7 +191,7 @@ class Workers:
         """Finish a map or a transfer: all of its workers have computed."""
         task, stage, fault = attempt.task, attempt.stage, attempt.fault
         if fault and fault.kind in LOST:
-            return self._lost(attempt, _told(fault))
+            return self._lost(attempt, _reason(fault))
         attempt.left.clear()
         kept: Sequence[int] = task.groups
         rate = self._durations.costs.drop_rate
@@ -237,7 +237,7 @@ class Workers:
             if fault.kind != "mid_stream" or done > fault.groups:
                 attempt.lost = True
                 self._stop(attempt)
-                return self._lost(attempt, _told(fault))
+                return self._lost(attempt, _reason(fault))
         groups = tuple(task.groups[i] for i in positions)
         for group in groups:
             del left[group]
@@ -289,7 +289,7 @@ class Workers:
         ]  # fmt: skip
 
 
-def _told(fault: Fault) -> str:
+def _reason(fault: Fault) -> str:
     return f"worker lost {fault.kind.replace('_', ' ')}"
 
 

@@ -30,6 +30,7 @@ INSTEAD = {  # disallowed word -> replacement
     r"\bonce it is warm\b": "after the first one",
     r"\bsays nothing of\b": "does not cover",
     r"\bthe begin of\b": "the start of",
+    r"\btold\b": "reported, given, or what the value is",
 }
 PATTERN = re.compile("|".join(f"(?P<w{i}>{word})" for i, word in enumerate(INSTEAD)), re.IGNORECASE)
 
@@ -71,18 +72,20 @@ def test_words_that_are_not_used() -> None:
 
 
 def test_no_identifier_is_told() -> None:
-    """No variable is named "told": name what the value is."""
+    """No part of a name is "told": name what the value is."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()
         if path.suffix == ".py"
         for node in ast.walk(ast.parse(path.read_text()))
-        if "told"
-        in (getattr(node, "id", ""), getattr(node, "name", ""), getattr(node, "arg", ""), getattr(node, "attr", ""))
+        for key in ("id", "name", "arg", "attr")
+        if "told" in str(getattr(node, key, "")).lower().split("_")
     ]
     assert not found, found
 
 
-@pytest.mark.parametrize("text", ["mend that line", "64 tokens a second", "whoever reads it", "one a sample"])
+@pytest.mark.parametrize(
+    "text", ["mend that line", "64 tokens a second", "whoever reads it", "one a sample", "as it was told"]
+)
 def test_the_list_bites(text: str) -> None:
     assert list(odd(iter([(1, text)])))

@@ -41,7 +41,10 @@ def test_the_command_lists_recipes_and_runs(tmp_path, monkeypatch, capsys):
     assert run.main(["--list"]) == 0
     told = capsys.readouterr().out
     assert "runs/mine-1" in told and "0 of 9" in told and "unfinished" in told
-    assert run.main(["--list", "elsewhere"]) == 0 and "no run in elsewhere" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert run.main(["--list", "empty"]) == 0 and "no run in empty" in capsys.readouterr().out
+    assert run.main(["--list", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("--list nowhere: there is no such folder; ")
 
 
 def test_exit_codes_are_documented(capsys):

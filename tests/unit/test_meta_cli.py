@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(live):
     (live / "run/checkpoints/step_000002/count/count.json").write_text("3")
     code, out, _ = command(live, "graph.py", *LOCAL, "--resume")
     assert code == 0
-    assert out.startswith("live: 1 steps of 4 x 1 samples")
+    assert out.startswith("live: 1 step of 4 x 1 samples")
 
 
 def test_a_run_without_a_folder_makes_one_of_its_name(live):

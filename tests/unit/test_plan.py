@@ -275,10 +275,10 @@ CHECKS = {
         Toy("extra", writes=(SCORE,), every=2), Toy("reader", reads=(SCORE,))
     ),
     "transfer 'send' names 1 worker group": lambda: grown(Toy("send", shape="transfer", on=LEARNER, to=LEARNER)),
-    "worker group 'sampler' is declared twice, differently": lambda: toy.graph(
+    "two different worker groups are named 'sampler'": lambda: toy.graph(
         reward={"on": WorkerGroup("sampler", backend="python")}
     ),
-    "worker group 'host' is declared twice, differently": lambda: on(name="host", backend="torch"),
+    "two different worker groups are named 'host'": lambda: on(name="host", backend="torch"),
     "worker group name 'a/b' is not usable as a file name": lambda: on(name="a/b"),
     "worker group 'scorers' has workers=0": lambda: on(workers=0),
     "worker group 'scorers' has gpus=-1": lambda: on(gpus=-1),

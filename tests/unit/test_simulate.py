@@ -344,7 +344,7 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
         (["{record}", "--cores", "1e-300"], "a machine has 0.01 to 1,000,000 cores"),
         (["{record}", "--cores", "nan"], "a machine has 0.01 to 1,000,000 cores"),
         (["{graph}", "--steps", "0"], "--steps 0: it is too small"),
-        (["{record}", "--steps", "9" * 20], "the most are 100,000 steps"),
+        (["{record}", "--steps", "9" * 17], "the most are 100,000 steps"),
         (["{record}", "--groups", "9" * 9], "1,000,000 groups per step"),
         (["{record}", "--groups", "1000x", "--steps", "9999"], "10,000,000 in all"),
         (["{record}", "--groups", ""], "--groups: its value is empty"),

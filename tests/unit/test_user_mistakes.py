@@ -418,7 +418,7 @@ class NotCallable(Shows):
 
 
 RUNNERS = [
-    (Forgets, "is missing: setup() returns nothing"),
+    (Forgets, "is missing: setup() has no return statement"),
     (ReturnsNone, "is missing: setup() returns None"),
     (ReturnsColumns, "is missing: setup() returns {'seen': []}"),
     (Short, "does not take (columns, task)"),

@@ -1,7 +1,8 @@
-"""Transports of weights: the interface (base.py), Sluice's transports (listed.py), and their implementations."""
+"""Transports of weights: interface (base.py), Sluice's (listed.py), check of a user's (check.py), implementations."""
 
 from ops.refit.transports.base import Receiver, Record, Sender, Transport
-from ops.refit.transports.listed import P2P, TRANSPORTS, Broadcast, Gloo, Tree, missing, register, wrong_parameters
+from ops.refit.transports.check import is_taken, missing, register, wrong_parameters
+from ops.refit.transports.listed import P2P, TRANSPORTS, Broadcast, Gloo, Tree
 
 __all__ = [
     "P2P",
@@ -13,6 +14,7 @@ __all__ = [
     "Sender",
     "Transport",
     "Tree",
+    "is_taken",
     "missing",
     "register",
     "wrong_parameters",

@@ -29,14 +29,14 @@ export class Run {
   async open() {
     this.about = await get(`runs/${this.name}/about`);
     this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost));
-    this.told();
+    this.changed();
     await this.find();
   }
 
   close() {}
 
   mark(lost) {
-    if (lost !== this.lost) { this.lost = lost; this.told(); }
+    if (lost !== this.lost) { this.lost = lost; this.changed(); }
   }
 
   take(name, data) {
@@ -54,7 +54,7 @@ export class Run {
       this.changes += 1;
       if (this.steps.length > before) this.find();
     }
-    this.told();
+    this.changed();
   }
 
   // Findings are slow to compute: requests them at most every ten seconds, and once more at the end.
@@ -68,10 +68,10 @@ export class Run {
     } catch (error) {
       this.findings = this.findings || { error: String(error.message || error) };
     }
-    this.told();
+    this.changed();
   }
 
-  told() {
+  changed() {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;

@@ -120,18 +120,18 @@ export function Timeline({ run }) {
       <div class="lanes">
         <canvas ref=${canvas} tabindex="0" role="img" onKeyDown=${press} onPointerDown=${down} onPointerMove=${over} onPointerUp=${up} onPointerLeave=${() => setTip(null)}
           aria-label=${`${number(run.spans.length)} tasks on ${made.lanes.length} workers, ${seconds(shown[0])} to ${seconds(shown[1])}. Arrows move, plus and minus zoom, brackets go from task to task.`}></canvas>
-        ${tip && html`<div class="tip" style=${{ left: `${tip.x}px`, top: `${tip.y}px` }}>${told(tip.span)}</div>`}
+        ${tip && html`<div class="tip" style=${{ left: `${tip.x}px`, top: `${tip.y}px` }}>${textOf(tip.span)}</div>`}
       </div>
       <ul class="keys">${run.about.plan.stages.map((stage) => html`<li key=${stage.name}><${Swatch} colour=${colourOf(run.about.plan, stage.name)} />${stage.name}</li>`)}
         <li><span class="swatch" style=${{ background: "var(--path)", height: "3px", width: "20px" }}></span>critical path</li></ul>
-      <p class="small dim" aria-live="polite">${chosen ? told(chosen).replaceAll("\n", ", ") : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
+      <p class="small dim" aria-live="polite">${chosen ? textOf(chosen).replaceAll("\n", ", ") : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
     </section>
     <div class="split"><${Verdict} run=${run} /><${Idle} run=${run} /></div>
     <${Story} run=${run} />
     <${Tasks} run=${run} made=${made} />`;
 }
 
-const told = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s`;
+const textOf = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s`;
 
 // Events other than tasks: starts, retried attempts, checkpoints, the end.
 function Story({ run }) {
