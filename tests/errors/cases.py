@@ -142,6 +142,7 @@ FILES = [
     Case("syntax_error", text='"""A graph."""\ndef graph(:  # here\n    pass\n'),
     Case("import_error", text="import torchvision_of_mine  # here\n"),
     Case("own_module_is_misspelt", text="import losess  # here\n", files={"losses.py": ""}),
+    Case("own_module_by_a_dot", text="from .losses import mine  # here\n", files={"losses.py": "mine = 1\n"}),
     Case(
         "own_module_imports_a_hidden_one",
         {},
@@ -153,6 +154,7 @@ FILES = [
     Case("graph_raises", text="def graph(steps: int = 1):\n    return 1 / 0  # here\n"),
     Case("graph_returns_none", text="def graph(steps: int = 1):  # here\n    steps += 1\n"),
     parameter("star_arguments", "def graph(*sizes, **more) -> Graph:"),
+    parameter("graph_is_async", "async def graph(steps: int = 2, batch: int = 4) -> Graph:"),
     parameter("positional_only", "def graph(steps: int = 2, /, batch: int = 4) -> Graph:"),
     parameter("no_default", "def graph(steps: int, batch=4) -> Graph:"),
     parameter(
@@ -173,6 +175,7 @@ FLAGGED = (
 )
 FLAGS = [
     Case("whole_number_expected", define=FLAGGED, args=("--steps", "2.5")),
+    Case("whole_number_of_many_digits", define=FLAGGED, args=("--steps", f"{10**26}")),
     Case("number_expected", define=FLAGGED, args=("--lr", "small")),
     Case("bool_expected", define=FLAGGED, args=("--fast", "maybe")),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),

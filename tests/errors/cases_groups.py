@@ -156,6 +156,7 @@ TRANSPORTS = [
     refit("unknown_transport", "nccl"),
     refit("misspelt_transport", "brodcast"),
     own("transport_is_a_class", "Own"),
+    own("transport_is_a_class_with_parameters", "Sized", "class Sized:\n    def __init__(self, port, *, size): ..."),
     own("transport_without_a_sender", "Half()", "class Half:\n    name = 'half'\n    devices = ('cpu',)"),
     own("transport_with_the_name_of_another", "Own()", name="'pull'"),
     own("transport_without_a_name", "Own()", name="''"),

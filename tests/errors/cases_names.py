@@ -17,6 +17,7 @@ def defined(name: str, body: str) -> Case:
 CASES = [
     stage("stage_named_step", "'step'"),
     stage("stage_named_time", "'time'"),
+    stage("stage_named_stored", "'stored'"),
     stage("stage_named_dropped", "'dropped'"),
     stage("stage_named_version", "'version'"),
     stage("stage_named_checkpoint", "'checkpoint'"),

@@ -182,6 +182,16 @@ def test_a_later_attempt_takes_the_place_of_what_an_earlier_one_put() -> None:
     assert plane.row_count("g") == 0, "what it put goes with its groups"
 
 
+def test_lengths_are_those_of_the_later_attempt() -> None:
+    plane, table = MemoryPlane(), HandleTable(2)
+    plane.register("g", [Field("token", dtype="int32", dims="N T")], ["reader"])
+    keys = keys_of((0,), 2)
+    for attempt, lengths in enumerate([(3, 5), (4, 1)]):
+        rows = Ragged.of([torch.zeros(length, dtype=torch.int32) for length in lengths])
+        table.add(plane.put(keys, {"token": rows}, partition="g", stage="s", attempt=attempt, unit="group"))
+    assert table.lengths(keys)["T"] == (4, 1) and table.longest((0,), "T") == (4,)
+
+
 def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -> None:
     token = Field("token", dtype="int32")
     plane, table = MemoryPlane(), HandleTable(2)

@@ -189,11 +189,19 @@ def test_a_version_is_published_when_every_transfer_has_sent_its_weights():
     refit = dict(reads=(toy.TRAINED,), writes=(served,), per="batch", shape="transfer", on=toy.LEARNER, to=other)
     judge = Toy("judge", reads=(RESPONSE,), reads_back=(served,), on=other, models=(toy.POLICY,), per="group")
     second = Toy("second", models=(toy.POLICY,), **refit)
-    world = World(build(second, judge, batch=1, schedule={"steps": 2}))
+    world = World(build(second, judge, batch=2, streaming={"sampler": 2}, schedule={"steps": 2}))
     world.finish(world.job("refit"))
     assert world.scheduler.version == -1 and world.running("rollout") == []
     world.finish(world.job("second"))
     assert world.scheduler.version == 0
+    while not world.running("refit", "second"):
+        world.finish(next(iter(world.jobs.values())))
+    first, last = sorted(("refit", "second"), key=world.running("refit", "second")[0][0].__ne__)
+    world.serve(world.job(first), 0)
+    assert world.scheduler.version == 0, "a replica that has one of the two does not make the version"
+    world.finish(world.job(first))
+    world.serve(world.job(last), 0)
+    assert world.scheduler.version == 1
     world.run(lambda count: count - 1).check_end()
     assert len(world.saved) == 1, "one checkpoint, behind the last of them"
 

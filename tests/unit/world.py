@@ -462,6 +462,8 @@ class World:
         missing = [field for field in self.published_fields if (field, task.step) not in self.landed]
         if set(missing) <= set(stage.writes):
             self.has[stage.groups[-1], replica] = task.step + 1
+            landed = {self.stages[name].groups[-1] for name in self.transfers} - {stage.groups[-1]}
+            self.has |= {(group, each): task.step + 1 for group in landed for each in range(self.replicas[group])}
             self.version = max(self.version, task.step + 1)
         return self.tell(Served(task, replica))
 
