@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,6 +66,8 @@ def rank_main(rank: int, size: int, port: int, options: Any, out: str) -> None:
         if divided and size == 1:
             continue
         rows.append(measure(name, microbatching, divided, ranks, options, Path(out)))
+        if rank == 0:
+            print(f"{size} ranks, {name}: {rows[-1]['update_s']} s/update", file=sys.stderr, flush=True)
     if rank == 0:
         torch.save(rows, Path(out) / f"{size}.pt")
     ranks.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -22,13 +23,13 @@ from pipeline.precedence import for_another_python
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 with the address of the network card, but keeps this one
 # By default Ray's workers yield to everything else on the machine (niceness 15). But they do the actual work, and a
 # data plane that other programs slow down would be declared lost.
-PRIORITY = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}  # noqa: SIM112 - Ray's own spelling
+PRIORITY = MappingProxyType({"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")})  # noqa: SIM112 - Ray's
 SPINS = "2000"  # for threads that wait for others in their process: workers share cores, and spinning wastes them
 
 
 def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     """Return the environment variables of a Ray worker: those of the data plane, and its priority."""
-    return environment(deadline_s) | PRIORITY
+    return environment(deadline_s) | dict(PRIORITY)
 
 
 class Placement:

@@ -228,11 +228,10 @@ class RayExecutor:
             options["object_store_memory"] = 512 * 1024**2
             if not self._trusted_network:
                 options["_node_ip_address"] = LOOPBACK
-        hook = worker_hook(user_folders(self._modules))
-        options["runtime_env"] = {
-            "env_vars": PRIORITY,
-            "worker_process_setup_hook": hook,
-        }  # the data plane's actors too
+        options["runtime_env"] = {  # of every process, the data plane's actors too
+            "env_vars": dict(PRIORITY),  # Ray adds to it
+            "worker_process_setup_hook": worker_hook(user_folders(self._modules)),
+        }
         try:
             ray.init(**options)
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
