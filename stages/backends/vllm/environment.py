@@ -28,11 +28,26 @@ ON_CPU = {
 ON_GPU = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels compile for minutes
 }
+MULTICAST = (
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "NVSHMEM_DISABLE_NVLS",
+)  # NCCL's, torch's, NVSHMEM's
+NO_MULTICAST = {  # vLLM heeds none of them: its first choice between GPUs calls for multicast, and may never return
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+
+
+def multicast_is_off() -> bool:
+    """Return whether the machine's environment turns NVLink multicast off for another library."""
+    nccl, torch, nvshmem = map(os.environ.get, MULTICAST)
+    return nccl == "0" or torch == "1" or nvshmem == "1"
 
 
 def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
     """Set the missing variables. Call before importing vLLM."""
-    wanted = COMMON | (ON_GPU if gpus else ON_CPU)
+    wanted = COMMON | (ON_GPU if gpus else ON_CPU) | (NO_MULTICAST if gpus and multicast_is_off() else {})
     if not gpus and tensor_parallel == 1:
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the CPU platform then keeps the model in the engine's process
     if threads > 0:

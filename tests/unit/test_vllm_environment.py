@@ -1,0 +1,28 @@
+"""The environment in which vLLM is imported."""
+
+import pytest
+
+from stages.backends.vllm import environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_off"),
+    [
+        ("NCCL_NVLS_ENABLE", "0", True),
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", True),
+        ("NVSHMEM_DISABLE_NVLS", "1", True),
+        ("NCCL_NVLS_ENABLE", "1", False),
+    ],
+)
+def test_vllm_uses_no_multicast_where_it_is_off_for_another_library(monkeypatch, name, value, is_off):
+    given = {name: value, "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "auto"}
+    monkeypatch.setattr(environment.os, "environ", set_ := dict(given))
+    environment.prepare(gpus=True, threads=0, tensor_parallel=2)
+    assert set_.get("VLLM_ALLREDUCE_USE_SYMM_MEM") == ("0" if is_off else None)
+    assert set_["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "auto", "what the user sets is left alone"
+    monkeypatch.setattr(environment.os, "environ", set_ := {name: value})
+    environment.prepare(gpus=True, threads=0, tensor_parallel=2)
+    assert set_.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND") == ("trtllm" if is_off else None)
+    monkeypatch.setattr(environment.os, "environ", set_ := {name: value})
+    environment.prepare(gpus=False, threads=0, tensor_parallel=2)
+    assert "VLLM_ALLREDUCE_USE_SYMM_MEM" not in set_
