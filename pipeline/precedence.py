@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -69,6 +70,20 @@ def hidden(name: str, folders: Iterable[Path]) -> Path | None:
         theirs = folder / first if (folder / first).is_dir() else folder / f"{first}.py"
         if (module.is_dir() or module.with_name(f"{module.name}.py").is_file()) and folder.resolve() != HOME:
             return None if Path(loaded).is_relative_to(theirs) else theirs
+    return None
+
+
+def hides_installed(folders: Iterable[Path]) -> Path | None:
+    """Return a module or package in these folders that replaces an installed package without `__init__.py`, such as
+    `google`, wherever the folders are on `sys.path`; None if there is none."""
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    for folder in folders:
+        theirs = {path.parent.name: path.parent for path in folder.glob("*/__init__.py")}
+        theirs |= {path.stem: path for path in folder.glob("*.py")}
+        for name, path in theirs.items():
+            places = [site / name for site in installed if (site / name).is_dir() and site != folder.resolve()]
+            if any(not (place / "__init__.py").exists() and any(place.glob("*/__init__.py")) for place in places):
+                return path
     return None
 
 

@@ -310,8 +310,8 @@ class ClippedLoss(PolicyLoss):
     clip       how far the ratio may fall below and rise above 1; (0.2, 0.28) is clip-higher (DAPO, arXiv 2503.14476)
     dual_clip  a number c above 1: for A < 0 the loss is at most -c A (arXiv 1912.09729). None is off, as in TRL, which
                calls it delta; verl's default is 3.0
-    ratio      "token": r of the token; "sequence": exp of the mean of lp - prev over the response, with the gradient
-               through the mean (GSPO, arXiv 2507.18071)
+    ratio      "token": r of the token; "sequence": exp of the mean of lp - prev over the response, with each token's
+               gradient through its own lp (GSPO-token, arXiv 2507.18071, eq. 13 and 14)
 
     The parameters of every loss: see PolicyLoss.
     """

@@ -304,6 +304,7 @@ class TrainRunner:
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """The two divisors of `number` closest to `near`, in order."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    """The two divisors of `number` closest to `near` among the next 1,000 numbers, in order; 1 if there are none."""
+    near = max(1, min(near, number))
+    divisors = [n for n in range(max(1, near - 1000), min(number, near + 1000) + 1) if number % n == 0] or [1]
     return sorted(sorted(divisors, key=lambda n: abs(n - near))[:2])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import Problem, is_user_file
-from pipeline.precedence import PACKAGES, hidden
+from pipeline.precedence import PACKAGES, hidden, hides_installed
 
 
 def hidden_imports(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
@@ -20,6 +20,13 @@ def hidden_imports(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
 
     Reads the graph file `path`, and every module below `folders` that it imports, directly or through another one.
     """
+    if theirs := hides_installed(folders):
+        yield Problem(
+            where=str(theirs),
+            what=f"it replaces the installed package {theirs.stem!r}",
+            why="Python prefers it to a package without __init__.py, wherever it lies",
+            fix=f"rename {theirs}",
+        )
     files = [path]
     seen = {path.resolve()}
     for file in files:

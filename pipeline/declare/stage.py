@@ -164,3 +164,17 @@ class External(Stage):
     @property
     def writes(self) -> Sequence[Field]:  # type: ignore[override]
         return self.fields
+
+    def check(self, graph: Any) -> Iterable[Problem]:
+        """Check that each ragged dimension is that of a field which a stage of the graph writes: it has the lengths."""
+        others = [stage for stage in (graph.source, *graph.stages) if stage.shape != "external"]
+        known = {field.ragged for stage in others for field in stage.writes}
+        for field in self.fields:
+            if field.ragged and field.ragged not in known:
+                yield Problem(
+                    where=str(self.location),
+                    what=f"field {field.name!r} of {self.name!r} has the dimension {field.ragged}, which no stage "
+                    "writes",
+                    why="the lengths of a field from outside are those of a field that a stage wrote",
+                    fix="use a dimension of such a field, as N T, or a fixed size, as N 8",
+                )

@@ -40,7 +40,7 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="it is part of the names of its metrics and of its failure folders",
                 fix="use letters, digits, '-' and '_', at most 64",
             )
-        for field in stage.writes:
+        for field in stage.writes if isinstance(stage.writes, Sequence) else ():  # later checks report other types
             if isinstance(field, Field) and field.name in FIELDS:
                 what = f"stage {stage.name!r} writes a field named {field.name!r}"
                 yield Problem(where=where, what=what, why=FIELDS[field.name], fix="choose another name")

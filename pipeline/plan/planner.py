@@ -5,7 +5,7 @@ The Plan is plain data: the scheduler runs it, `plan.json` stores it and `--plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 from msgspec.structs import replace
@@ -61,6 +61,8 @@ def plan(graph: Graph, *, gpus: int | None = None) -> tuple[Plan, list[Problem]]
     problems = list(checks.all_checks(graph, stages, gpus=gpus))
     errors = [problem for problem in problems if not problem.warning]
     if errors:
+        raise GraphError(*errors)
+    if errors := list(_early_and_late(stages)):
         raise GraphError(*errors)
     made = _build(graph, stages)
     if errors := list(pool_problems(graph, made.pool)):
@@ -211,6 +213,24 @@ def with_pool(made: Plan) -> Plan:
         if free and apart and before <= pool:
             pool.add(stage.name)
     return replace(made, pool=tuple(stage.name for stage in made.stages if stage.name in pool))
+
+
+def _early_and_late(stages: Sequence[Stage]) -> Iterator[Problem]:
+    """Yield a problem for each stage that must finish before a stage that trains, and needs what that one leads to."""
+    dag = checks.dependence(stages)
+    named = {stage.name: stage for stage in stages}
+    for fence in _fences(stages):
+        if fence.lag == 0 and fence.before in nx.descendants(dag, fence.after):
+            user = named[fence.before]
+            home = user.groups()[0].name
+            sent = [s.groups()[1].name for s in stages if s.shape == "transfer" and s.groups()[0].name == home]
+            yield Problem(
+                where=str(user.location),
+                what=f"stage {user.name!r} uses the weights that {fence.after!r} trains on worker group {home!r}, "
+                f"and reads what {fence.after!r} leads to",
+                why=f"it must finish before {fence.after!r} changes the weights",
+                fix=f"put it on {' or '.join(map(repr, sent)) or 'another worker group'}, with on=",
+            )
 
 
 def _fences(stages: Sequence[Stage]) -> list[Fence]:

@@ -153,7 +153,11 @@ def _parts(stage: Stage) -> Iterator[Problem]:
             fields = getattr(stage, kind)
         except Exception as error:  # noqa: BLE001 - a property of the user's
             fields = message_of(error)
-        if isinstance(fields, Field | str) or not all(isinstance(field, Field) for field in fields):
+        if (
+            not isinstance(fields, Sequence)
+            or isinstance(fields, str)
+            or not all(isinstance(field, Field) for field in fields)
+        ):
             yield Problem(
                 where=where,
                 what=f"stage {stage.name!r} has {kind}={shown(fields)}",

@@ -68,8 +68,13 @@ class Board:
 
     def room(self, count: int, *, least: int) -> int:
         """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. At least
-        `least` if nothing is in flight."""
-        room = self._lives.budget.room(min(count, admissible(capacity=self.plan.capacity, held=self.in_flight)))
+        `least` if nothing is in flight.
+
+        With a limit of bytes, one batch is in flight until each field whose size the plan cannot tell was seen once.
+        """
+        budget = self._lives.budget
+        capacity = min(self.plan.capacity, self.plan.batch) if budget.unseen else self.plan.capacity
+        room = budget.room(min(count, admissible(capacity=capacity, held=self.in_flight)))
         return room if self._holders else max(room, least)
 
     @property

@@ -80,6 +80,7 @@ class Budget:
         self._most = {partition.name: partition.most_bytes for partition in plan.partitions}
         self._unknown = {field: partition.name for partition in plan.partitions for field in partition.unknown}
         self._seen: dict[str, int] = {}
+        self.unseen = set(self._unknown) if plan.capacity_bytes is not None else set()  # fields of unknown size so far
 
     def begin(self, groups: int, partitions: Iterable[str]) -> None:
         """Count groups that are admitted, in the partitions that they will have."""
@@ -95,7 +96,8 @@ class Budget:
                     self._live[name] -= len(groups)
 
     def measure(self, fields: Sequence[str], group_bytes: Sequence[int]) -> None:
-        """Note the bytes per group of fields that have landed."""
+        """Note the bytes per group of fields that have landed; none if they are not known."""
+        self.unseen.difference_update(fields)
         for field, size in zip(fields, group_bytes):
             before = self._seen.get(field, 0)
             if size > before and (name := self._unknown.get(field)):

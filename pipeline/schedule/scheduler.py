@@ -374,8 +374,7 @@ class Scheduler:
         step = self._board.steps.get(event.step)
         published = False
         weights = [field for field in event.fields if field not in self._board.sample_fields]
-        if event.group_bytes:
-            self._board.measure(event.fields, event.group_bytes)
+        self._board.measure(event.fields, event.group_bytes)
         if len(weights) < len(event.fields):
             self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
         for field in weights:

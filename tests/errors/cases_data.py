@@ -138,6 +138,7 @@ HELD_OUT = [
     ),
     evaluated("evaluate_a_task_by_chat", "task", "chat=True"),
     evaluated("evaluate_nothing_held_out", 'Generated("sort", held_out=0)'),
+    evaluated("evaluate_on_the_learner", "task", "on=learner"),
     evaluated("evaluate_every_0", "task", "every=0, prompts=-1"),
     evaluated("evaluate_a_mixture", 'Mixture(("test.jsonl", 1))', files={"test.jsonl": ROW}),
     evaluated("evaluate_none", "None"),

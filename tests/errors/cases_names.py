@@ -15,6 +15,8 @@ def defined(name: str, body: str) -> Case:
 
 
 CASES = [
+    defined("stage_writes_a_field_and_no_tuple", "    name = 'mine'\n    writes = (Field('x', dtype='str'))"),
+    defined("stage_writes_none", "    name = 'mine'\n    writes = None"),
     stage("stage_named_step", "'step'"),
     stage("stage_named_time", "'time'"),
     stage("stage_named_stored", "'stored'"),

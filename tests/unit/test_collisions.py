@@ -159,6 +159,17 @@ def test_what_lies_beside_the_graph_and_in_the_working_directory_is_reachable(tm
     assert checked(tmp_path, "project/graph.py")[0] == 0
 
 
+def test_a_package_that_would_replace_an_installed_one_without_init_is_refused(tmp_path):
+    written(tmp_path, graph=live_text(), google__init__="", opentelemetry__mine="")
+    code, _, stderr = checked(tmp_path, "graph.py")
+    assert code == 2
+    assert (
+        stderr.startswith("google: it replaces the installed package 'google'; ") and "Fix: rename google\n" in stderr
+    )
+    (tmp_path / "google/__init__.py").unlink()
+    assert checked(tmp_path, "graph.py")[0] == 0, "both are found in a folder without __init__.py"
+
+
 def test_the_graphs_folder_comes_before_the_working_directory(tmp_path):
     written(tmp_path, project__graph="import both\n" + live_text(), project__both="", both=RAISES)
     assert checked(tmp_path, "project/graph.py") == (0, "project/graph.py: 4 stages, 6 edges, no problem found\n", "")

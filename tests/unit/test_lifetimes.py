@@ -123,20 +123,16 @@ def test_groups_are_admitted_only_where_the_most_that_they_may_take_fits(
     made = replace(made, capacity_bytes=per_group * made.batch * batches)
     scheduler = Scheduler(made)
     live: dict[int, set[str]] = {}
-    seen = False
     for decision in drive(scheduler, {"prompt": texts, "reward": 4}):
         if isinstance(decision, Clear):
             for group in decision.groups:
                 live[group] -= set(decision.partitions)
-        elif isinstance(decision, Run):
-            seen = seen or decision.task.stage == "advantage"
         elif isinstance(decision, Admit):
             held = sum(bool(left) for left in live.values())
             live |= {group: set(fields(made)) for group in decision.groups}
-            if seen:  # prompts have been measured
-                bound = {p.name: p.most_bytes + (texts if "prompt" in p.fields else 0) for p in made.partitions}
-                total = sum(bound[name] for left in live.values() for name in left)
-                assert total <= made.capacity_bytes or not held
+            bound = {p.name: p.most_bytes + (texts if "prompt" in p.fields else 0) for p in made.partitions}
+            total = sum(bound[name] for left in live.values() for name in left)
+            assert total <= made.capacity_bytes or not held
     assert scheduler.done
 
 

@@ -470,3 +470,10 @@ def test_names_are_those_of_the_formulas():
     assert losses.LEVELS == loss.LEVELS == correction.LEVELS
     assert losses.KL_ESTIMATORS == kl.ESTIMATORS
     assert {field.name for field in fields(CispoLoss)} < {field.name for field in fields(ClippedLoss)}
+
+
+def test_a_loss_may_ask_for_the_gradient_of_the_entropy_without_a_bonus() -> None:
+    class Own(PolicyLoss):
+        entropy_gradient = True
+
+    assert Own().needs_entropy and PolicyLoss(entropy=0.1).needs_entropy and not PolicyLoss().needs_entropy

@@ -132,6 +132,15 @@ def test_an_external_stage_has_no_worker_and_its_fields_are_not_kept():
     assert "score" not in made.stage("samples").reads
 
 
+def test_a_field_from_outside_has_the_lengths_of_one_that_a_stage_writes():
+    graph = toy.graph()
+    own, shared = (External((Field("marks", dtype="int64", dims=dims),)) for dims in ("N K", "N T"))
+    read = Toy("look", reads=own.fields)
+    with pytest.raises(GraphError, match="field 'marks' of 'external' has the dimension K, which no stage writes"):
+        planned(replace(graph, stages=(*graph.stages, own, read)))
+    planned(replace(graph, stages=(*graph.stages, shared, replace(read, reads=shared.fields))))
+
+
 def test_a_plan_is_plain_data():
     made = planned(toy.graph())
     assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
