@@ -6,13 +6,12 @@ from hypothesis import strategies as st
 from ops.lots import lots
 
 
-@given(st.lists(st.integers(0, 12)), st.integers(1, 20))
-def test_lots_are_as_full_as_can_be_and_have_all_in_order(sizes: list[int], most: int) -> None:
-    made = list(lots(enumerate(sizes), lambda item: item[1], most))
+@given(st.lists(st.integers(0, 12)), st.integers(1, 20), st.integers(1, 5))
+def test_lots_are_as_full_as_can_be_and_have_all_in_order(sizes: list[int], most: int, aligned: int) -> None:
+    made = list(lots(enumerate(sizes), lambda item: item[1], most, aligned))
     assert [item for lot in made for item in lot] == list(enumerate(sizes))
-    totals = [sum(size for _, size in lot) for lot in made]
-    for lot, total in zip(made, totals):
-        assert lot
-        assert total <= most or len(lot) == 1
-    for total, following in zip(totals, made[1:]):
-        assert total + following[0][1] > most
+    for lot, following in zip(made, [*made[1:], None]):
+        *before, last = [size for _, size in lot]  # each but the last is padded
+        end = sum(-(-size // aligned) * aligned for size in before)
+        assert end + last <= most or len(lot) == 1
+        assert not following or end + -(-last // aligned) * aligned + following[0][1] > most

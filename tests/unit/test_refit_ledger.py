@@ -157,9 +157,15 @@ def test_weights_that_have_changed_are_not_sent_again_as_an_earlier_version(stor
     for _ in range(2):  # the same weights may be sent again
         with carried(source, share, 7, route):
             target.receive([share], 7, route)
+    elsewhere = source_and_share(weights, Gloo(keep_copy=False))[1]
+    with pytest.raises(ValueError, match="mark"):
+        source.carry([elsewhere], 7, route)
     weights["a"][3] += 1
-    with pytest.raises(StageError, match="needs version 7 again, and the trainer has changed its weights"):
-        source.carry([share], 7, route)
+    for offered in (False, True):  # also when the next version has been offered already
+        if offered:
+            source.share(weights, Gloo(keep_copy=False))
+        with pytest.raises(StageError, match="needs version 7 again, and the trainer has changed its weights"):
+            source.carry([share], 7, route)
 
 
 def test_a_parameter_that_is_converted_needs_a_copy() -> None:
