@@ -30,7 +30,7 @@ from stages.vocabulary import SERVED_WEIGHTS
 
 _RULES = (
     at_least("prompts", 1, fix=1000),
-    at_least("max_tokens", 1, fix=512),
+    at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
     at_least("decode_batch", 0, fix=0),
 )
 

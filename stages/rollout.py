@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _RULES = (
-    at_least("max_tokens", 1, fix=512),
+    at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
     number("temperature", lambda value: value > 0, why="temperature must be a number above 0", fix=1.0),
     number("top_p", lambda value: 0 < value <= 1, why="top_p must be a number above 0 and at most 1", fix=1.0),
     at_least("top_k", 0, why="top_k must be a whole number, 0 (off) or more"),

@@ -168,8 +168,9 @@ def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[
         return what, "every parameter is a flag, set by name", "use ordinary parameters, such as steps: int = 100"
     says = f"parameter {name!r} of graph()"
     if default is parameter.empty:
-        example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, str)), '"..."')
-        fix = str(parameter.replace(default=_Verbatim(example)))
+        example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, int)), '"..."')
+        typed = parameter if name in hints else parameter.replace(annotation=int)
+        fix = str(typed.replace(default=_Verbatim(example)))
         return (
             f"{says} has no default",
             "the graph is checked without flags, so each parameter needs one",

@@ -22,7 +22,8 @@ from pipeline.precedence import HOME, PACKAGES
 
 _WRONG_CALL = re.compile(
     r"(?:.*\.)?(?P<name>(?!__init__)\w+)(?:\.__init__)?\(\) "
-    r"(?P<wrong>missing|takes|got an unexpected keyword argument '(?P<given>\w+)')"
+    r"(?P<wrong>missing(?: \d+ required \S+ arguments?: (?P<lacks>.+))?|takes|"
+    r"got an unexpected keyword argument '(?P<given>\w+)')"
 )
 _WRONG_NAME = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
 
@@ -122,6 +123,9 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
         return f"did you mean {near[0]}? Otherwise, {fix}"
     if call["wrong"].startswith("takes") and isinstance(called, type):
         return f"pass them by name; {fix}"
+    if call["lacks"] and isinstance(called, type):
+        lacks = re.sub(r"'(\w+)'", r"\1=...", call["lacks"])
+        return f"add {lacks}; {fix}"
     if call["wrong"].startswith("missing") and not isinstance(called, type):
         return f"{fix}; to pass the function itself, leave out the parentheses"
     return fix

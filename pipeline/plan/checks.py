@@ -194,12 +194,16 @@ def _cycles(stages: Sequence[Stage]) -> Iterator[Problem]:
 def _shapes(stages: Sequence[Stage]) -> Iterator[Problem]:
     for stage in stages:
         where, groups = str(stage.location), stage.groups()
-        if stage.shape == "transfer" and len({group.name for group in groups}) != 2:
+        names = [group.name for group in groups]
+        if stage.shape == "transfer" and len(set(names)) != 2:
+            alike = len(set(map(id, groups))) == 2
             yield Problem(
                 where=where,
-                what=f"transfer {stage.name!r} names {len({g.name for g in groups})} worker group",
+                what=f"both worker groups of transfer {stage.name!r} are named {names[0]!r}"
+                if alike
+                else f"transfer {stage.name!r} names {len(set(names))} worker group",
                 why="a transfer needs two worker groups, a source and a target",
-                fix="source=learner, target=sampler",
+                fix="rename one of them" if alike else "source=learner, target=sampler",
             )
         yield from broken(_RULES, stage, where=where, says=f"stage {stage.name!r} has {{}}")
         if not is_whole(stage.every, 1):

@@ -103,7 +103,7 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
             f"{group.data_parallel} {alike}, a batch has {batch} groups",
             "the batch size must be a multiple of the data-parallel size",
         )
-        yield what, why, f"use a batch that is a multiple of {group.data_parallel}"
+        yield what, why, _fewer(batch, group)
     if group.fetch == "leader" and group.model_parallel == 1:
         why = "a leader fetches for workers that need the same samples, and here all need different ones"
         yield "fetch='leader' and no model parallelism", why, "fetch='auto'"
@@ -190,3 +190,10 @@ def one_process_problems(groups: Iterable[WorkerGroup]) -> Iterator[Problem]:
                 why="it runs all stages in one process, which has one interpreter",
                 fix="--executor ray, or leave out python",
             )
+
+
+def _fewer(batch: int, group: WorkerGroup) -> str:
+    """Return the fix of replicas that do not divide the batch."""
+    if group.data_parallel > batch:
+        return f"use at most {batch * group.model_parallel} workers, or a larger batch"
+    return f"use a batch that is a multiple of {group.data_parallel}"

@@ -17,7 +17,7 @@ _RULES = (
     at_least("max_staleness", 0),
     at_least("checkpoint_every", 0),
     at_least("keep_groups", 0),
-    at_least("seed", 0),
+    at_least("seed", 0, most=2**63 - 1, why="seed must be a whole number from 0 to 2**63 - 1"),
     at_least(
         "capacity",
         1,

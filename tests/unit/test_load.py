@@ -241,7 +241,7 @@ def test_every_bad_parameter_is_reported(tmp_path):
         "graph() takes **e",
     ]
     assert {problem.where for problem in found} == {f"{tmp_path}/g.py:{HEAD.count(chr(10)) + 1}"}
-    assert found[0].fix == 'write a="..."'
+    assert found[0].fix == "write a: int = 1"
 
 
 @pytest.mark.parametrize("default", ["True", "None", "2.0"])

@@ -400,7 +400,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             replace(ROLLOUT, max_tokens=0),
-            "stage 'rollout' has max_tokens=0; max_tokens must be a whole number, 1 or more. Fix: max_tokens=512",
+            "stage 'rollout' has max_tokens=0; max_tokens must be a whole number from 1 to 2**31. Fix: max_tokens=512",
         ),
         (
             replace(ROLLOUT, top_k=-1),
