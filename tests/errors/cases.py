@@ -76,7 +76,9 @@ GRAPHS = [
         "worker_group_declared_twice",
         {"extra": "(Step(), Reward(exact_match, name='again', on=WorkerGroup('sampler', workers=4)))"},
     ),
-    Case("both_ends_of_a_transfer_have_one_name", {"learner": 'WorkerGroup("sampler", backend="torch")'}, at=("refit",)),
+    Case(
+        "both_ends_of_a_transfer_have_one_name", {"learner": 'WorkerGroup("sampler", backend="torch")'}, at=("refit",)
+    ),
     Case("unknown_backend", {"sampler": 'WorkerGroup("sampler", backend="vlm")'}),
     Case("model_on_the_python_backend", {"sampler": 'WorkerGroup("sampler")'}),
     Case("capacity_too_small", {"schedule": "Schedule(steps=steps, capacity=3)"}, at=("made",)),
