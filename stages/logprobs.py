@@ -142,8 +142,9 @@ def sharding(
 
 
 def division(shard: Shard) -> dict[str, float]:
-    """The metrics `padding` and `imbalance` of a batch, which are equal on all ranks."""
-    return {"padding": shard.padding, "imbalance": shard.imbalance}
+    """The metrics `padding`, `imbalance` and `microbatches` (passes of a rank) of a batch, equal on all ranks."""
+    passes = sum(len(update.microbatches) for update in shard.updates)
+    return {"padding": shard.padding, "imbalance": shard.imbalance, "microbatches": float(passes)}
 
 
 def speed(flops: float, taken_s: float, ranks: int, backend: Engine) -> dict[str, float]:

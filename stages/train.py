@@ -73,10 +73,10 @@ class Train(Stage):
     effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
-    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`, the
-    cost of the slowest rank over the mean of all ranks. `flops` of all forward and backward passes, counted from
-    sequence lengths; `ranks` of the worker group; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's
-    peak, if known.
+    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`,
+    the cost of the slowest rank over the mean of all ranks; `microbatches`, the passes of a rank per epoch. `flops`
+    of all forward and backward passes, counted from sequence lengths; `ranks` of the worker group; `tflops_per_s`
+    per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
     model: Model

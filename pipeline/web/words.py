@@ -60,6 +60,7 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     (r"time/(.+)_s", _words("{}", TIME, "Seconds of all its tasks in the step.", "s")),
     (r"(\w+)/padding", _words("Padding: {}", TIME, "Share of the computed tokens that is padding. Above 10 %, use Dynamic or Packed, or a smaller budget of tokens.", "%")),
     (r"(\w+)/imbalance", _words("Imbalance: {}", TIME, "Cost of the slowest worker over the mean; the others wait for it. Near 1. Attention counts where the model's shape is known.")),
+    (r"(\w+)/microbatches", _words("Microbatches: {}", TIME, "Passes of each worker per epoch. Few and full ones are faster.")),
     (r"(\w+)/utilization", _words("Model FLOP utilization: {}", TIME, "Share of the GPU's peak while the stage runs.", "%")),
     (r"(\w+)/tflops_per_s", _words("Speed: {}", TIME, "TFLOP/s per rank.")),
     ("data/requests", _words("Data plane, requests", TIME, "Sent to TransferQueue by the workers in the step.")),

@@ -225,6 +225,7 @@ def test_padding_and_imbalance_are_those_of_the_shard() -> None:
         run = stage.setup(context(LEARNER))
         metrics = run(columns, Task(stage=stage.name, step=0, groups=groups, shard=uneven)).metrics
         assert (metrics["padding"], metrics["imbalance"]) == (planned.padding, 1.25)
+        assert metrics["microbatches"] == sum(len(update.microbatches) for update in planned.updates) > 0
 
 
 def test_minibatches_are_runs_of_whole_groups_in_order() -> None:
