@@ -97,6 +97,8 @@ class Budget:
 
     def measure(self, fields: Sequence[str], group_bytes: Sequence[int]) -> None:
         """Note the bytes per group of fields that have landed; none if they are not known."""
+        if self._capacity_bytes is None:
+            return
         self.unseen.difference_update(fields)
         for field, size in zip(fields, group_bytes):
             before = self._seen.get(field, 0)

@@ -33,7 +33,7 @@ MULTICAST = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "NVSHMEM_DISABLE_NVLS",
 )  # NCCL's, torch's, NVSHMEM's
-NO_MULTICAST = {  # vLLM heeds none of them: its first choice between GPUs calls for multicast, and may never return
+NO_MULTICAST = {  # vLLM heeds none of them, and prefers all-reduces that use multicast: a start was seen to hang
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
