@@ -15,14 +15,17 @@ from stages.backends.vllm import environment
     ],
 )
 def test_vllm_uses_no_multicast_where_it_is_off_for_another_library(monkeypatch, name, value, is_off):
-    given = {name: value, "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "auto"}
+    given = {name: value}
     monkeypatch.setattr(environment.os, "environ", set_ := dict(given))
     environment.prepare(gpus=True, threads=0, tensor_parallel=2)
     assert set_.get("VLLM_ALLREDUCE_USE_SYMM_MEM") == ("0" if is_off else None)
-    assert set_["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "auto", "what the user sets is left alone"
-    monkeypatch.setattr(environment.os, "environ", set_ := {name: value})
+    assert set_.get("VLLM_ALLREDUCE_USE_FLASHINFER") == ("0" if is_off else None)
+    assert environment.passes() == ({"fuse_allreduce_rms": False} if is_off else {})
+    monkeypatch.setattr(environment.os, "environ", set_ := given | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "1"})
     environment.prepare(gpus=True, threads=0, tensor_parallel=2)
-    assert set_.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND") == ("trtllm" if is_off else None)
-    monkeypatch.setattr(environment.os, "environ", set_ := {name: value})
+    assert set_["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "1", "what the user sets is left alone"
+    monkeypatch.setattr(environment.os, "environ", set_ := given | {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"})
+    assert environment.passes() == {}, "and the all-reduce that the user chooses is used"
+    monkeypatch.setattr(environment.os, "environ", set_ := dict(given))
     environment.prepare(gpus=False, threads=0, tensor_parallel=2)
     assert "VLLM_ALLREDUCE_USE_SYMM_MEM" not in set_

@@ -34,6 +34,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
+from stages.backends.vllm.environment import passes
 from stages.backends.vllm.weights import Answer
 
 __all__ = [
@@ -76,9 +77,13 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
 
     Raises ValueError or RuntimeError if it cannot start.
     """
-    settings: dict[str, Any] = (
-        {"enable_sleep_mode": True, "gpu_memory_utilization": min(memory, _left())} if gpus else {}
-    )
+    settings: dict[str, Any] = {}
+    if gpus:
+        settings = {
+            "enable_sleep_mode": True,
+            "gpu_memory_utilization": min(memory, _left()),
+            "compilation_config": {"pass_config": passes()},
+        }
     config = AsyncEngineArgs(
         model=str(folder),
         dtype="bfloat16" if gpus else "float32",

@@ -35,14 +35,21 @@ MULTICAST = (
 )  # NCCL's, torch's, NVSHMEM's
 NO_MULTICAST = {  # vLLM heeds none of them, and prefers all-reduces that use multicast: a start was seen to hang
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
+FLASHINFER = "VLLM_FLASHINFER_ALLREDUCE_BACKEND"  # which of FlashInfer's all-reduces vLLM fuses with the norm after it
 
 
 def multicast_is_off() -> bool:
     """Return whether the machine's environment turns NVLink multicast off for another library."""
     nccl, torch, nvshmem = map(os.environ.get, MULTICAST)
     return nccl == "0" or torch == "1" or nvshmem == "1"
+
+
+def passes() -> dict[str, bool]:
+    """Return vLLM's compilation passes that differ from its defaults. Without multicast, FlashInfer's fused all-reduce
+    compiles for minutes at every first start; it stays if the environment chooses it."""
+    return {"fuse_allreduce_rms": False} if multicast_is_off() and FLASHINFER not in os.environ else {}
 
 
 def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
