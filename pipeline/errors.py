@@ -53,6 +53,11 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 GPU", "2 GPUs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def message_of(error: BaseException, limit: int = 300) -> str:
     """Return an error's class and text for a message: one line, cut at `limit`."""
     text = " ".join(f"{type(error).__name__}: {error}".split())

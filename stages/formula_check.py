@@ -66,19 +66,32 @@ def _problem(
         return Problem(
             where=user_line(error) or line,
             what=f"{owner} raised {message_of(error)}",
-            why="the check ran the formula once, on two samples of two tokens",
-            fix="correct the formula; scored has the fields of stages.Scored" + _not_declared(formula, loss),
+            why="the check runs the formula on two samples, of two tokens and then of four",
+            fix="correct the formula; scored has the fields of stages.Scored"
+            + _not_declared(formula, loss)
+            + _not_widened(formula, error),
         )
     return None
 
 
 def _not_declared(formula: Callable[..., Formula], loss: PolicyLoss) -> str:
     """Say so if a formula uses the frozen model's logprobs, and the loss does not read them."""
-    code = getattr(inspect.unwrap(getattr(formula, "__func__", formula)), "__code__", None)
-    names = code.co_names if code else ()
-    if "ref_logprobs_NT" not in names or loss.needs_reference:
+    if "ref_logprobs_NT" not in _names(formula) or loss.needs_reference:
         return ""
     return ", and ref_logprobs_NT is None unless the class has reads = (REF_LOGPROBS,), from stages.vocabulary"
+
+
+def _names(formula: Callable[..., Formula]) -> tuple[str, ...]:
+    """The attributes and global names that a formula uses."""
+    code = getattr(inspect.unwrap(getattr(formula, "__func__", formula)), "__code__", None)
+    return code.co_names if code else ()
+
+
+def _not_widened(formula: Callable[..., Formula], error: BaseException) -> str:
+    """Say how to use a value per sample, if shapes do not match in a formula that has one."""
+    if "advantage_N" in _names(formula) and "size of tensor" in str(error):
+        return ", and scored.advantage_N[:, None] has the shape [N, 1]"
+    return ""
 
 
 def _try_weights(loss: PolicyLoss) -> None:

@@ -98,6 +98,18 @@ class PrevLogprobs(_Logprobs):
     name = "prev_logprobs"
     writes = (PREV_LOGPROBS,)
 
+    def check(self, graph: Graph) -> Iterable[Problem]:
+        """Also check that it is the trained model."""
+        yield from super().check(graph)
+        trained = [stage.updates for stage in graph.stages if stage.updates and stage.updates.trainable]
+        if trained and self.model not in trained:
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} scores with {_called(self.model)}; {_called(trained[0])} is trained",
+                why="the loss divides the probabilities of the trained model, after and before the update",
+                fix="give PrevLogprobs and Train the same model",
+            )
+
 
 @dataclass(frozen=True)
 class RefLogprobs(_Logprobs):
@@ -122,6 +134,10 @@ class RefLogprobs(_Logprobs):
                 why="the reference does not change during training",
                 fix="RefLogprobs(model.frozen(), ...)",
             )
+
+
+def _called(model: Model) -> str:
+    return repr(model.source) if model.trainable else f"a frozen copy of {model.source!r}"
 
 
 def sharding(

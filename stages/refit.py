@@ -19,7 +19,7 @@ from ops.refit.transports import TRANSPORTS, Transport, is_taken, missing, wrong
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.calls import required
 from pipeline.declare.task import Rendezvous
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, counted, shown
 from stages.backends import Route, asked, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
@@ -90,7 +90,7 @@ class Refit(Stage):
         if (self.source.gpus > 0) != (self.target.gpus > 0):
             yield Problem(
                 where=str(self.location),
-                what=f"stage {self.name!r} goes from {self.source.gpus} GPUs to {self.target.gpus}",
+                what=f"stage {self.name!r} goes from {counted(self.source.gpus, 'GPU')} to {self.target.gpus}",
                 why="the torch backend has bfloat16 weights on GPUs and float32 weights on CPUs",
                 fix="gpus on both worker groups, or on neither",
             )

@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import is_number, is_whole
-from pipeline.errors import Problem, problems_of
+from pipeline.errors import Problem, counted, problems_of
 from stages.scoring import (
     LARGEST,
     AsyncCalls,
@@ -75,7 +75,7 @@ _EXAMPLE = "def brevity(response: str) -> float: return 1.0 / (1 + len(response)
 class Reward(Stage):
     """Computes the weighted sum of reward functions for each sample.
 
-    functions    functions that return a finite number
+    functions    functions that return a finite number; by position, or as a sequence by name
     weights      one per function; None means 1.0 each
     on           the worker group; None means the graph's host group
     name         the stage's name in the graph
@@ -93,15 +93,18 @@ class Reward(Stage):
     weights: tuple[float, ...] | None
     on: WorkerGroup | None
     name: str
-    calls: AsyncCalls
-    reads: Sequence[Field]
-    writes: Sequence[Field]
+    concurrency: int
+    timeout_s: float
+    retries: int
+    reads: Sequence[Field] = field(init=False)
+    writes: Sequence[Field] = field(init=False)
 
     per = "group"
 
     def __init__(
         self,
-        *functions: RewardFunction,
+        *function: RewardFunction,
+        functions: Sequence[RewardFunction] = (),
         weights: Sequence[float] | float | None = None,
         on: WorkerGroup | None = None,
         name: str = "reward",
@@ -109,19 +112,27 @@ class Reward(Stage):
         timeout_s: float = _CALLS.timeout_s,
         retries: int = _CALLS.retries,
     ) -> None:
-        parts = [_part(function) for function in functions] if len(functions) > 1 else []
-        reads = dict.fromkeys(made for function in functions for made in _reads(function))
+        every = (*function, *(functions if isinstance(functions, list | tuple) else (functions,)))
+        parts = [_part(each) for each in every] if len(every) > 1 else []
+        reads = dict.fromkeys(made for each in every for made in _reads(each))
         values = {
-            "functions": functions,
+            "functions": every,
             "weights": _weights(weights),
             "on": on,
             "name": name,
-            "calls": AsyncCalls(concurrency, timeout_s, retries),
+            "concurrency": concurrency,
+            "timeout_s": timeout_s,
+            "retries": retries,
             "reads": tuple(made for made in reads if made and not made.per_step),
             "writes": (REWARD, *dict.fromkeys(made for made in parts if made)),
         }
         for attribute, value in values.items():
             object.__setattr__(self, attribute, value)
+
+    @property
+    def calls(self) -> AsyncCalls:
+        """The limits of its async functions."""
+        return AsyncCalls(self.concurrency, self.timeout_s, self.retries)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check that functions can be called with fields, names differ, and weights fit."""
@@ -151,7 +162,7 @@ class Reward(Stage):
             yield _problem(where, f"weights={short(given)}", "weights are numbers, in the order of the functions", ones)
             return
         if len(given) != len(self.functions):
-            counts = f"{_count(len(given), 'weight')} for {_count(len(self.functions), 'function')}"
+            counts = f"{counted(len(given), 'weight')} for {counted(len(self.functions), 'function')}"
             yield _problem(where, counts, "each function has one weight, in the same order", ones)
         for weight in given:
             if not (isinstance(weight, int | float) and math.isfinite(weight)):
@@ -324,10 +335,6 @@ def _weights(given: Any) -> Any:
     if isinstance(given, int | float):
         return (given,)
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else given
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from pipeline.declare.columns import Column, Columns, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
 from pipeline.errors import Problem
 from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
+from stages.tasks import alphabet_problems
 from stages.vocabulary import (
     MESSAGES,
     PROMPT,
@@ -103,6 +104,7 @@ class Rollout(Stage):
         """Check the backend, the model and the sampling parameters."""
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
+        yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:

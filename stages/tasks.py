@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.declare.parameters import is_whole
+from pipeline.errors import Problem, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
+
+    from pipeline import Model
 
 LETTERS = {"reverse": "r", "sort": "s", "add": "a"}
 MAX_DIGITS = 6
@@ -106,3 +111,17 @@ def _permutation(seed: int, size: int) -> np.ndarray:
     from ops.random import permutation
 
     return permutation(seed, _SPLIT_STREAM, size)
+
+
+def alphabet_problems(source: Any, model: Model, where: str) -> Iterator[Problem]:
+    """Check that a model that is built from a config has a token for each character of a Generated task."""
+    alphabet = model.alphabet if model.config is not None else None
+    if not (isinstance(source, Generated) and isinstance(alphabet, str)) or alphabet in ("", "bytes"):
+        return
+    if lacks := [character for character in source.alphabet if character not in alphabet]:
+        yield Problem(
+            where=where,
+            what=f"model {model.source!r} has no token for {', '.join(map(repr, lacks))}",
+            why=f"prompts and answers of the task {source.task!r} consist of {shown(source.alphabet)}",
+            fix=f"Model(..., alphabet={source.alphabet!r})",
+        )

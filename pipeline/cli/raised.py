@@ -25,6 +25,7 @@ _WRONG_CALL = re.compile(
     r"(?P<wrong>missing(?: \d+ required \S+ arguments?: (?P<lacks>.+))?|takes|"
     r"got an unexpected keyword argument '(?P<given>\w+)')"
 )
+_ABSTRACT = re.compile(r"Can't instantiate abstract class (?P<name>\w+) .*abstract methods? (?P<lacks>.+)")
 _WRONG_NAME = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
 
 
@@ -54,6 +55,8 @@ def meant(error: BaseException, folders: Sequence[Path]) -> str | None:
             return "make a changed copy, with replace() of dataclasses"
         case TypeError() if last and (call := _WRONG_CALL.match(str(error))):
             return _call_fix(call, _called(last, call["name"]))
+        case TypeError() if wrong := _ABSTRACT.match(str(error)):
+            return f"define {wrong['lacks'].replace(chr(39), '')} in class {wrong['name']}"
         case AttributeError(name=str(name), obj=owner) if owner is not None:
             return _near(name, dir(owner))
         case NameError(name=str(name)) if last:
@@ -116,7 +119,12 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
         return None
     if not names:
         return f"{call['name']} takes no parameters: write {call['name']}()"
-    near = difflib.get_close_matches(call["given"] or "", names, n=1)
+    given = call["given"]
+    if isinstance(called, type) and given in {*vars(called), *inspect.get_annotations(called)} - {*names}:
+        return f"write @dataclass(frozen=True, kw_only=True) above class {called.__name__}, and give {given} a type"
+    if given in names:
+        return f"pass {given} by position: write {call['name']}(*{given})"
+    near = difflib.get_close_matches(given or "", names, n=1)
     many = len(names) != 1
     fix = f"the parameter{'s' * many} of {call['name']} {'are' if many else 'is'} {', '.join(names)}"
     if near:

@@ -12,7 +12,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.parameters import Rule, at_least, broken, number, one_of, truth
 from pipeline.declare.stage import Stage
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, counted, shown
 from pipeline.plan.names import group_name_problem
 
 
@@ -79,7 +79,7 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         parts = ", ".join(f"{group.name} {group.gpus}" for group in owners)
         yield Problem(
             where=str(graph.location),
-            what=f"the worker groups ask for {asked} GPUs ({parts}), {gpus} available",
+            what=f"the worker groups ask for {counted(asked, 'GPU')} ({parts}), {gpus} available",
             why="every group holds its GPUs for the whole run",
             fix="use fewer GPUs per group, or more machines",
         )
@@ -89,7 +89,7 @@ def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:
     """Yield what a group has that does not divide evenly, why it must, and a fix."""
     alike = "workers" if group.model_parallel == 1 else "data-parallel replicas"
     if group.gpus % group.workers:
-        what = f"{group.gpus} GPUs and {group.workers} workers"
+        what = f"{counted(group.gpus, 'GPU')} and {counted(group.workers, 'worker')}"
         yield what, "GPUs are divided evenly over the workers", f"gpus={group.workers} or a multiple"
     elif group.workers % group.model_parallel:
         kinds = ("tensor", group.tensor_parallel), ("context", group.context_parallel)
@@ -149,7 +149,7 @@ def _colocated(group: WorkerGroup, groups: Mapping[str, WorkerGroup], graph: Gra
         why = "one group owns the GPUs, the others share them"
         yield f"{name}, which itself is colocated", why, "name the group that owns the GPUs"
     elif group.gpus != other.gpus:
-        what = f"{name} and {group.gpus} GPUs; that group has {other.gpus}"
+        what = f"{name} and {counted(group.gpus, 'GPU')}; that group has {other.gpus}"
         yield what, "both use the same GPUs", f"gpus={other.gpus}"
     elif ahead:
         why = "groups that take turns on the same GPUs cannot run ahead"

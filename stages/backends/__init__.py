@@ -22,6 +22,7 @@ from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGrou
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
 from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask
+from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
 from stages.backends.interface import (
     PULL,
@@ -296,6 +297,8 @@ def model_problems(model: Model) -> Iterator[Problem]:
          "config={'model_type': 'qwen3', ...}"),
         ("alphabet", isinstance(model.alphabet, str | None), "an alphabet must be a string of characters, or 'bytes'",
          "alphabet='0123456789 ...'"),
+        ("seed", is_whole(model.seed, 0) and model.seed < 2**63, "seed must be a whole number from 0 to 2**63 - 1",
+         "seed=0"),
         ("warm_start", model.warm_start is None or callable(getattr(model.warm_start, "run", None)),
          "a warm start is a description with a method run(model, tokenizer, seed)",
          "warm_start=Supervised(task, steps=60)"),

@@ -11,7 +11,7 @@ import torch
 
 from ops.lots import lots
 from pipeline import StageError, WorkerGroup
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30
@@ -26,7 +26,7 @@ def claim(group: WorkerGroup) -> torch.device:
         raise StageError(
             Problem(
                 where=str(group.location),
-                what=f"worker group {group.name!r} needs {group.gpus} GPUs and torch sees none",
+                what=f"worker group {group.name!r} needs {counted(group.gpus, 'GPU')} and torch sees none",
                 why="a group with gpus above 0 computes on CUDA",
                 fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
             )

@@ -51,6 +51,11 @@ LOSSES = [
     loss("loss_is_a_class", "ClippedLoss"),
     loss("loss_parameter_of_another_library", "ClippedLoss(epsilon_high=0.28)"),
     loss("loss_parameter_without_its_name", "ClippedLoss((0.2, 0.28))"),
+    trained(
+        "loss_without_the_decorator",
+        "loss=Mine(scale=2.0), lr=1e-3",
+        top="from stages import PolicyLoss\n\n\nclass Mine(PolicyLoss):\n    scale = 1.0\n\n\n",
+    ),
     loss("k1_as_a_loss", "ClippedLoss(kl=0.1, kl_estimator='k1')", code=0, extra=REF),
     loss("k2_with_importance", "CispoLoss(kl=0.1, kl_estimator='k2', kl_importance=True)", code=0, extra=REF),
     loss("several_in_one_loss", "ClippedLoss(clip=0.2, kl=-1, aggregation='mean')"),

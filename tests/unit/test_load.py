@@ -162,10 +162,16 @@ def test_an_error_at_the_import_of_a_helper_does_so_too(tmp_path):
 
 MINE = """from dataclasses import dataclass
 
+from ops.refit.transports import Transport
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
     strength: float = 1.0
+
+
+class Half(Transport):
+    pass
 
 
 def weak():
@@ -184,6 +190,8 @@ def weak():
         ("mine_x.weak(3)", "weak takes no parameters: write weak()"),
         ("M().strenght", "did you mean strength?"),
         ("mine_x.Mien()", "did you mean Mine?"),
+        ("mine_x.Half()", "define receiver, sender in class Half"),
+        ("replace(Mixture(('a', 1)), parts=())", "pass parts by position: write Mixture(*parts)"),
         ("mad()", "did you mean made?"),
         ("setattr(M(), 'strength', 2)", "make a changed copy, with replace() of dataclasses"),
         ("__import__('mine_y')", "did you mean mine_x? Otherwise, install mine_y"),
@@ -194,7 +202,7 @@ def weak():
 )
 def test_a_mistyped_name_gets_the_one_that_was_meant_from_whatever_module(tmp_path, line, fix):
     (tmp_path / "mine_x.py").write_text(MINE)
-    top = "from dataclasses import replace\nimport mine_x\nfrom mine_x import Mine as M\n"
+    top = "from dataclasses import replace\nfrom stages import Mixture\nimport mine_x\nfrom mine_x import Mine as M\n"
     (problem,) = problems(tmp_path, f"{top}\ndef graph():\n    return {line}\n")
     assert problem.fix == fix
 

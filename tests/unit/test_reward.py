@@ -1,5 +1,6 @@
 """The reward stage: functions are called by field names, failures name the function, no failure becomes a zero."""
 
+import dataclasses
 import inspect
 import math
 import pickle
@@ -53,6 +54,16 @@ def test_one_function():
     assert out.columns["reward"].tolist() == [1, 0, 0, 0]
     assert out.columns["reward"].dtype == torch.float32
     assert out.metrics == {"exact_match": 0.25, "mean": 0.25, "std": pytest.approx(0.5**0.5 / 2)}
+
+
+def test_replace_makes_a_changed_copy():
+    stage = Reward(exact_match, digit_match, weights=(1, 0.5), concurrency=3)
+    copy = dataclasses.replace(stage, weights=(2, 2))
+    assert (copy.functions, copy.weights, copy.calls) == (stage.functions, (2.0, 2.0), stage.calls)
+    assert (copy.reads, copy.writes) == (stage.reads, stage.writes)
+    fewer = dataclasses.replace(stage, functions=[exact_match], weights=None)
+    assert fewer.functions == (exact_match,)
+    assert len(fewer.writes) == 1, "one function has no field of its own"
 
 
 def test_several_functions_are_weighted_and_kept_apart():

@@ -246,7 +246,7 @@ def test_one_optimizer_a_model() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_group_with_gpus_needs_cuda() -> None:
     group = WorkerGroup("learner", backend="torch", gpus=1)
-    with pytest.raises(StageError, match="needs 1 GPUs and torch sees none"):
+    with pytest.raises(StageError, match="needs 1 GPU and torch sees none"):
         engine(StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=None, shared={}))
 
 

@@ -445,7 +445,7 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
         ),
         (
             Refit(POLICY, source=WorkerGroup("a", backend="torch", gpus=1), target=SAMPLER),
-            "stage 'refit' goes from 1 GPUs to 0; the torch backend has bfloat16 weights on GPUs and float32 weights "
+            "stage 'refit' goes from 1 GPU to 0; the torch backend has bfloat16 weights on GPUs and float32 weights "
             "on CPUs. Fix: gpus on both worker groups, or on neither",
         ),
     ],

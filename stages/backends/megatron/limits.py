@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import WorkerGroup
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 from stages.backends import asked
 
 ENGINE = "transformer_engine"
@@ -17,7 +17,7 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
     if group.gpus > 0 and group.gpus != group.workers:
         yield Problem(
             where=where,
-            what=f"{has} has {group.gpus} GPUs for {group.workers} workers",
+            what=f"{has} has {counted(group.gpus, 'GPU')} for {counted(group.workers, 'worker')}",
             why="each Megatron-core rank needs a GPU of its own",
             fix=f"gpus={group.workers}, or workers={group.gpus}",
         )

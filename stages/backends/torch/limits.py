@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import WorkerGroup
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
@@ -34,7 +34,7 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
     if group.gpus > group.workers:
         yield Problem(
             where=where,
-            what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
+            what=f"worker group {group.name!r} has {counted(group.gpus, 'GPU')} for {counted(group.workers, 'worker')}",
             why=f"a worker of the backend {group.backend!r} computes on one GPU",
             fix=f"gpus={group.workers}",
         )

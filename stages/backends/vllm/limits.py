@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import WorkerGroup
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
@@ -40,7 +40,7 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
     if group.gpus not in (0, group.workers):
         yield Problem(
             where=where,
-            what=f"worker group {group.name!r} has {group.gpus} GPUs for {group.workers} workers",
+            what=f"worker group {group.name!r} has {counted(group.gpus, 'GPU')} for {counted(group.workers, 'worker')}",
             why=f"each worker of the backend {group.backend!r} has one GPU, or none has",
             fix=f"gpus={group.workers}, or gpus=0 with the CPU build of vLLM",
         )
