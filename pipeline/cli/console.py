@@ -112,11 +112,13 @@ def _partitions(plan: Plan) -> Table:
 
 def _peak(plan: Plan) -> str:
     """Say how many bytes the data plane holds at most."""
-    known = plan.capacity * sum(partition.most_bytes for partition in plan.partitions)
+    per_group, limit = sum(partition.most_bytes for partition in plan.partitions), plan.capacity_bytes
+    fit = max(plan.batch, limit // per_group) if limit and per_group else plan.capacity
+    groups = min(plan.capacity, fit)
     unknown = [field for partition in plan.partitions for field in partition.unknown]
     more = f", and {', '.join(unknown)}" if unknown else ""
-    limit = f"; capacity_bytes is {_bytes(plan.capacity_bytes)}" if plan.capacity_bytes else ""
-    return f"At most {plan.capacity} groups are in flight: {_bytes(known)}{more}{limit}."
+    said = f"; capacity_bytes is {_bytes(limit)}" if limit else ""
+    return f"At most {groups} groups are in flight: {_bytes(groups * per_group)}{more}{said}."
 
 
 def _bytes(size: int) -> str:

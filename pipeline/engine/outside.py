@@ -30,6 +30,7 @@ class Outside:
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
         self._plan, self._handles, self._executor = plan, handles, executor
         self._ragged = {edge.field: edge.ragged for edge in plan.edges}
+        self._sizes = {edge.field: edge.bytes_per_sample for edge in plan.edges}  # a text counts 0
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
 
@@ -81,11 +82,12 @@ class Outside:
             fields=(field,),
             groups=whole,
             samples=len(present),
-            size_bytes=0,
+            size_bytes=self._sizes[field] * len(present),
             start_s=now_s,
             end_s=now_s,
         )
-        return Notice(Landed(step, whole, (field,)), put)
+        group_bytes = self._sizes[field] * self._plan.group_size
+        return Notice(Landed(step, whole, (field,), group_bytes=(group_bytes,) if group_bytes else ()), put)
 
     def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
         if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from benchmarks.refit_matrix import (
     WARM,
@@ -22,8 +22,8 @@ from benchmarks.refit_matrix import (
 from ops.refit.share import digest_of
 from pipeline.record import trace
 from pipeline.rundir import RunDir
+from stages.backends.model.experts import of_expert
 from stages.backends.model.folder import model_folder
-from stages.backends.model.places import placed
 from tests.optional import need
 from tests.shares import shares_of
 
@@ -83,18 +83,31 @@ def test_new_weights_are_ready_once_the_first_sampler_holds_them(
     assert ready_ms(RunDir(tmp_path)) == pytest.approx([250.0])
 
 
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's folder, with the experts of a layer stacked."""
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    stacked: dict[str, dict[int, torch.Tensor]] = {}
+    for name in [name for name in held if of_expert(name)[1] is not None]:
+        fused, expert = of_expert(name)
+        stacked.setdefault(fused, {})[expert or 0] = held.pop(name)
+    return held | {name: torch.stack([found[i] for i in range(len(found))]) for name, found in stacked.items()}
+
+
 @pytest.mark.timeout(600)
-def test_a_mapping_between_real_engines_delivers_the_trained_bytes(tmp_path: Path, ray_session: Any) -> None:
+@pytest.mark.parametrize("arrow", ["PP2 -> TP2", "TP2 -> DP2", "EP2 -> TP2"])
+def test_a_mapping_between_real_engines_delivers_the_trained_bytes(
+    arrow: str, tmp_path: Path, ray_session: Any
+) -> None:
     need("vllm", "vllm")
     need("megatron", "megatron.core")
-    mapping, steps = Mapping.of("PP2 -> TP2"), WARM + 1
+    mapping, steps = Mapping.of(arrow), WARM + 1
     options = parsed(["--steps", str(steps)])
     policy = policy_of(mapping, options, tmp_path)
     run_dir = run(described(mapping, "auto", policy, options), tmp_path / "run")
     row = measured(run_dir)
     folder = model_folder(policy, run_dir.path)
-    weights = placed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))[2]
-    assert row["published"][0] == digest_of(shares_of(weights)), "what the loader of transformers reads"
+    weights = weights_in(folder)
+    assert row["published"][0] == digest_of(shares_of(weights)), "what the model's folder holds"
     assert len(set(row["published"])) == steps + 1
     assert row["path"] == "pull" and row["loader MB"] == 0 and row["lookups"] == 0
     assert row["bulk MB"] > sum(tensor.nbytes for tensor in weights.values()) / 1e6

@@ -1,5 +1,7 @@
 """Console output: problems, the plan, progress and the summary, at a fixed width."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.cli.console import Progress, drawing, print_plan, print_problems, print_summary
@@ -56,6 +58,20 @@ train waits for logprobs of the same step: the weights must not change while it 
 train waits for refit of the previous step: the weights must not change while sent
 refit waits for evaluate of the previous step: uses the weights served so far
 """
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (10**6, "At most 8 groups are in flight: 64 B, and prompt, response, logprobs; capacity_bytes is 976.6 KiB."),
+        (48, "At most 6 groups are in flight: 48 B, and prompt, response, logprobs; capacity_bytes is 48 B."),
+        (8, "At most 4 groups are in flight: 32 B, and prompt, response, logprobs; capacity_bytes is 8 B."),  # a batch
+    ],
+)
+def test_a_limit_of_bytes_lowers_the_number_of_groups(limit, said, capsys):
+    graph = toy.graph()
+    print_plan(plan(replace(graph, schedule=replace(graph.schedule, capacity_bytes=limit)))[0])
+    assert said in lines(capsys.readouterr().out)
 
 
 def made(**changes):

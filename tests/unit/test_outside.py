@@ -39,19 +39,22 @@ def test_only_what_is_there_is_taken() -> None:
     scheduler.begin()
     outside = Outside(planned, handles, Held(plane))
 
-    def asked() -> list[tuple[tuple[int, ...], int]]:
+    def asked() -> list[tuple[tuple[int, ...], int, int, tuple[int, ...]]]:
         outside._asked_s = float("-inf")  # make a check due now
         found = outside.came(scheduler)
         for notice in found:
             scheduler.handle(notice.event)
-        return [(notice.event.groups, notice.written.samples) for notice in found]
+        return [
+            (notice.event.groups, notice.written.samples, notice.written.size_bytes, notice.event.group_bytes)
+            for notice in found
+        ]
 
     assert asked() == [] and not len(handles)
     plane.write_outside("small", "00000001.0", {"score": torch.tensor([3.0, 4.0])})
     plane.write_outside("small", "00000002.0", {"score": torch.tensor([5.0])})  # one of its two samples
-    assert asked() == [((1,), 2)] and asked() == []
+    assert asked() == [((1,), 2, 2 * 4, (8,))] and asked() == []
     assert scores(handles.handle((1,), ["score"]), plane) == [3.0, 4.0]
     assert scheduler.absent(0, "score") == [0, 2]
     plane.write_outside("small", "00000002.0", {"score": torch.tensor([5.0, 6.0])})
-    assert asked() == [((2,), 2)]
+    assert asked() == [((2,), 2, 2 * 4, (8,))]
     assert scores(handles.handle((1, 2), ["score"]), plane) == [3.0, 4.0, 5.0, 6.0]
