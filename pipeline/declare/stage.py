@@ -52,7 +52,7 @@ class Stage:
     name        of the stage in this graph; the class's name in lower case unless given
     reads       fields that it reads, all of the same step
     writes      fields that it writes; no other stage writes them
-    reads_back  fields of an *earlier* step that it waits for (rollout: the served weights)
+    reads_back  weights of an *earlier* step that it waits for (rollout: the served weights)
     per         what it can start on: each sample, each group, or only the whole batch
     uses        models whose weights it reads
     updates     the model whose weights it changes, if any

@@ -126,6 +126,13 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     fix=_way_to(field, stage, writers),
                 )
                 continue
+            if field in stage.reads_back and not field.per_step:
+                yield Problem(
+                    where=str(stage.location),
+                    what=f"stage {stage.name!r} has {field.name!r} in reads_back",
+                    why="samples of an earlier step are no longer there; reads_back is for weights",
+                    fix=f"move {field.name!r} to reads",
+                )
             by, written = writers[field.name][0]
             if not written.agrees_with(field):
                 yield Problem(

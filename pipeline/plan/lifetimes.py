@@ -53,7 +53,7 @@ def _readers(stages: Sequence[Stage], fields: Iterable[str]) -> Readers:
     their readers stand in for it."""
     direct: Readers = {field: set() for field in fields}
     for stage in stages:
-        for read in (*stage.reads, *stage.reads_back):
+        for read in stage.reads:
             direct.setdefault(read.name, set()).add(stage.name)
     outside = {stage.name: stage for stage in stages if stage.shape == "external"}
     return {field: _inside(direct[field], direct, outside) for field in fields}

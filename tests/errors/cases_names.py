@@ -18,6 +18,10 @@ CASES = [
     defined("stage_writes_a_field_and_no_tuple", "    name = 'mine'\n    writes = (Field('x', dtype='str'))"),
     defined("stage_writes_none", "    name = 'mine'\n    writes = None"),
     stage("stage_named_step", "'step'"),
+    defined(
+        "stage_reads_back_a_sample",
+        "    name = 'mine'\n    reads_back = (Field('response', dtype='str'),)\n    setup = lambda *_: dict",
+    ),
     stage("stage_named_time", "'time'"),
     stage("stage_named_stored", "'stored'"),
     stage("stage_named_dropped", "'dropped'"),

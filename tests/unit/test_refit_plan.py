@@ -55,6 +55,13 @@ def test_replicas_send_alike_up_to_a_segment(senders: int, receivers: int, rows:
     assert plan.sent.max() - plan.sent.min() <= segment
 
 
+def test_a_rank_that_alone_has_a_tensor_sends_less_of_the_others() -> None:
+    tensors = {"own": Tensor((16,), "float32"), "both": Tensor((64,), "float32")}
+    own, both = (dense(name, whole(tensor.shape), 4, name) for name, tensor in tensors.items())
+    plan = build(Layout(tensors, [[own, both], [both]]), Layout(tensors, [[own, both]] * 3), segment_bytes=64)
+    assert plan.sent.sum() == 3 * (64 + 256) and plan.sent.max() - plan.sent.min() <= 64  # a segment
+
+
 def test_a_digest_tells_plans_apart() -> None:
     tensors = {"w": Tensor((8, 4), "bfloat16")}
     halves = Layout(tensors, [[dense("w", ((0, 4), (0, 4)), 2, "w")], [dense("w", ((4, 8), (0, 4)), 2, "w")]])
