@@ -11,6 +11,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -102,6 +103,27 @@ def user_line(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+def mistaken_import(error: BaseException) -> Problem | None:
+    """Return the problem of a user's file that raised, if a package imported it in place of one that is not installed.
+
+    torch, for example, imports a file triton.py in the working directory if the package triton is missing.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen importlib")]
+    for by, frame in pairwise(frames):
+        path = Path(frame.filename)
+        name = path.parent.name if path.stem == "__init__" else path.stem
+        asked = re.search(rf"\b(?:import|from) +{re.escape(name)}\b", by.line or "")
+        if asked and frame.name == "<module>" and is_user_file(frame.filename) and not is_user_file(by.filename):
+            return Problem(
+                where=f"{frame.filename}:{frame.lineno}",
+                what=f"{message_of(error)}, when {by.filename} imported it as the package {name!r}",
+                why=f"no package {name!r} is installed, so Python found this file",
+                fix=f"rename {path.parent if path.stem == '__init__' else path}",
+            )
+    before = error.__cause__ or error.__context__
+    return mistaken_import(before) if before else None
+
+
 def is_users(error: BaseException) -> bool:
     """Return whether an exception comes from user code: any Exception, and sys.exit(), unless a signal handler of this
     process or of Ray raised it."""
@@ -139,6 +161,8 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str, log: 
             for problem in error.problems
         )
         return type(error)(*placed)
+    if problem := mistaken_import(error):
+        return StageError(problem)
     own = user_line(error)
     return StageError(
         Problem(

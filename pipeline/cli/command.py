@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
-from pipeline.errors import GraphError, Problem, SluiceError, shown
+from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.precedence import SCRIPT
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -35,6 +35,11 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
     except SluiceError as error:
         console.print_problems(error.problems)
         return error.exit_code
+    except Exception as error:
+        if (problem := mistaken_import(error)) is None:
+            raise
+        console.print_problems([problem])
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

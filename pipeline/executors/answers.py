@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from pipeline.errors import Problem, SluiceError, StageError, WorkerLost
+from pipeline.errors import Problem, SluiceError, StageError, WorkerLost, is_user_file
 from pipeline.executors.heartbeat import dead
 
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
 START_DEADLINE_S = 300.0  # to place and set up all workers, model loading included
 
 
@@ -55,3 +57,18 @@ def one_line(error: Exception) -> str:
     """Return the first informative line; Ray's messages can be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
     return lines[0] if lines else type(error).__name__
+
+
+def not_started(what: str, error: RayActorError) -> StageError:
+    """Return the error for an actor that Ray could not create: at the last line of the user's in Ray's text, if any."""
+    text = str(error)
+    own = [(file, line) for file, line in _FRAME.findall(text) if is_user_file(file)]
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "")
+    return StageError(
+        Problem(
+            where=":".join(own[-1]) if own else "Ray",
+            what=f"{what} does not start: {last}",
+            why=f"its process imports {own[-1][0]}" if own else "the run keeps its columns there",
+            fix="rename that file, or correct it" if own else "check the logs of Ray",
+        )
+    )

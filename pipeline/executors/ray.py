@@ -38,7 +38,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
-from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, one_line
+from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.meetings import Meetings
@@ -266,13 +266,14 @@ class RayExecutor:
             TransferQueuePlane.create, trusted_network=self._trusted_network, storage_units=units.count,
             storage_resource=units.resource,
         )  # fmt: skip
-        for _ in range(PLANE_ATTEMPTS - 1):
+        for _ in range(PLANE_ATTEMPTS):
             try:
                 return create()
-            except RayActorError:
+            except RayActorError as error:
+                cause = error
                 TransferQueuePlane.forget()
                 time.sleep(1.0)
-        return create()
+        raise not_started("TransferQueue", cause) from cause
 
     def _is_near(self, transfer: PlannedStage) -> bool:
         """Return whether all workers of both sides are on one machine."""

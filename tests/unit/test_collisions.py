@@ -2,12 +2,14 @@
 
 Runs real commands in a process of their own, from the user's folder."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,7 @@ import pytest
 
 from pipeline import precedence
 from pipeline.__main__ import COMMANDS, main
+from pipeline.errors import mistaken_import, user_error
 from tests.doors import forgotten
 from tests.errors.harness import REPOSITORY, live_text
 from tests.errors.harness import command as called
@@ -151,6 +154,24 @@ def test_a_run_where_files_are_named_like_modules_of_pythons_and_of_torchs(tmp_p
     )
     assert (code, stderr) == (0, "")
     assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
+def test_a_file_that_torch_takes_for_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text("\nraise OSError('no disk')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    looks = importlib.import_module("torch.utils._triton").has_triton_package
+    looks.cache_clear()
+    with pytest.raises(OSError, match="no disk") as found:
+        looks()
+    wrapped = ModuleNotFoundError("Could not import module 'PreTrainedModel'.")
+    wrapped.__cause__ = found.value
+    stage = user_error(wrapped, stage="rollout", where="graph.py:3", when="setup failed").problems
+    assert [mistaken_import(found.value)] == list(stage)
+    assert (stage[0].where, stage[0].fix) == (f"{tmp_path}/triton.py:2", f"rename {tmp_path}/triton.py")
+    assert stage[0].what.startswith("OSError: no disk, when ")
+    assert stage[0].what.endswith("/torch/utils/_triton.py imported it as the package 'triton'")
+    assert mistaken_import(ValueError()) is None
 
 
 def test_what_lies_beside_the_graph_and_in_the_working_directory_is_reachable(tmp_path):

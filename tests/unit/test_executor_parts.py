@@ -1,5 +1,6 @@
 """How a task is split over the ranks of a worker group, and how their reports are merged into one result."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import RayActorError
 
 from graphs.quickstart import graph
 from pipeline.data_plane.memory import MemoryPlane
@@ -19,6 +21,7 @@ from pipeline.declare.task import Task
 from pipeline.engine.handles import HandleTable
 from pipeline.errors import Problem, StageError
 from pipeline.executors import merged, shards
+from pipeline.executors.answers import not_started
 from pipeline.executors.worker import SHARD, TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -217,3 +220,23 @@ def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -
     assert late is not None
     plane.clear(late)
     assert plane.row_count("g") == 1
+
+
+class DiedError(RayActorError):
+    """An error with Ray's text of an actor that failed while it was created."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def __str__(self) -> str:
+        frames = f'  File "{Path(torch.__file__)}", line 9, in f\n  File "{self.file}", line 3, in <module>\n'
+        return f"The actor died because of an error raised in its creation task, \n{frames}OSError: no disk\n\n"
+
+
+def test_an_actor_that_is_not_created_names_the_users_file() -> None:
+    (own,) = not_started("TransferQueue", DiedError("/home/me/triton.py")).problems
+    (ray,) = not_started("TransferQueue", DiedError(torch.__file__)).problems
+    assert (own.where, ray.where) == ("/home/me/triton.py:3", "Ray")
+    assert own.what == ray.what == "TransferQueue does not start: OSError: no disk"
+    assert "rename" in own.fix and "rename" not in ray.fix
