@@ -173,14 +173,16 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str, log: 
             if own
             else f"see the traceback in {log}"
             if log
-            else "see its traceback",
+            else "see its traceback above",
         )
     )
 
 
 def is_user_file(file: str) -> bool:
     """Return whether a source file belongs to the user: not to Python, an installed package, or Sluice's own code."""
-    return not file.startswith("<") and not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
+    path = Path(file).resolve()
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return not file.startswith("<") and not installed and not str(path).startswith(_NOT_THE_USERS)
 
 
 class GraphError(SluiceError):

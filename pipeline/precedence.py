@@ -77,6 +77,7 @@ def hides_installed(folders: Iterable[Path]) -> Path | None:
     """Return a module or package in these folders that replaces an installed package without `__init__.py`, such as
     `google`, wherever the folders are on `sys.path`; None if there is none."""
     installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    installed |= {Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")}
     for folder in folders:
         theirs = {path.parent.name: path.parent for path in folder.glob("*/__init__.py")}
         theirs |= {path.stem: path for path in folder.glob("*.py")}

@@ -77,7 +77,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no graph file is named",
                 why="a run starts from a graph file",
-                fix=" ".join([*typed("pipeline.run"), "graphs/quickstart.py, or one of --list"]),
+                fix=f"choose a recipe: {' '.join(typed('pipeline.run'))} --list",
             )
         )
     file = load(Path(named))
@@ -93,7 +93,7 @@ def _main(argv: list[str]) -> int:
     graph = file.build({name: value for name, value in values.items() if name in defaults})
     planned, warnings = plan(graph, gpus=options.gpus)
     console.print_problems(warnings)
-    if problems := tuple(executor_problems(options, graph)):
+    if problems := tuple(executor_problems(options, graph, file.module)):
         raise GraphError(*problems)
     if options.check:
         print(f"{file.path}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
@@ -203,7 +203,7 @@ def _run(asked: _Asked, started_s: float) -> int:
             return code
     resume = _resume_command(asked, run_dir)
     commands = [
-        ("inspect", f"head {run_dir.metrics} {run_dir.samples(planned.steps - 1)}"),
+        ("inspect", shlex.join(["head", str(run_dir.metrics), str(run_dir.samples(planned.steps - 1))])),
         ("view", shlex.join([*typed("pipeline.view"), str(run_dir.path)])),
         ("continue", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
     ]
@@ -295,7 +295,8 @@ def _executor(asked: _Asked) -> Any:
         from pipeline.executors.local import LocalExecutor
 
         return LocalExecutor()
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     return RayExecutor(
         address=options.address,

@@ -17,7 +17,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken
 from pipeline.errors import Problem, shown
-from stages.backends import Sampling, backend_problems, engine, model_problems
+from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
@@ -164,6 +164,8 @@ class Evaluate(Stage):
             for start in range(0, len(pairs), step):
                 prompt_ids = backend.encode(self.model, asked[start : start + step], chat=self.chat)
                 made = backend.generate(self.model, prompt_ids, sampling, None)
+                if not isinstance(made, Generation):
+                    raise TypeError(f"the backend's generate() returned {shown(made)}; it returns a Generation")
                 texts += backend.decode(self.model, made.response_ids)
                 lengths += made.response_ids.lengths
                 truncated += int(made.truncated.sum())

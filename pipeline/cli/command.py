@@ -35,17 +35,17 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
     except SluiceError as error:
         console.print_problems(error.problems)
         return error.exit_code
-    except Exception as error:
-        if (problem := mistaken_import(error)) is None:
-            raise
-        console.print_problems([problem])
-        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
         return 141
+    except Exception as error:
+        if (problem := mistaken_import(error)) is None:
+            raise
+        console.print_problems([problem])
+        return 2
 
 
 def whole(text: str) -> int:

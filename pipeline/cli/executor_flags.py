@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from types import ModuleType
 
 from pipeline.cli.command import one_of
 from pipeline.declare.graph import Graph
 from pipeline.errors import Problem
+from pipeline.executors.sent import sent_problems, user_modules
 from pipeline.executors.storage import PER_NODE
 from pipeline.plan.group_checks import one_process_problems
 from pipeline.plan.planner import worker_groups
@@ -31,15 +33,21 @@ def storage_units(text: str) -> int | str:
     return text if text == PER_NODE else int(text)
 
 
-def executor_problems(options: argparse.Namespace, graph: Graph) -> Iterator[Problem]:
-    """Yield why the local executor cannot run the graph, or does not have the flags."""
+def executor_problems(options: argparse.Namespace, graph: Graph, module: ModuleType) -> Iterator[Problem]:
+    """Yield why the executor cannot run the graph of this module, or does not have the flags."""
     if options.executor != "local":
+        yield from sent_problems(graph, user_modules(module))
         return
     yield from one_process_problems(worker_groups(graph.all_stages(), graph.host))
-    if options.storage_units != 1:
-        yield Problem(
-            where=f"--storage-units {options.storage_units}",
-            what="--executor local has no storage units",
-            why="it keeps the columns in its own process",
-            fix="--executor ray, or leave out --storage-units",
-        )
+    for flag, value in (
+        ("--storage-units", options.storage_units != 1 and options.storage_units),
+        ("--address", options.address),
+        ("--trusted-network", options.trusted_network and " "),
+    ):
+        if value:
+            yield Problem(
+                where=f"{flag} {value}".strip(),
+                what=f"--executor local has no {flag}",
+                why="it runs everything, and keeps the columns, in its own process",
+                fix=f"--executor ray, or leave out {flag}",
+            )

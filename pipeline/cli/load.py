@@ -18,7 +18,7 @@ from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem, SluiceError, message_of
-from pipeline.precedence import hidden, search_last
+from pipeline.precedence import hidden, search_last, typed
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,18 @@ def load(path: Path) -> GraphFile:
 
 
 def _no_file(path: Path) -> Problem:
-    beside = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(str(path), beside, n=1)
+    folder = path if path.is_dir() else path.parent
+    beside = sorted(str(p) for p in folder.glob("*.py")) if folder.is_dir() else []
+    near = [name for name in beside if name == f"{path}.py"] or difflib.get_close_matches(str(path), beside, n=1)
     return Problem(
         where=str(path),
         what="this is a folder" if path.is_dir() else "there is no such file",
         why="a run starts from a graph file",
-        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(beside[:5] or ['graphs/quickstart.py'])}",
+        fix=f"did you mean {near[0]}?"
+        if near
+        else f"one of {', '.join(beside[:5])}"
+        if beside
+        else f"choose a recipe: {' '.join(typed('pipeline.run'))} --list",
     )
 
 
@@ -126,13 +131,18 @@ def _import_problem(error: BaseException, path: Path, folders: Sequence[Path]) -
     if theirs := hidden(name, folders):
         return rename(where, name, theirs)
     what = f"{type(error).__name__}: {error}"
+    fix = meant(error, folders) or "correct that line"
     if isinstance(error, SyntaxError):
-        where, what = f"{error.filename}:{error.lineno}", f"{type(error).__name__}: {error.msg}"
+        what = f"{type(error).__name__}: {error.msg}"
+        if error.filename is None:  # a NUL byte
+            fix = "save it as UTF-8"
+        else:
+            where = f"{error.filename}:{error.lineno}"
     return Problem(
         where=where,
         what=f"the graph file does not import: {what}",
         why="the file is imported before the graph is built" + _through(graph_line, "imports"),
-        fix=meant(error, folders) or "correct that line",
+        fix=fix,
     )
 
 

@@ -79,6 +79,8 @@ def _module_fix(name: str, folders: Sequence[Path]) -> str | None:
     package, _, last = name.rpartition(".")
     searched = getattr(sys.modules.get(package), "__path__", []) if package else map(str, folders)
     known = [module.name for module in pkgutil.iter_modules(searched)] + [*PACKAGES] * (not package)
+    if name.partition(".")[0] == "sluice":
+        return "write pipeline: Sluice's packages are pipeline, stages, ops and graphs"
     near = _near(last, known, f"{package}." if package else "")
     if package:
         return near
@@ -114,7 +116,7 @@ def _value(expression: ast.expr, names: dict[str, Any]) -> Any:
 def _call_fix(call: re.Match[str], called: Any) -> str | None:
     """Return a fix that lists the parameters of a wrongly called function; None if they are unknown."""
     try:
-        names = [name for name in inspect.signature(called).parameters if name != "location"]
+        names = [*inspect.signature(called).parameters]
     except (TypeError, ValueError):  # not found, or written in C
         return None
     if not names:
@@ -122,9 +124,9 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
     given = call["given"]
     if isinstance(called, type) and given in {*vars(called), *inspect.get_annotations(called)} - {*names}:
         return f"write @dataclass(frozen=True, kw_only=True) above class {called.__name__}, and give {given} a type"
-    if given in names:
+    if given in names and f"{given}s" not in names:
         return f"pass {given} by position: write {call['name']}(*{given})"
-    near = difflib.get_close_matches(given or "", names, n=1)
+    near = difflib.get_close_matches(given or "", [name for name in names if name != given], n=1)
     many = len(names) != 1
     fix = f"the parameter{'s' * many} of {call['name']} {'are' if many else 'is'} {', '.join(names)}"
     if near:

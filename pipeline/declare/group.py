@@ -32,9 +32,9 @@ def caller(depth: int) -> Location:
 
 @dataclass(frozen=True)
 class _Located:
-    """Remembers the line that created it. `dataclasses.replace` keeps that line, so a copy points at the original."""
+    """Remembers the line that created it; a copy, the line with `dataclasses.replace`."""
 
-    location: Location = field(default_factory=lambda: caller(2), kw_only=True, repr=False, compare=False)
+    location: Location = field(default_factory=lambda: caller(2), init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class Model(_Located):
 
     def frozen(self) -> Model:
         """Return the model as it is before training, never updated."""
-        return replace(self, trainable=False)
+        frozen = replace(self, trainable=False)
+        object.__setattr__(frozen, "location", self.location)
+        return frozen
 
     def __hash__(self) -> int:
         return hash((self.source, self.trainable, self.seed))

@@ -43,12 +43,13 @@ from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
+from pipeline.executors.sent import user_folders
 from pipeline.executors.storage import Units, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
-from pipeline.precedence import HOME, PACKAGES, worker_hook
+from pipeline.precedence import worker_hook
 from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # worker restarts per group and run
@@ -505,26 +506,3 @@ class _Running:
             result.metrics = other.metrics | result.metrics
             result.error = result.error or other.error
         return result
-
-
-def user_modules(graph_module: ModuleType) -> list[ModuleType]:
-    """Return the graph's module, and those loaded from below its folder or from the working directory, unless they are
-    part of an installed package."""
-    folder = Path(graph_module.__file__ or ".").resolve().parent
-    found = [graph_module]
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if module is graph_module or not path or name.partition(".")[0] in PACKAGES or name == "__main__":
-            continue
-        resolved = Path(path).resolve()
-        above = resolved.parents[name.count(".") + (resolved.name == "__init__.py") :]
-        beside = Path.cwd() != HOME and above[:1] == (Path.cwd(),)
-        if (resolved.is_relative_to(folder) or beside) and "site-packages" not in resolved.parts:
-            found.append(module)
-    return found
-
-
-def user_folders(modules: Sequence[ModuleType]) -> list[Path]:
-    """Return the folders in which the driver finds the user's modules: the graph's, then the working directory."""
-    graph = Path(modules[0].__file__ or ".").resolve().parent if modules else Path.cwd()
-    return list(dict.fromkeys((graph, Path.cwd())))

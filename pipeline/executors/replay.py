@@ -9,6 +9,7 @@ import asyncio
 import os
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
     try:
         return _run(stage, stage.setup(context), task, columns)
     except Exception as error:
+        traceback.print_exception(error)
         when = f"failed again at step {task.step + 1}"
         raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
 

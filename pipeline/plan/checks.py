@@ -35,6 +35,7 @@ _RULES = (
     ),
     at_least("every", 1, why="the stage runs at every n-th step, n >= 1"),
 )
+_ANNOTATIONS = {"str": "str", "float32": "float", "int64": "int", "bool": "bool"}  # of a reward's parameters
 
 
 def all_checks(graph: Graph, stages: Sequence[Stage], *, gpus: int | None) -> Iterator[Problem]:
@@ -140,7 +141,7 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                     what=f"stage {stage.name!r} reads {field.name!r} as {_type(field)}, "
                     f"{by.name!r} writes {_type(written)}",
                     why="reader and writer must declare the same dtype, dims and unit",
-                    fix=f"declare it as {_type(written)} in {stage.name!r}",
+                    fix=_declared_as(field, written, stage),
                 )
     read |= {stage.gate.field.name for stage in stages if stage.gate}  # stages wait for it
     for name, pairs in writers.items():
@@ -297,4 +298,14 @@ def _names(items: Iterable) -> str:
 
 
 def _type(field: Field) -> str:
-    return f"{field.dtype} [{field.dims or 'a step'}] in {field.unit!r}"
+    return f"{field.dtype} [{field.dims or 'a step'}]{'' if field.unit == '1' else f' in {field.unit!r}'}"
+
+
+def _declared_as(field: Field, written: Field, stage: Stage) -> str:
+    """Return the fix for a field that `stage` reads as another type than the one written."""
+    fix = f"declare it as {_type(written)} in {stage.name!r}"
+    if field.dims == written.dims == "N" and written.dtype in _ANNOTATIONS:
+        fix += f"; for a function's parameter, write {field.name}: {_ANNOTATIONS[written.dtype]}"
+    if written.dtype == "str" and field.dims == "N":
+        fix += f"; if it is a column of numbers, Prompts(..., extra=(Field({field.name!r}, dtype={field.dtype!r}),))"
+    return fix

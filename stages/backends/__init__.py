@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -193,13 +194,18 @@ def backend_problems(
             fix=f"on=WorkerGroup(..., backend={models[0]!r})",
         )
         return
-    where, has = str(group.location), f"worker group {group.name!r} has the backend {group.backend!r}"
+    where, has = str(group.location), f"worker group {group.name!r} has the backend {shown(group.backend)}"
     backend = group.description
     if backend is None:
         near = difflib.get_close_matches(str(group.backend), BACKENDS, n=1)
         known = ", ".join(repr(name) for name in BACKENDS)
         fix = f"did you mean {near[0]!r}?" if near else f"one of {known}, or a Backend of your own"
-        yield Problem(where=where, what=has, why="no backend has that name", fix=fix)
+        yield Problem(
+            where=where,
+            what=has,
+            why="no backend has that name" if isinstance(group.backend, str) else "a backend is a name or a Backend",
+            fix=fix,
+        )
         return
     if BACKENDS.get(backend.name, backend) != backend:
         why = "messages and records could not tell the two apart"
@@ -318,8 +324,10 @@ def model_problems(model: Model) -> Iterator[Problem]:
         )
     if model.config is None:
         path = Path(model.source)
-        looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1
-        if looks_local and not (path / "config.json").is_file():
+        looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or path.is_dir()
+        if (path / "config.json").is_file():
+            yield from _config_problems(path / "config.json", where)
+        elif looks_local:
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
             yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
         return
@@ -343,4 +351,16 @@ def model_problems(model: Model) -> Iterator[Problem]:
             what=f"the alphabet of model {model.source!r} has a character twice",
             why="each character is one token",
             fix="list each character once",
+        )
+
+
+def _config_problems(file: Path, where: str) -> Iterator[Problem]:
+    try:
+        config = json.loads(file.read_bytes())
+        what = "" if isinstance(config, dict) and "model_type" in config else "it has no 'model_type'"
+    except (OSError, ValueError) as error:
+        what = f"it cannot be read: {error}"
+    if what:
+        yield Problem(
+            where=where, what=f"{file}: {what}", why="it describes the model", fix="save or download the model again"
         )

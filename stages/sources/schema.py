@@ -156,7 +156,8 @@ class Schema:
         self._not_text(value, column, where)
 
     def _not_text(self, value: object, column: str, where: str) -> NoReturn:
-        fix = f'write it as a string, such as "{column}": "2"'
+        example = json.dumps(str(value) if isinstance(value, int | float) else "2")
+        fix = f'write it as a string, such as "{column}": {example}'
         if isinstance(value, str):
             reason = "has half of a surrogate pair" if value else "is empty"
         else:
@@ -166,6 +167,8 @@ class Schema:
                 fix = "write Prompts(..., chat=True)"
             elif value is not None and is_plain(value):
                 fix += f", or Prompts(..., as_text=({column!r},))"
+                if column not in (self.prompt, self.answer) and isinstance(value, int | float):
+                    fix += f", or, as a number, extra=(Field({column!r}, dtype='float32'),)"
         raise _problem(where, f"column {column!r} {reason}", "prompts, answers and extra columns are strings", fix)
 
 

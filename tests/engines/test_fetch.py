@@ -53,7 +53,8 @@ class Watched(Train):
 
 def run(folder: Path, fetch: Literal["leader", "independent"]) -> RunDir:
     """Train on two tensor-parallel ranks."""
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     learner = WorkerGroup(
         "learner", backend="megatron", workers=2, tensor_parallel=2, threads=1, cpus=0.25, fetch=fetch

@@ -139,6 +139,7 @@ FILES = [
     Case("no_graph_named", graph=None, args=()),
     Case("no_such_file", graph="grpah.py"),
     Case("graph_is_a_folder", graph="data", files={"data/other.py": ""}),
+    Case("graph_in_utf16", text=None, files={"graph.py": "def graph(): ...".encode("utf-16")}),
     Case("graph_is_a_text_file", graph="notes.txt", files={"notes.txt": "steps: 3\n"}),
     Case("no_graph_function", text="steps = 3\n"),
     Case("graph_is_no_function", text="graph = 3\n"),

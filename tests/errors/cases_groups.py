@@ -185,6 +185,8 @@ MODELS = [
     model("alphabet_names_a_character_twice", '"tiny", config={"model_type": "qwen3"}, alphabet="01234567891r>"'),
     model("alphabet_without_a_letter_of_the_task", '"tiny", config={"model_type": "qwen3"}, alphabet="0123456789"'),
     model("seed_of_20_digits", '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, seed=10**19'),
+    Case("model_folder_without_config", {"policy": "Model('m')"}, files={"m/weights": ""}),
+    Case("model_folder_of_broken_config", {"policy": "Model('m')"}, files={"m/config.json": "{"}),
     Case("old_logprobs_of_another_model", {"prev": "PrevLogprobs(policy.frozen(), on=learner)"}),
     model("unknown_parameter_of_a_model", '"Qwen/Qwen3-0.6B", dtype="bfloat16"'),
     model("alphabet_is_a_list", '"tiny", config={"model_type": "qwen3"}, alphabet=["0", "1"]'),

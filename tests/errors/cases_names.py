@@ -14,7 +14,19 @@ def defined(name: str, body: str) -> Case:
     return Case(name, {"extra": "(Mine(),)"}, at=at, top=f"class Mine(Stage):\n{body}\n\n\n")
 
 
+LOCK = (
+    "import threading\nHELD = threading.Lock()\n"
+    "def locked(response: str) -> float:\n    return float(HELD.locked())\n\n\n"
+)
 CASES = [
+    Case("reward_with_a_lock", {"reward": "Reward(locked)"}, top=LOCK),
+    Case(
+        "backend_with_a_lock",
+        {"sampler": "WorkerGroup('sampler', backend=Backend(name='own', can=('sample',), opener=open_own))"},
+        at=("sampler",),
+        top="import threading\nfrom pipeline import Backend\nHELD = threading.Lock()\n"
+        "def open_own(context): return HELD\n\n\n",
+    ),
     defined("stage_writes_a_field_and_no_tuple", "    name = 'mine'\n    writes = (Field('x', dtype='str'))"),
     defined("stage_writes_none", "    name = 'mine'\n    writes = None"),
     stage("stage_named_step", "'step'"),

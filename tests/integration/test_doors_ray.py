@@ -1,7 +1,8 @@
 """A user's own loss, correction and backend on Ray: classes travel from the user's folder to the workers."""
 
 from pipeline.cli.load import load
-from pipeline.executors.ray import RayExecutor, user_modules
+from pipeline.executors.ray import RayExecutor
+from pipeline.executors.sent import user_modules
 from tests.doors import forgotten, metrics, quickstart, snippet, user_folder
 from tests.integration.test_async import execute
 

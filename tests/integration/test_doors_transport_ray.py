@@ -9,7 +9,8 @@ from tests.unit.test_doors_transport import REPOSITORY, files, published
 
 
 def test_files_between_workers_on_ray_bring_the_weights_that_are_pulled(tmp_path: Path, ray_session: Any) -> None:
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     flags = {"steps": 2, "warm_start_steps": 10}
     graph = files(tmp_path)[0]

@@ -98,7 +98,8 @@ def test_a_trainer_that_is_stopped_takes_the_run_back_to_a_checkpoint(
 
 def test_only_who_hangs_is_replaced(tmp_path, ray_session, impatient):
     """Not a worker that sleeps, blocks its event loop or waits for another one for longer than the deadline."""
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     executor = RayExecutor(modules=user_modules(load(SLOW).module))
     flags = {"busy_s": 1.5 * SILENT_S, "hung": str(tmp_path / "hung")}

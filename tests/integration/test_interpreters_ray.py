@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 
 def engine_of(run_dir: Path, python: str) -> Engine:
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     file = load(HERE / "interpreter_graph.py")
     graph = file.build({"python": python})

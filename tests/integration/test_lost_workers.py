@@ -90,7 +90,8 @@ def test_a_sampler_that_dies_is_replaced_and_its_samples_are_made_again(
 
 
 def test_streams_that_die_are_begun_again_and_slow_groups_still_dropped(tmp_path, ray_session):
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     flags = {"steps": 30, "max_staleness": 1, "on_stale": "drop", "refit": "in_flight", **SLOW_TAIL, "token_s": 0.01}
     folder = tmp_path / "run"

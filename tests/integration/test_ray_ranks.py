@@ -186,7 +186,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, 
 
 @pytest.mark.parametrize("fully_sharded", [False, True])
 def test_two_ranks_a_group_give_the_run_of_one_process(tmp_path, ray_session, data, expected, fully_sharded):
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     executor = RayExecutor(modules=user_modules(sys.modules[__name__]))
     found, engine = run(graph(data, 2, fully_sharded=fully_sharded), executor, tmp_path)
@@ -228,7 +229,8 @@ def test_the_rank_that_fails_is_named_while_the_others_wait_for_it(tmp_path, ray
     import ray
 
     from pipeline.executors import ray as executors
-    from pipeline.executors.ray import EXCHANGE_DEADLINE_S, RayExecutor, user_modules
+    from pipeline.executors.ray import EXCHANGE_DEADLINE_S, RayExecutor
+    from pipeline.executors.sent import user_modules
 
     monkeypatch.setattr(executors, "ray", SimpleNamespace(**vars(ray) | {"wait": deaths_last}))
     described = Graph(

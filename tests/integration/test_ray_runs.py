@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 
 
 def engine_of(run_dir: Path, **flags):
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     file = load(HERE / "small_graph.py")
     graph = file.build(flags)

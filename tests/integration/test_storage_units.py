@@ -32,7 +32,8 @@ def puts_and_rows(ray: Any, units: int) -> list[tuple[int, int]]:
 
 def run(ray: Any, folder: Path, units: int) -> tuple[list[bytes], list[tuple[int, int]]]:
     """Run the small graph; return its samples, and what its units had received and held when its rows were cleared."""
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     file = load(HERE / "small_graph.py")
     graph = file.build({"steps": 2, "batch": 6})

@@ -37,7 +37,8 @@ def published(run_dir: RunDir) -> list[tuple[int, str]]:
 
 
 def on_ray(flags: dict[str, Any], folder: Path) -> RunDir:
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     return execute(GRAPH, flags, folder, RayExecutor(modules=user_modules(load(GRAPH).module)))
 

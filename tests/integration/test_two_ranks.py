@@ -43,7 +43,8 @@ def expected(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", given.KINDS)
 def test_two_ranks_train_on_the_samples_that_were_divided_by_hand(tmp_path, ray_session, kind):
-    from pipeline.executors.ray import RayExecutor, user_modules
+    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.sent import user_modules
 
     learner = WorkerGroup("learner", backend="torch", workers=2, threads=1, cpus=0.25)
     run_dir = RunDir(tmp_path)

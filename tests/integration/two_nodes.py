@@ -21,7 +21,8 @@ from ray.cluster_utils import Cluster
 
 from pipeline.cli.load import load
 from pipeline.engine.driver import Engine
-from pipeline.executors.ray import RayExecutor, user_modules
+from pipeline.executors.ray import RayExecutor
+from pipeline.executors.sent import user_modules
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir

@@ -299,7 +299,7 @@ def test_folders_are_searched_last_and_once(monkeypatch):
 
 
 def test_modules_of_the_users_travel_from_both_folders(tmp_path, monkeypatch):
-    from pipeline.executors.ray import user_folders, user_modules
+    from pipeline.executors.sent import user_folders, user_modules
 
     made = {}
     for name, file in {

@@ -165,12 +165,12 @@ def test_the_plan_of_the_quickstart():
     assert all(warning.warning for warning in warnings)
 
 
-def test_locations_survive_copies():
+def test_a_copy_points_at_its_own_line_and_a_frozen_model_at_the_models():
     model = Model("m")
     here = model.location
     assert model.frozen().location == here
-    assert replace(model, seed=3).location == here
-    assert replace(LEARNER, gpus=1).location == LEARNER.location
+    for made in (replace(model, seed=3), replace(LEARNER, gpus=1)):
+        assert (made.location.file, made.location.line) == (__file__, here.line + 3)
     copy = replace(Toy("a"), name="b")
     assert (copy.location.file, copy.name) == (__file__, "b")
     assert copy.location.line > here.line
@@ -323,13 +323,13 @@ CHECKS = {
         reward={"reads": (PROMPT, RESPONSE, EXTRA)}, train={"writes": (TRAINED, EXTRA)}
     ),
     "the stages form a cycle: echo -[score]-> echo": lambda: grown(Toy("echo", (SCORE,), (SCORE,))),
-    "stage 'extra' reads 'reward' as float64 [N] in '1', 'reward' writes float32 [N] in '1'": lambda: grown(
+    "stage 'extra' reads 'reward' as float64 [N], 'reward' writes float32 [N]": lambda: grown(
         Toy("extra", reads=(Field("reward", dtype="float64"),))
     ),
     "stage 'extra' reads 'logprobs' as float32 [N P] in 'nat', 'logprobs' writes float32 [N T] in 'nat'": (
         lambda: grown(Toy("extra", reads=(Field("logprobs", dtype="float32", dims="N P", unit="nat"),)))
     ),
-    "stage 'extra' reads 'reward' as float32 [N] in 'nat', 'reward' writes float32 [N] in '1'": lambda: grown(
+    "stage 'extra' reads 'reward' as float32 [N] in 'nat', 'reward' writes float32 [N]": lambda: grown(
         Toy("extra", reads=(Field("reward", dtype="float32", unit="nat"),))
     ),
 }

@@ -117,7 +117,7 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ('{"promt": "a", "answer": "b"}', "column 'prompt' is missing", "did you mean 'promt'?"),
         ('{"prompt": "a", "solution": "b"}', "column 'answer' is missing", "answer="),
         ("{}", "column 'prompt' is missing", "prompt="),
-        ('{"prompt": 3, "answer": "b"}', "column 'prompt' is 3, which is not a string", '"prompt": "2"'),
+        ('{"prompt": 3, "answer": "b"}', "column 'prompt' is 3, which is not a string", '"prompt": "3"'),
         ('{"prompt": "a", "answer": null}', "column 'answer' is null, which is not a string", '"answer": "2"'),
         ('{"prompt": "", "answer": "b"}', "column 'prompt' is empty", "as a string"),
         ('{"prompt": "\\ud800", "answer": "b"}', "column 'prompt' has half of a surrogate pair", "as a string"),

@@ -154,6 +154,9 @@ class Meeting:
                 except RuntimeError as error:
                     raise GroupError(f"{self.where.name}: {error}") from error
             on_error.pop_all()
+        if not isinstance(record, Mapping):
+            end = "a Receiver's receive()" if destination is not None else "a Sender's send()"
+            raise TypeError(f"{end} returned {record!r:.60}; it returns a dict of metrics, which may be empty")
         took_s = time.perf_counter() - met_s
         if self.where is not None:
             times = {"meet_ms": met_s - begun_s, "plan_ms": self._planned_s, "move_ms": took_s - self._planned_s}
