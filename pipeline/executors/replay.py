@@ -21,7 +21,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, StageContext, Task
-from pipeline.errors import GraphError, Problem, user_error
+from pipeline.errors import GraphError, Problem, SluiceError, user_error, user_line
 from pipeline.executors import returned
 from pipeline.precedence import for_another_python
 
@@ -111,7 +111,8 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
     try:
         return _run(stage, stage.setup(context), task, columns)
     except Exception as error:
-        traceback.print_exception(error)
+        if not isinstance(error, SluiceError) and not user_line(error):
+            traceback.print_exception(error)
         when = f"failed again at step {task.step + 1}"
         raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
 
