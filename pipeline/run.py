@@ -28,7 +28,6 @@ from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
-from pipeline.engine.termination import EXIT_CODE as TERMINATED
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.forward import add_services, wanted_of
@@ -40,8 +39,8 @@ from pipeline.rundir import RunDir
 
 RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
-6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM, after the step in training was finished and saved (a second
-SIGTERM ends the run at once)"""
+6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM (129 SIGHUP, 131 SIGQUIT), after a step in training was finished
+and saved (a second signal ends the run at once)"""
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ def _run(asked: _Asked, started_s: float) -> int:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
             with shown, beside(run_dir, services):
                 stopped = _execute(asked, run_dir, start, progress, termination)
-            code = TERMINATED if stopped else 0
+            code = termination.exit_code if stopped else 0
         except SystemExit:  # by a signal
-            code = TERMINATED
+            code = termination.exit_code
         except SluiceError as error:
             progress.end()
             console.print_problems(error.problems)
@@ -197,7 +196,7 @@ def _run(asked: _Asked, started_s: float) -> int:
             raise
         termination.over()
         if code:
-            if code == TERMINATED:
+            if termination.asked:
                 progress.end()
             _print_way_on(asked, run_dir)
             return code
@@ -216,14 +215,23 @@ def _run(asked: _Asked, started_s: float) -> int:
 def _begin(asked: _Asked, run_dir: RunDir) -> int:
     """Describe a new run on disk, or check the resumed one. Returns the number of finished steps."""
     from pipeline.record import checkpoint
+    from pipeline.record.runs import state_on_disk
 
     seed = asked.graph.schedule.seed
     if asked.record:
-        _, manifest, damaged = checkpoint.read(run_dir, resume_step(asked.options.resume))
-        console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
-        check_resume(run_dir, asked.record, asked.planned, seed, manifest.steps)
-        cut_metrics(run_dir, manifest.steps)
-        return manifest.steps
+        step, start = resume_step(asked.options.resume), 0
+        if step is not None or run_dir.checkpoint_steps():
+            _, manifest, damaged = checkpoint.read(run_dir, step)
+            console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
+            start = manifest.steps
+            if step is None and start == asked.planned.steps and state_on_disk(run_dir.events) != "finished":
+                start = max((number for number in run_dir.checkpoint_steps() if number < start), default=0)
+        check_resume(run_dir, asked.record, asked.planned, seed, start)
+        if start:
+            cut_metrics(run_dir, start)
+        else:
+            console.print_problems([_from_the_start(run_dir, run_dir.set_aside())])
+        return start
     if run_dir.events.exists():
         raise GraphError(
             Problem(
@@ -235,6 +243,16 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
         )
     describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
     return 0
+
+
+def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
+    return Problem(
+        where=str(run_dir.checkpoints),
+        what="there is no checkpoint to go on from",
+        why=f"the run starts again from step 0, and its record so far is in {aside}",
+        fix="Schedule(checkpoint_every=10) saves more often",
+        warning=True,
+    )
 
 
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
@@ -313,10 +331,8 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
         command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", str(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
-    if steps:
-        print(f"resume: {_resume_command(asked, run_dir)}   (from step {steps[-1]})", file=sys.stderr)
-    else:
-        print("resume: no checkpoint was written yet; start again", file=sys.stderr)
+    at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"
+    print(f"resume: {_resume_command(asked, run_dir)}   ({at})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 runs/quickstart-20260101-120000/
   run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json
+  before-1/ (the record of a run that ended before its first checkpoint, once it has started again)
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,18 @@ class RunDir:
         for folder in (self.path, self.path / "samples", self.checkpoints, self.failures, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         return self
+
+    def set_aside(self) -> Path:
+        """Move the record so far to a folder of its own, `before-1` or the next free one, and return that folder."""
+        number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
+        aside = self.path / f"before-{number}"
+        aside.mkdir()
+        kept = (self.plan, self.events, self.metrics, self.path / "samples", self.checkpoints, self.failures, self.logs)
+        for path in kept:
+            if path.exists():
+                path.rename(aside / path.name)
+        self.create()
+        return aside
 
     @property
     def run_json(self) -> Path:

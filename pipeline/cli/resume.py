@@ -137,6 +137,8 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
                 fix=f"--steps {start * 2}, if graph() has such a parameter",
             )
         )
+    if not run_dir.plan.is_file():  # the run ended before its workers started
+        return
     before = msgspec.json.decode(run_dir.plan.read_bytes(), type=_Sizes)
     if (before.batch, before.group_size) != (planned.batch, planned.group_size):
         raise GraphError(

@@ -9,6 +9,7 @@ run.execute()
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import msgspec
 
@@ -107,7 +108,10 @@ class Engine:
         )
 
         def bring_up() -> Iterable[trace.Placed]:
-            yield from self.executor.start(self.graph, self.plan, settings, restore)
+            termination = self.driver.oversight.termination
+            with termination.starting() if termination else nullcontext():
+                placed = list(self.executor.start(self.graph, self.plan, settings, restore))
+            yield from placed
             stages = with_samples(self.graph)
             register(self.executor.plane, self.plan.partition, stages, settings.parts)
             if self.run_dir:
@@ -119,7 +123,5 @@ class Engine:
                     group_size=settings.group_size,
                     parts=settings.parts,
                 )
-            if termination := self.driver.oversight.termination:
-                termination.install()  # again: Ray has installed its own handler
 
         self.driver.run(bring_up)

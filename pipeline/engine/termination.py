@@ -1,9 +1,12 @@
-"""Handles SIGTERM: the first asks a run to stop, a second ends it at once.
+"""Handles the signals that ask a run to end: the first one asks it to stop, a second one ends it at once.
 
     with Termination() as termination:
         Engine(..., termination=termination).execute()
 
-Only the main thread can install the handler. In other threads signal handling is unchanged; set `asked` directly.
+SIGTERM comes from schedulers and `timeout`, SIGHUP from a terminal that closes, SIGQUIT from Ctrl-\\. A signal that is
+ignored when the process starts, as SIGHUP is under nohup, stays ignored. While workers start, no step is in training,
+and the first signal ends the run. Only the main thread can install handlers. In other threads signal handling is
+unchanged; set `asked` directly.
 """
 
 from __future__ import annotations
@@ -11,44 +14,62 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 STDERR = 2
-NOTICE = b"SIGTERM: the step in training will be finished and saved; a second SIGTERM ends the run at once\n"
-EXIT_CODE = 128 + signal.SIGTERM  # what shells report for a process that SIGTERM ended
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Termination:
-    """`asked` is true once the run should stop."""
+    """`asked` is true once the run should stop; `exit_code` is what shells report for a process that the first signal
+    ended, 128 + its number."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._before: Any = None
-
-    def install(self) -> None:
-        """Install the handler, also over one installed in the meantime. Does nothing outside the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._take)
-            if self._before is None:
-                self._before = before
+        self.exit_code = 128 + signal.SIGTERM
+        self._starting = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Termination:
-        self.install()
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """End the run at the first signal within the context: its workers start, and there is nothing to save."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
 
     def over(self) -> None:
-        """Ignore SIGTERM from now on: the run has ended, and its final output should be complete."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        """Ignore the signals from now on: the run has ended, and its final output should be complete."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self.asked:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a third one ends the process at once
-            raise SystemExit(EXIT_CODE)
-        self.asked = True
-        os.write(STDERR, NOTICE)  # unbuffered: the signal may have interrupted a buffered write
+            signal.signal(number, signal.SIG_DFL)  # a third one ends the process at once
+            raise SystemExit(self.exit_code)
+        self.asked, self.exit_code = True, 128 + number
+        if self._starting:
+            _say(f"{name}: the run ends; its workers are still starting\n")
+            raise SystemExit(self.exit_code)
+        _say(f"{name}: a step in training will be finished and saved; a second {name} ends the run at once\n")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may have closed
+        os.write(STDERR, text.encode())  # unbuffered: the signal may have interrupted a buffered write

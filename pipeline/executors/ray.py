@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -41,6 +43,7 @@ from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
+from pipeline.executors.keeper import Keeper
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.sent import user_folders
@@ -56,6 +59,15 @@ RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
+
+
+@contextmanager
+def _kept_handler(number: int) -> Iterator[None]:
+    """Restore the handler of a signal at the end. Other threads than the main one cannot install any."""
+    before = signal.getsignal(number)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, before)
 
 
 class RayExecutor:
@@ -77,6 +89,7 @@ class RayExecutor:
         self._storage_units = storage_units
         self.plane: Any = None
         self._owns_ray = False
+        self._keeper: Keeper | None = None  # of the Ray that it starts
         self._actors: dict[str, list[Any]] = {}
         self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
         self._replaceable: dict[str, bool] = {}
@@ -215,26 +228,26 @@ class RayExecutor:
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
+        if self._keeper:
+            self._keeper.close()
+            self._keeper = None
 
     def _connect(self, plan: Plan) -> None:
         if ray.is_initialized():
             return
-        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
-        if self._address:
-            options = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
-        else:
-            options["address"] = "local"  # never another Ray that happens to run on this machine
-            options["num_cpus"] = max(int(needed + 0.999), os.cpu_count() or 1, 4)
-            options["object_store_memory"] = 512 * 1024**2
-            if not self._trusted_network:
-                options["_node_ip_address"] = LOOPBACK
-        options["runtime_env"] = {  # of every process, the data plane's actors too
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if not (self._address or self._trusted_network):
+            options["_node_ip_address"] = LOOPBACK
+        runtime_env = {  # of every process, the data plane's actors too
             "env_vars": dict(PRIORITY),  # Ray adds to it
             "worker_process_setup_hook": worker_hook(user_folders(self._modules)),
         }
         try:
-            ray.init(**options)
+            if self._address is None:
+                self._keeper = Keeper.start(options | self._own(plan))
+            address = self._keeper.address if self._keeper else self._address
+            with _kept_handler(signal.SIGTERM):  # Ray installs its own
+                ray.init(**options, address=address, runtime_env=runtime_env)
         except (ConnectionError, RayError, ValueError, RuntimeError) as error:
             raise StageError(
                 Problem(
@@ -245,6 +258,16 @@ class RayExecutor:
                 )
             ) from error
         self._owns_ray = True
+
+    def _own(self, plan: Plan) -> dict[str, Any]:
+        """Return the options of a Ray of the run's own."""
+        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
+        return {
+            "address": "local",  # never another Ray that happens to run on this machine
+            "num_cpus": max(int(needed + 0.999), os.cpu_count() or 1, 4),
+            "object_store_memory": 512 * 1024**2,
+            "include_dashboard": False,
+        }
 
     def _reserve(self, plan: Plan) -> Units | None:
         """Reserve the CPUs of TransferQueue, so that no worker group takes them; None if it runs already. Raises

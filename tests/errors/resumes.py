@@ -104,7 +104,7 @@ CASES = [
     resume("resume_with_nothing_left", nothing, "--run-dir", "run", "--resume", "--steps", "2", code=2),
     resume("record_is_damaged", cut("run/run.json", 30), code=2),
     resume("metrics_are_damaged", lambda folder: (folder / "run/metrics.jsonl").write_text("[]\n"), code=2),
-    resume("no_checkpoint", remove("run/checkpoints")),
+    resume("no_checkpoint", remove("run/checkpoints"), code=0),
     resume("checkpoint_of_flipped_bits", _flip, *CHOSEN),
     resume("checkpoint_is_truncated", cut(f"{LAST}/count/count.json", 1), *CHOSEN),
     resume("checkpoint_lacks_a_file", remove(f"{LAST}/count"), *CHOSEN),

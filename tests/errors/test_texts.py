@@ -69,8 +69,8 @@ def assert_nothing_is_lost(folder, problems, stderr):
     assert [" ".join(problem.replace(f"{folder}/", "").splitlines()) for problem in last.problems] == problems
     assert (run / "run.json").is_file() and (run / "graph.py").read_bytes() == (folder / "graph.py").read_bytes()
     steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
-    end = f"--run-dir run --resume   (from step {steps[-1]})" if steps else "no checkpoint was written yet; start again"
-    assert printed[-1].startswith("resume: ") and printed[-1].endswith(end)
+    at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"
+    assert printed[-1].startswith("resume: ") and printed[-1].endswith(f"--run-dir run --resume   ({at})")
     saved = [line.rpartition(" ")[2] for line in printed if line.startswith("replay: ")]
     assert [str(path.relative_to(folder)) for path in (run / "failures").iterdir()] == saved
     assert all((folder / name / "task.json").is_file() for name in saved)

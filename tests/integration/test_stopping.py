@@ -1,15 +1,18 @@
-"""SIGTERM: the step in training is finished and saved, the exit code is 143, and a resumed run has lost nothing."""
+"""Signals, to the driver or to its process group: a step in training is finished and saved, and a resumed run has lost
+nothing; a run that was killed leaves no process behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from pipeline.cli.load import load
 from pipeline.cli.resume import cut_metrics
 from pipeline.engine.driver import Engine
 from pipeline.engine.termination import Termination
+from pipeline.executors.keeper import members
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -97,7 +101,8 @@ def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
 def started(folder: Path, *flags: str, steps: int = 3) -> tuple[subprocess.Popen, RunDir]:
     """Return the command as a process of its own, once its first steps are done."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*COMMAND, "--run-dir", str(folder), *flags], cwd=ROOT, env=ENVIRONMENT, **pipes)
+    command = [*COMMAND, "--run-dir", str(folder), *flags]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **pipes)
     run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
     while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < steps:
         assert process.poll() is None, process.communicate()
@@ -106,21 +111,88 @@ def started(folder: Path, *flags: str, steps: int = 3) -> tuple[subprocess.Popen
     return process, run_dir
 
 
-@pytest.mark.parametrize("executor", ["local", "ray"])
-def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor):
+def session_of(driver: int) -> int:
+    """Return the session of the Ray that a driver has started, or 0 before it has."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == driver and b"keeper.py" in (entry / "cmdline").read_bytes():
+                return os.getsid(int(entry.name))
+    return 0
+
+
+def wait_until_empty(session: int, within_s: float = 15.0) -> None:
+    """Wait until no process is left in a session."""
+    assert session
+    deadline_s = time.monotonic() + within_s
+    while left := list(members(session)):
+        assert time.monotonic() < deadline_s, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("executor", "number"), [("local", signal.SIGHUP), ("ray", signal.SIGTERM)])
+def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
-    process.send_signal(signal.SIGTERM)
+    session = session_of(process.pid)
+    os.killpg(process.pid, number)  # as `timeout`, SLURM and a closed terminal do
     _, told = process.communicate(timeout=240)
-    assert process.returncode == 143, told
+    assert process.returncode == 128 + number, told
+    if executor == "ray":
+        wait_until_empty(session)
     behind = run_dir.checkpoint_steps()[-1]
-    assert told.splitlines()[-1].endswith(f"--resume   (from step {behind})") and "second SIGTERM" in told
+    assert told.splitlines()[-1].endswith(f"--resume   (from step {behind})") and f"second {number.name}" in told
     resume = ["--executor", "local", "--run-dir", str(run_dir.path), "--resume", "--steps", str(behind + 2)]
     again = subprocess.run([*COMMAND, *resume], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     steps = [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines()]
     assert steps == list(range(behind + 3))
     assert not check(run_dir.path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.journal_expected("I5", "I8", "record")
+def test_a_run_that_ends_while_its_workers_start_leaves_no_process(tmp_path, number):
+    command = [*COMMAND, "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 60
+    while not (session := session_of(process.pid)) or len(list(members(session))) < 4:  # Ray's own processes
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    _, told = process.communicate(timeout=60)
+    wait_until_empty(session)
+    if number == signal.SIGTERM:
+        assert process.returncode == 143, told
+        assert told.startswith("SIGTERM: the run ends; its workers are still starting\n")
+        assert told.splitlines()[-1].endswith("--resume   (from the start: no checkpoint was written yet)")
+
+
+@pytest.mark.journal_expected("I8")  # of the record whose checkpoints the test removes
+def test_a_run_without_a_checkpoint_is_resumed_from_the_start_and_one_without_an_end_is_finished(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    command = [*COMMAND, "--executor", "local", "--run-dir", str(run_dir.path), "--steps", "2", "--plain"]
+    whole = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert whole.returncode == 0, whole.stderr
+
+    def resumed() -> str:
+        again = subprocess.run(
+            [*command, "--resume"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        )
+        assert again.returncode == 0, again.stderr
+        assert [line["step"] for line in lines(run_dir)] == [1, 2] and not check(run_dir.path)
+        assert isinstance(events(run_dir, object)[-1], trace.Ended)
+        return again.stderr
+
+    lines_ = run_dir.events.read_text().splitlines(keepends=True)
+    assert '"ended"' in lines_.pop()
+    run_dir.events.write_text("".join(lines_))  # as if it was killed after its last step
+    resumed()
+    shutil.rmtree(run_dir.checkpoints)
+    assert "its record so far is in" in resumed()
+    assert (run_dir.path / "before-1" / "events.jsonl").is_file()
 
 
 @pytest.mark.journal_expected("I5", "I8", "record")

@@ -143,7 +143,9 @@ def test_each_kind_of_error_has_its_exit_code(live, monkeypatch, error, code):
 
     monkeypatch.setattr(Engine, "execute", execute)
     ended, _, err = command(live, "graph.py", *LOCAL)
-    assert (ended, err) == (code, f"{PROBLEM}\nresume: no checkpoint was written yet; start again\n")
+    way_on = err.splitlines()[-1]
+    assert way_on.endswith(" --resume   (from the start: no checkpoint was written yet)")
+    assert (ended, err) == (code, f"{PROBLEM}\n{way_on}\n")
     assert re.search(rf"\b{code}\b", run.__doc__)
 
 

@@ -1,0 +1,119 @@
+"""Keeps a run's own Ray in a process of its own session, so that no signal to the driver's process group reaches it.
+
+    keeper = Keeper.start({"num_cpus": 4})    # in the driver
+    ray.init(address=keeper.address)
+    keeper.close()
+
+`timeout`, SLURM, systemd and a closed terminal signal all processes of a group: with Ray among them, its control store
+would die under the driver while that still saves. The keeper's standard input is a pipe from the driver. Once it ends,
+because the driver closed it or died, the keeper shuts Ray down and kills what is left in its session: workers, their
+children, the data plane.
+
+This file is run as a script, and then imports nothing of Sluice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0  # for Ray to come up
+STOP_S = 20.0  # for Ray to shut down, before everything is killed
+
+
+@dataclass
+class Keeper:
+    """A running keeper. `address` is that of its Ray."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    @staticmethod
+    def start(options: Mapping[str, Any]) -> Keeper:
+        """Start Ray with these options of ray.init. Raises ConnectionError with Ray's words if it does not come up."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(options).encode() + b"\n")
+            process.stdin.flush()
+            ready = select.select([process.stdout], [], [], START_S)[0]
+            answer = json.loads((process.stdout.readline() if ready else b"") or b"{}")
+            if "address" in answer:
+                return Keeper(answer["address"], process)
+            late = f"it has not come up within {START_S:g} s"
+            raise ConnectionError(answer.get("failed") or ("its process has died" if ready else late))
+        except BaseException:
+            _end(process)
+            raise
+
+    def close(self) -> None:
+        """Shut Ray down, with all its processes. Idempotent."""
+        _end(self.process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(STOP_S + 5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()  # Ray's processes die with it
+        process.wait()
+
+
+def members(session: int) -> Iterator[int]:
+    """Yield the processes of a session."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError):
+                if os.getsid(int(entry.name)) == session:
+                    yield int(entry.name)
+
+
+def _kill_session() -> None:
+    """Kill the other processes of this one's session, until there is none."""
+    deadline = time.monotonic() + STOP_S
+    while (others := [pid for pid in members(os.getsid(0)) if pid != os.getpid()]) and time.monotonic() < deadline:
+        for pid in others:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _keep() -> None:
+    """Run Ray until standard input ends."""
+    options = json.loads(sys.stdin.readline())
+    import ray
+
+    try:
+        ray.init(**options)
+        answer = {"address": ray.get_runtime_context().gcs_address}
+    except Exception as error:  # noqa: BLE001 - the driver reports it
+        answer = {"failed": next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)}
+    with suppress(BrokenPipeError):
+        print(json.dumps(answer), flush=True)
+    if "address" in answer:
+        sys.stdin.read()
+    stopping = threading.Thread(target=ray.shutdown, daemon=True)
+    stopping.start()
+    stopping.join(STOP_S)
+    _kill_session()
+    os._exit(0)  # a thread of Ray's may hang
+
+
+if __name__ == "__main__":
+    _keep()
