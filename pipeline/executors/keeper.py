@@ -112,7 +112,7 @@ def _keep() -> None:
     stopping.start()
     stopping.join(STOP_S)
     _kill_session()
-    os._exit(0)  # a thread of Ray's may hang
+    signal.raise_signal(signal.SIGKILL)  # a thread of Ray's may hang
 
 
 if __name__ == "__main__":

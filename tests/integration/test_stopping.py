@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,16 @@ def wait_until_empty(session: int, within_s: float = 15.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def hangup_is_not_ignored() -> Iterator[None]:
+    """Under nohup it is, and processes inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("executor", "number"), [("local", signal.SIGHUP), ("ray", signal.SIGTERM)])
+@pytest.mark.usefixtures("hangup_is_not_ignored")
 def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
