@@ -237,8 +237,10 @@ def transports(options: argparse.Namespace) -> list[str | Transport]:
 def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the table and write the JSON."""
     where = ("GPUs" if options.gpus else "CPUs") + (", in turns" if options.colocated else "")
+    mixture = f" ({GPU_MIXTURE if options.gpus else 'a small mixture'} with EP)"
+    model = options.model + (mixture if any("EP" in name for name in options.mappings) else "")
     notes = (
-        f"{options.model} on {where}, {options.steps} steps of 32 samples of at most {options.tokens} tokens; medians "
+        f"{model} on {where}, {options.steps} steps of 32 samples of at most {options.tokens} tokens; medians "
         f"of versions {WARM} to {options.steps}. Aims: no lookups, all as golden, mismatch KL below 1e-5 in float32."
     )
     report("refit_matrix", compared(rows), COLUMNS, notes, options.out)
