@@ -5,35 +5,70 @@
         process.write(3, TensorDict({"score": torch.tensor([1.0, 0.5])}, batch_size=[2]))
 
 The run must be on Ray and still running; its directory says where the data plane is. A group is named by its admission
-number, as in events.jsonl; its fields can be read from the `put` event of the last of them until the group is cleared.
+number, as in events.jsonl. Up to a second after the last `put` event of the fields that the `External` stage reads, the
+driver puts the group's handle, with the lengths of ragged fields, into a partition of its own. From then on the process
+can read these fields, until the group is cleared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pipeline.data_plane import DataPlane
 from pipeline.data_plane.checks import broken
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.fields import Field
-from pipeline.declare.handle import keys_of
+from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
 from pipeline.declare.stage import Stage
+from pipeline.errors import DataPlaneError
 from pipeline.rundir import RunDir
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
 READER = "outside process"
+HANDLE = Field("handle", dtype="str")  # of a group, as JSON: in the text of its first sample
+
+
+class Shared:
+    """The handles that the driver shares with the outside process of one `External` stage."""
+
+    def __init__(self, plane: DataPlane, partition: str, stage: str) -> None:
+        self._plane, self._stage = plane, stage
+        self._partition = _register_handles(plane, partition, stage)
+        self._puts: dict[int, KVBatchMeta] = {}  # group -> where its handle is
+
+    @property
+    def groups(self) -> KeysView[int]:
+        """The groups whose handles are shared."""
+        return self._puts.keys()
+
+    def share(self, handles: Sequence[KVBatchMeta]) -> None:
+        """Put the handles of groups, each with all samples of its group."""
+        if not handles:
+            return
+        texts = [text for each in handles for text in (_encode(each), *[""] * (len(each) - 1))]
+        keys = tuple(key for each in handles for key in each.keys)
+        put = self._plane.put(keys, {HANDLE.name: texts}, partition=self._partition, stage=self._stage)
+        for i, key in enumerate(keys):
+            if texts[i]:
+                self._puts[group_of(key)] = put.slice(i, i + 1)
+
+    def keep(self, groups: Collection[int]) -> None:
+        """Remove the handles of all groups but these."""
+        if gone := [group for group in self._puts if group not in groups]:
+            self._plane.clear(KVBatchMeta.concat([self._puts.pop(group) for group in gone]))
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the data plane of a run is, and what it holds: the content of data_plane.json. `outside` has the fields of
-    each `External` stage, by its name."""
+    """Where the data plane of a run is, and what it holds: the content of data_plane.json. `outside` and `reads` have
+    the fields that each `External` stage writes and reads, by its name."""
 
     partition: str
     group_size: int
@@ -41,6 +76,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     readers: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     outside: dict[str, tuple[str, ...]]
+    reads: dict[str, tuple[str, ...]]
     settings: Settings
 
 
@@ -62,19 +98,24 @@ class OutsideProcess:
         self._plane.register(address.partition, address.fields, (*address.readers, READER), address.parts)
 
     def read(self, group: int, *fields: str) -> TensorDict:
-        """Return fields of a group's samples: texts, and numbers of fixed size. Raises DataPlaneError if one of them is
-        not present."""
-        keys = keys_of((group,), self._address.group_size)
-        handle = self._plane.adopt(self._address.partition, keys, fields, {})
-        return as_tensordict(self._plane.get(handle, fields, reader=READER), len(keys))
+        """Return fields that one `External` stage reads, of a group's samples; ragged ones as nested tensors. Raises
+        DataPlaneError if they are not present."""
+        stage = next((name for name, own in self._address.reads.items() if set(own) >= set(fields)), "")
+        if not stage:
+            raise self._no_stage(f"it reads {', '.join(fields)}", "reads", self._address.reads)
+        handle = self._handle(group, stage)
+        return as_tensordict(self._plane.get(handle, fields, reader=READER), len(handle))
 
     def write(self, group: int, columns: TensorDictBase | Columns) -> None:
         """Write all fields of an `External` stage for a group's samples, in order. Raises DataPlaneError if they do not
-        match their declaration, or were written before with other values."""
+        match their declaration or the lengths of the group's samples, or were written before with other values."""
         made: Mapping[str, Any] = from_tensordict(columns) if is_tensordict(columns) else columns
+        stage = next((name for name, own in self._address.outside.items() if set(own) == set(made)), "")
+        if not stage:
+            raise self._no_stage(f"it writes {', '.join(made) or 'nothing'}", "writes", self._address.outside)
+        if ragged := [field for field in self._address.fields if field.name in made and field.ragged]:
+            self._check_lengths(self._handle(group, stage), made, ragged)
         keys = keys_of((group,), self._address.group_size)
-        stage = next((name for name, own in self._address.outside.items() if set(own) & set(made)), "")
-        self._check(stage, made)
         self._plane.put(keys, made, partition=self._address.partition, stage=stage)
 
     def close(self) -> None:
@@ -87,14 +128,51 @@ class OutsideProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, stage: str, made: Mapping[str, Any]) -> None:
-        own = self._address.outside.get(stage, ())
-        if set(own) != set(made):
-            every = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in self._address.outside.items())
+    def _handle(self, group: int, stage: str) -> KVBatchMeta:
+        """Return the handle that the driver shares with the stage's process."""
+        partition = _register_handles(self._plane, self._address.partition, stage)
+        at = self._plane.adopt(partition, keys_of((group,), self._address.group_size), [HANDLE.name], {})
+        try:
+            texts: Any = self._plane.get(at, [HANDLE.name], reader=READER)[HANDLE.name]
+        except DataPlaneError as error:
+            reads = ", ".join(self._address.reads[stage]) or "the lengths of its samples"
             raise broken(
-                READER, f"it writes {', '.join(made) or 'nothing'}",
-                "an outside process writes all fields of one External stage", f"write the fields of one of {every}",
-            )  # fmt: skip
+                READER, f"group {group} has no {reads}",
+                "they are there up to a second after the last of them was put, and until the group is cleared",
+                "wait for the group's `put` events in events.jsonl",
+            ) from error  # fmt: skip
+        return msgspec.json.decode(texts[0], type=KVBatchMeta)
+
+    def _check_lengths(self, handle: KVBatchMeta, made: Mapping[str, Any], ragged: Sequence[Field]) -> None:
+        for field in ragged:
+            column = made[field.name]
+            given = tuple(column.lengths) if isinstance(column, Ragged) else ()
+            if given and field.ragged and given != (wanted := handle.lengths[field.ragged]):
+                raise broken(
+                    READER, f"field {field.name!r} has samples of lengths {_listed(given)}",
+                    f"those of the group have {field.ragged} = {_listed(wanted)}",
+                    "give each sample as many values as the fields with the same dimension have",
+                )  # fmt: skip
+
+    def _no_stage(self, what: str, verb: str, fields: Mapping[str, tuple[str, ...]]) -> DataPlaneError:
+        every = "; ".join(f"{name}: {', '.join(own) or 'none'}" for name, own in fields.items())
+        count = "all fields" if verb == "writes" else "fields"
+        return broken(READER, what, f"an outside process {verb} {count} of one External stage", f"choose from {every}")
+
+
+def _register_handles(plane: DataPlane, partition: str, stage: str) -> str:
+    """Declare the partition with the handles for one `External` stage's process; returns its name."""
+    name = f"{partition}.{stage}.handles"
+    plane.register(name, (HANDLE,), (READER,))
+    return name
+
+
+def _encode(handle: KVBatchMeta) -> str:
+    return msgspec.json.encode(handle).decode()
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
 
 
 def publish(
@@ -112,6 +190,7 @@ def publish(
         readers=tuple(stage.name for stage in stages),
         parts=dict(parts),
         outside=outside,
+        reads={s.name: tuple(f.name for f in s.reads if not f.per_step) for s in stages if s.shape == "external"},
         settings=plane.settings,
     )
     run_dir.data_plane.write_bytes(msgspec.json.encode(address))

@@ -60,6 +60,11 @@ class HandleTable:
         parts = [_cut([self._puts[put].select(*names) for put in puts], keys) for puts, names in by_puts.items()]
         return KVBatchMeta.join(parts) if parts else None
 
+    def complete(self, fields: Iterable[str]) -> list[int]:
+        """Return the groups of which every sample has all of `fields`, ascending; without fields, every group."""
+        having = [{g for g in self._of.get(field, ()) if (field, g) not in self._counts} for field in fields]
+        return sorted(set(self._all).intersection(*having))
+
     def lengths(self, keys: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return the lengths of `keys` in every ragged dimension in which all of them are known."""
         known: dict[str, dict[str, int]] = {}

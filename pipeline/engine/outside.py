@@ -1,7 +1,7 @@
 """Finds fields that a process outside the graph wrote directly into the data plane.
 
 Polls the store, off the hot path, for the fields of `External` stages. Present fields get a handle, as if a stage of
-the graph had put them.
+the graph had put them. The process gets handles too: of what its stage reads, once that is present.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from pipeline.data_plane import DataPlane
-from pipeline.declare.handle import group_of, keys_of
+from pipeline.data_plane.outside import Shared
+from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.reports import Notice
 from pipeline.errors import Problem, StageError
@@ -33,6 +36,7 @@ class Outside:
         self._sizes = {edge.field: edge.bytes_per_sample for edge in plan.edges}  # a text counts 0
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
+        self._shared: dict[str, Shared] = {}  # by stage: what its process can read
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
         """Note that groups were admitted to a step: their fields may arrive from now on."""
@@ -56,6 +60,7 @@ class Outside:
         self._admitted_s = {step: at_s for step, at_s in self._admitted_s.items() if step in steps}
         found = []
         for stage in self.stages:
+            self._share(stage)
             for step in steps:
                 for field in (field for field in stage.writes if field in self._ragged):
                     groups = scheduler.absent(step, field)
@@ -64,6 +69,27 @@ class Outside:
                     elif groups:
                         self._check_late(stage, step, field, self._admitted_s.get(step, self._asked_s))
         return found
+
+    def _share(self, stage: PlannedStage) -> None:
+        """Share the handles of groups that have what the stage's process reads, and the lengths of what it writes."""
+        reads = [field for field in stage.reads if field not in self._plan.weights_fields]
+        dims = {dim for field in stage.writes if (dim := self._ragged.get(field))}
+        if not reads and not dims:
+            return
+        if stage.name not in self._shared:
+            self._shared[stage.name] = Shared(self._executor.plane, self._plan.partition, stage.name)
+        shared, complete = self._shared[stage.name], self._handles.complete(reads)
+        shared.keep(set(complete))
+        new = (self._of(group, reads) for group in complete if group not in shared.groups)
+        shared.share([handle for handle in new if dims <= handle.lengths.keys()])
+
+    def _of(self, group: int, fields: Sequence[str]) -> KVBatchMeta:
+        """Return a group's handle of `fields`, with all lengths that are known."""
+        keys = keys_of((group,), self._plan.group_size)
+        made = self._handles.handle((group,), fields) or KVBatchMeta(
+            keys=keys, partition_id=self._plan.partition, fields=()
+        )
+        return msgspec.structs.replace(made, lengths=self._handles.lengths(keys))
 
     def _adopt(self, plane: DataPlane, stage: PlannedStage, step: int, groups: list[int], field: str) -> Notice | None:
         keys = keys_of(tuple(groups), self._plan.group_size)

@@ -45,7 +45,8 @@ def listened(engine: Engine) -> dict[int, float]:
 
 
 def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts(tmp_path, ray_session):
-    """Nothing in the graph writes `score`: two rows of it are written directly to TransferQueue, one by one."""
+    """Nothing in the graph writes `score` and `grades`: a process writes them to TransferQueue, group by group. It
+    reads ragged marks, and grades of other lengths than theirs are refused."""
     engine = engine_of(tmp_path, steps=1, batch=2, external=True)
     thread = threading.Thread(target=engine.execute)
     thread.start()
@@ -62,16 +63,22 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
             [*command, str(group), "0.5"], capture_output=True, text=True, timeout=240, env=environment
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.startswith(f"{group}{group},{group}{group} ")
+        texts, marks, before_s, _, refused = done.stdout.split("|")
+        assert (texts, marks) == (
+            f"{group}{group},{group}{group}",
+            f"[{10 * group}, {10 * group + 1}, {10 * group + 1}]",
+        )
+        assert "'grades' has samples of lengths 2, 1" in refused and "the group have M = 1, 2" in refused
         while time.monotonic() < waiting_s and len(started_s := listened(engine)) == len(read):
             time.sleep(0.1)
         assert started_s.keys() - set(read) == {group}, "the reader starts when the field is there, and not before"
-        assert started_s[group] > float(done.stdout.split()[-2])
+        assert started_s[group] > float(before_s)
         read.append(group)
     thread.join(timeout=240)
     assert not thread.is_alive()
     metrics = msgspec.json.decode(engine.run_dir.metrics.read_bytes())
     assert metrics["listen/sum"] == pytest.approx((0 + 1 + 2 * 0.5) / 2)
+    assert (metrics["listen/first"], metrics["listen/second"]) == (5.0, 11.0 + 1.0)
     assert events_of(engine, trace.Ended)[0].rows_left == 0
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pipeline import KVBatchMeta
 from pipeline.cli.load import load
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.data_plane.outside import READER
+from pipeline.declare.columns import Ragged
+from pipeline.declare.handle import group_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.outside import Outside
 from pipeline.executors.worker import register
@@ -58,3 +62,43 @@ def test_only_what_is_there_is_taken() -> None:
     plane.write_outside("small", "00000002.0", {"score": torch.tensor([5.0, 6.0])})
     assert asked() == [((2,), 2, 2 * 4, (8,))]
     assert scores(handles.handle((1, 2), ["score"]), plane) == [3.0, 4.0, 5.0, 6.0]
+
+
+def test_the_process_gets_handles_of_what_its_stage_reads_until_the_group_is_cleared() -> None:
+    """Also if two workers put a group's samples, and a second attempt."""
+    described = load(SMALL).build({"steps": 1, "batch": 3, "external": True})
+    planned = plan(described)[0]
+    plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
+    register(plane, planned.partition, described.all_stages())
+    scheduler.begin()
+    outside = Outside(planned, handles, Held(plane))
+
+    def shared() -> dict[int, KVBatchMeta]:
+        outside._asked_s = float("-inf")
+        outside.came(scheduler)
+        partition, keys = "small.external.handles", keys_of((0, 1, 2), 2)
+        there = [key for key, is_there in zip(keys, plane.presence(partition, keys, ["handle"])["handle"]) if is_there]
+        found = plane.get(plane.adopt(partition, there, ["handle"], {}), ["handle"], reader=READER)["handle"]
+        assert found[1::2] == [""] * len(found[1::2])
+        made = [msgspec.json.decode(text, type=KVBatchMeta) for text in found[::2]]
+        return {group_of(handle.keys[0]): handle for handle in made}
+
+    def put(key: str, text: str, marks: list[int], attempt: int = 0) -> None:
+        columns = {"shout": [text], "marks": Ragged.of([torch.tensor(marks, dtype=torch.int64)])}
+        for name, column in columns.items():
+            stage = {"shout": "shout", "marks": "mark"}[name]
+            handles.add(plane.put([key], {name: column}, partition="small", stage=stage, attempt=attempt))
+
+    put("00000001_g000", "a", [1])
+    assert shared() == {}
+    put("00000001_g001", "b", [2, 3])
+    for attempt in (0, 1):
+        put("00000002_g000", "c", [], attempt)
+        put("00000002_g001", "d", [4 + attempt], attempt)
+    found = shared()
+    assert found.keys() == {1, 2} and found[1].lengths["M"] == (1, 2)
+    read = plane.get(found[1], ["shout", "marks"], reader="listen")
+    assert (read["shout"], read["marks"].values.tolist()) == (["a", "b"], [1, 2, 3])
+    assert plane.get(found[2], ["marks"], reader="listen")["marks"].values.tolist() == [5]
+    handles.forget((1,))
+    assert shared().keys() == {2}
