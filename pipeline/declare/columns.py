@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -48,6 +50,20 @@ def size_bytes(column: Column) -> int:
         return sum(len(text.encode()) for text in column)
     values = column.values if isinstance(column, Ragged) else column
     return values.numel() * values.element_size()
+
+
+def group_bytes(column: Column, samples: Sequence[int]) -> list[int]:
+    """Return the payload in bytes of each run of consecutive samples, as `size_bytes` counts. `samples` are their
+    numbers, which add up to the column's."""
+    if isinstance(column, list):
+        counts = [len(text.encode()) for text in column]
+    elif isinstance(column, Ragged):
+        entry = column.values.element_size() * prod(column.values.shape[1:])
+        counts = [length * entry for length in column.lengths]
+    else:
+        counts = [column.element_size() * prod(column.shape[1:])] * len(column)
+    edges = [0, *accumulate(samples)]
+    return [sum(counts[a:b]) for a, b in pairwise(edges)]
 
 
 def plain_values(column: Column) -> list[Any]:

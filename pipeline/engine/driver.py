@@ -28,7 +28,7 @@ from pipeline.engine.termination import Termination
 from pipeline.executors import Executor
 from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
-from pipeline.plan.planner import with_samples
+from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
 from pipeline.schedule.scheduler import Scheduler
@@ -59,7 +59,7 @@ class Engine:
         stamps = stamps_of(graph.all_stages())
         self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
         steps = Numbers(plan, run_dir, start, on_step, self.rows.stored)
-        outside = Outside(plan, self.rows.handles, executor)
+        outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
         self.driver = Driver(
             Scheduler(plan, start=start),
             executor,

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.outside import Shared
-from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
+from pipeline.declare.columns import group_bytes
+from pipeline.declare.fields import Field
+from pipeline.declare.handle import KVBatchMeta, group_of, groups_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.reports import Notice
+from pipeline.engine.stored import Stored
 from pipeline.errors import Problem, StageError
 from pipeline.executors import Executor
+from pipeline.plan.lifetimes import entry_bytes
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.schedule.events import Landed
@@ -27,13 +32,15 @@ EVERY_S = 1.0  # between two polls of the store
 
 
 class Outside:
-    """The fields of a plan that a stage reads and a process outside the graph writes."""
+    """The fields of a plan that a stage reads and a process outside the graph writes, among `fields`."""
 
-    def __init__(self, plan: Plan, handles: HandleTable, executor: Executor) -> None:
+    def __init__(
+        self, plan: Plan, fields: Sequence[Field], handles: HandleTable, stored: Stored, executor: Executor
+    ) -> None:
+        self._fields = {field.name: field for field in fields}
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
-        self._plan, self._handles, self._executor = plan, handles, executor
+        self._plan, self._handles, self._stored, self._executor = plan, handles, stored, executor
         self._ragged = {edge.field: edge.ragged for edge in plan.edges}
-        self._sizes = {edge.field: edge.bytes_per_sample for edge in plan.edges}  # a text counts 0
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
         self._shared: dict[str, Shared] = {}  # by stage: what its process can read
@@ -100,7 +107,9 @@ class Outside:
         if not present or self._ragged[field] not in (None, *lengths):  # its lengths are not known yet
             return None
         now_s = time.monotonic()
-        whole = self._handles.add(plane.adopt(self._plan.partition, present, [field], lengths))
+        handle = plane.adopt(self._plan.partition, present, [field], lengths)
+        whole, sizes = self._handles.add(handle), self._sizes(plane, stage, field, handle)
+        self._stored.add(tuple(groups_of(handle.keys)), {field: sizes})
         put = trace.Put(
             stage=stage.name,
             step=step,
@@ -108,12 +117,21 @@ class Outside:
             fields=(field,),
             groups=whole,
             samples=len(present),
-            size_bytes=self._sizes[field] * len(present),
+            size_bytes=sum(sizes),
             start_s=now_s,
-            end_s=now_s,
+            end_s=time.monotonic(),
         )
-        group_bytes = self._sizes[field] * self._plan.group_size
-        return Notice(Landed(step, whole, (field,), group_bytes=(group_bytes,) if group_bytes else ()), put)
+        return Notice(Landed(step, whole, (field,), group_bytes=(self._stored.largest(field, whole),)), put)
+
+    def _sizes(self, plane: DataPlane, stage: PlannedStage, field: str, handle: KVBatchMeta) -> list[int]:
+        """Return the bytes of a field of each group. Only texts are fetched for it."""
+        samples = tuple(groups_of(handle.keys).values())
+        if self._fields[field].dtype == "str":
+            return group_bytes(plane.get(handle, [field], reader=stage.name)[field], samples)
+        dim = self._ragged[field]
+        entries = handle.lengths[dim] if dim else (1,) * len(handle)
+        edges = [0, *accumulate(samples)]
+        return [entry_bytes(self._fields[field]) * sum(entries[a:b]) for a, b in pairwise(edges)]
 
     def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
         if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:

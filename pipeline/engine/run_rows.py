@@ -32,7 +32,7 @@ class RunRows:
         self._plan, self._executor, self._journal, self._tokens = plan, executor, journal, tokens
         self._stages = {stage.name: stage for stage in plan.stages}
         self._fields = {partition.name: partition.fields for partition in plan.partitions}
-        self.stored = Stored({field: name for name, fields in self._fields.items() for field in fields})
+        self.stored = Stored(self._fields)
         self._clearing = ThreadPoolExecutor(1, thread_name_prefix="clear")
         self._clears: deque[Future[trace.Cleared]] = deque()
         self._at_once = CLEARS_AT_ONCE if plan.capacity_bytes is None else 0
@@ -48,11 +48,11 @@ class RunRows:
         """Return an event for each field that a report's puts have made present."""
         task, events = report.task, list[Event]()
         for handle, sizes in zip(report.handles, report.sizes, strict=True):
-            whole, groups = self.handles.add(handle), groups_of(handle.keys)
-            self.stored.add(tuple(groups), sizes)
+            whole = self.handles.add(handle)
+            self.stored.add(tuple(groups_of(handle.keys)), sizes)
             oldest = tuple(report.oldest[group] for group in whole) if report.oldest else ()
-            group_bytes = tuple(-(-sizes[field] // len(groups)) for field in handle.fields)
-            events.append(Landed(task.step, whole, handle.fields, oldest, task.number, group_bytes))
+            most_bytes = tuple(self.stored.largest(field, whole) for field in handle.fields)
+            events.append(Landed(task.step, whole, handle.fields, oldest, task.number, most_bytes))
         return events
 
     def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:

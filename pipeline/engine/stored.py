@@ -1,4 +1,4 @@
-"""Counts the bytes of samples in the data plane, by partition: what each put added until its groups are cleared."""
+"""Counts the bytes of samples in the data plane: what each put adds until its groups are cleared."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class Stored:
-    """The bytes of one run. A put's bytes are divided evenly over its groups."""
+    """The bytes of one run, by field and group. `fields` are those of each partition."""
 
-    def __init__(self, partition_of: Mapping[str, str]) -> None:
-        self._partition_of = partition_of  # by field
-        self._puts: dict[str, dict[int, list[list[int]]]] = {}  # partition -> group -> its puts: [bytes, groups left]
+    def __init__(self, fields: Mapping[str, Sequence[str]]) -> None:
+        self._fields = fields
+        self._partition_of = {field: partition for partition, own in fields.items() for field in own}
+        self._of: dict[str, dict[int, int]] = {}  # field -> group -> bytes
         self._now: Counter[str] = Counter()
         self._peak: Counter[str] = Counter()
         self._total, self._total_peak = 0, 0
 
-    def add(self, groups: Sequence[int], sizes: Mapping[str, int]) -> None:
-        """Count a put of these bytes by field."""
-        by_partition: Counter[str] = Counter()
-        for field, size in sizes.items():
-            by_partition[self._partition_of.get(field, "")] += size
-        for partition, size in by_partition.items():
-            put, of = [size, len(groups)], self._puts.setdefault(partition, {})
-            for group in groups:
-                of.setdefault(group, []).append(put)
-            self._change(partition, size)
+    def add(self, groups: Sequence[int], sizes: Mapping[str, Sequence[int]]) -> None:
+        """Count a put: by field, the bytes of each group."""
+        for field, of_groups in sizes.items():
+            of = self._of.setdefault(field, {})
+            for group, size in zip(groups, of_groups, strict=True):
+                of[group] = of.get(group, 0) + size
+            self._change(self._partition_of.get(field, ""), sum(of_groups))
+
+    def largest(self, field: str, groups: Iterable[int]) -> int:
+        """Return the bytes that the largest of these groups has of a field."""
+        of = self._of.get(field, {})
+        return max((of.get(group, 0) for group in groups), default=0)
 
     def clear(self, groups: Iterable[int], partitions: Iterable[str]) -> None:
         """Count these partitions of groups out."""
         groups = tuple(groups)
         for partition in partitions:
-            of, freed = self._puts.get(partition, {}), 0
-            for group in groups:
-                for put in of.pop(group, ()):
-                    share = put[0] // put[1]
-                    put[0] -= share
-                    put[1] -= 1
-                    freed += share
-            self._change(partition, -freed)
+            ofs = [self._of.get(field, {}) for field in self._fields.get(partition, ())]
+            self._change(partition, -sum(of.pop(group, 0) for of in ofs for group in groups))
 
     def peaks(self) -> dict[str, float]:
         """Return the most bytes since the last call, in all partitions together and in each, as metrics of a step."""

@@ -22,7 +22,7 @@ import msgspec
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.tensordicts import given
 from pipeline.declare.abilities import Shows, stamped_by, stamps_of
-from pipeline.declare.columns import Columns, in_order, size_bytes
+from pipeline.declare.columns import Columns, group_bytes, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
 from pipeline.declare.held import Closes, Saves, Sleeps
@@ -60,7 +60,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     """A worker's report on a task: all of it, or, for a stream, everything since the last report.
 
     counts     what the worker's data plane counted since its last report
-    sizes      of each handle: the bytes of each field that it put
+    sizes      of each handle: the bytes of each field that it put, by group
     finished   finished groups, by admission number
     samples    the number of samples that the metrics average over
     dropped    dropped groups, with the gate's reason
@@ -73,7 +73,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
 
     task: Task
     handles: list[KVBatchMeta] = []
-    sizes: list[dict[str, int]] = []
+    sizes: list[dict[str, list[int]]] = []
     counts: dict[str, int] = {}
     finished: tuple[int, ...] = ()
     samples: int = 0
@@ -403,7 +403,8 @@ class Worker:
             attempt=task.attempt,
             unit=stage.per,
         )
-        sizes = {name: size_bytes(column) for name, column in columns.items()}
+        groups = groups_of(chosen)
+        sizes = {name: group_bytes(column, tuple(groups.values())) for name, column in columns.items()}
         result.handles.append(handle)
         result.sizes.append(sizes)
         versions: dict[int, Versions] = {}
@@ -416,9 +417,9 @@ class Worker:
                 step=task.step,
                 attempt=task.attempt,
                 fields=handle.fields,
-                groups=tuple(groups_of(chosen)),
+                groups=tuple(groups),
                 samples=len(chosen),
-                size_bytes=sum(sizes.values()),
+                size_bytes=sum(map(sum, sizes.values())),
                 versions=tuple((of.oldest, of.newest) for of in versions.values()),
                 tokens=tuple(of.longest for of in versions.values()),
                 start_s=start_s,

@@ -20,7 +20,8 @@ class Landed(msgspec.Struct, frozen=True):
     """Fields are present for whole groups (or, with no groups, for the step: weights).
 
     `oldest` has the oldest token version of each group, if the stage stamps tokens. `task` is the number of the task
-    that wrote the fields, None for an external process. `group_bytes` has the bytes per group of each field, if known.
+    that wrote the fields, None for an external process. `group_bytes` has the bytes of each field in the group that has
+    most of it, if known.
     """
 
     step: int

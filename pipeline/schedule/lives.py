@@ -96,7 +96,7 @@ class Budget:
                     self._live[name] -= len(groups)
 
     def measure(self, fields: Sequence[str], group_bytes: Sequence[int]) -> None:
-        """Note the bytes per group of fields that have landed; none if they are not known."""
+        """Note the bytes of the largest group of fields that have landed; none if they are not known."""
         if self._capacity_bytes is None:
             return
         self.unseen.difference_update(fields)

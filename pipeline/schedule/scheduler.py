@@ -374,7 +374,8 @@ class Scheduler:
         step = self._board.steps.get(event.step)
         published = False
         weights = [field for field in event.fields if field not in self._board.sample_fields]
-        self._board.measure(event.fields, event.group_bytes)
+        if event.groups:
+            self._board.measure(event.fields, event.group_bytes)
         if len(weights) < len(event.fields):
             self._board.land(event.groups, tuple(field for field in event.fields if field not in weights))
         for field in weights:

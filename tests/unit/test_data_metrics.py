@@ -46,6 +46,6 @@ def test_counts_are_summed_over_tasks_and_hits_are_a_share() -> None:
 def test_ranks_of_a_task_are_counted_together() -> None:
     task = Task(stage="train", step=0, groups=(1,))
     one = TaskResult(task=task, counts={"requests": 2}, handles=[KVBatchMeta(keys=(), partition_id="p", fields=())])
-    other = TaskResult(task=task, counts={"requests": 3, "hits": 1}, sizes=[{"a": 4}])
+    other = TaskResult(task=task, counts={"requests": 3, "hits": 1}, sizes=[{"a": [4]}])
     whole = merged(task, [one, other])
-    assert Counter(whole.counts) == {"requests": 5, "hits": 1} and whole.sizes == [{"a": 4}]
+    assert Counter(whole.counts) == {"requests": 5, "hits": 1} and whole.sizes == [{"a": [4]}]

@@ -5,16 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipeline import Field, Schedule
 from pipeline.cli.load import load
+from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.columns import Column, Ragged, group_bytes, size_bytes
+from pipeline.declare.handle import groups_of, keys_of
 from pipeline.declare.stage import External
+from pipeline.declare.task import Task
+from pipeline.engine.run_rows import RunRows
 from pipeline.engine.stored import Stored
+from pipeline.executors.worker import TaskResult, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, Clear, Decision, Finished, Landed, Run, Save, Saved
@@ -149,10 +157,11 @@ class TestStored:
     """The count of bytes in the data plane."""
 
     def test_a_puts_bytes_go_with_its_groups_and_none_are_left(self) -> None:
-        stored = Stored({"a": "run.x", "b": "run.y"})
-        stored.add((1, 2, 3), {"a": 100, "b": 10})
+        stored = Stored({"run.x": ("a",), "run.y": ("b",)})
+        stored.add((1, 2, 3), {"a": [30, 50, 20], "b": [1, 2, 7]})
+        assert (stored.largest("a", (1, 3)), stored.largest("b", (1, 2, 3)), stored.largest("c", ())) == (30, 7, 0)
         stored.clear((1,), ("run.x",))
-        assert stored.now_bytes == 110 - 33
+        assert stored.now_bytes == 110 - 30
         stored.clear((2, 3), ("run.x",))
         assert stored.now_bytes == 10
         assert stored.peaks() == {"stored/peak_bytes": 110, "stored/peak_bytes_x": 100, "stored/peak_bytes_y": 10}
@@ -162,9 +171,45 @@ class TestStored:
 
     @pytest.mark.parametrize("size", [1, 7, 1000])
     def test_what_was_put_twice_is_counted_twice(self, size: int) -> None:
-        stored = Stored({"a": "run.x"})
+        stored = Stored({"run.x": ("a",)})
         for _ in range(2):
-            stored.add((5, 6), {"a": size})
+            stored.add((5, 6), {"a": [size, 2]})
+        assert stored.largest("a", (5, 6)) == max(2 * size, 4)
         stored.clear((5,), ("run.x",))
         stored.clear((6,), ("run.x",))
         assert stored.now_bytes == 0
+
+
+def test_the_largest_group_of_a_put_is_what_counts_once_it_is_complete() -> None:
+    """Texts of unknown size: the mean of a put's groups would let in more than fits."""
+    described = load(Path(__file__).parents[1] / "integration" / "small_graph.py").build({"steps": 1, "batch": 2})
+    made, plane = plan(described)[0], MemoryPlane()
+    register(plane, made.partition, described.all_stages(), {part.name: part.fields for part in made.partitions})
+    rows = RunRows(made, SimpleNamespace(plane=plane), SimpleNamespace(), None)
+
+    def landed(keys: tuple[str, ...], texts: list[str]) -> Landed:
+        handle = plane.put(keys, {"prompt": texts}, partition=made.partition, stage="numbers")
+        sizes = {"prompt": group_bytes(texts, tuple(groups_of(keys).values()))}
+        (event,) = rows.landed(
+            TaskResult(task=Task(stage="numbers", step=0, groups=(0,)), handles=[handle], sizes=[sizes])
+        )
+        return event
+
+    whole = landed((*keys_of((0, 1), 2),), ["a", "b", "long", "longer"])
+    assert (whole.groups, whole.group_bytes) == ((0, 1), (10,))
+    assert landed(("00000002_g000",), ["ab"]).groups == ()
+    assert landed(("00000002_g001",), ["c"]).group_bytes == (3,)
+    rows.close()
+
+
+@pytest.mark.parametrize(
+    "column, sizes",
+    [
+        (torch.zeros((3, 5), dtype=torch.int16), [20, 10]),
+        (Ragged(torch.zeros((6, 2)), (1, 2, 3)), [24, 24]),
+        (["a", "é", "abc"], [3, 3]),
+        (torch.zeros(3, dtype=torch.bool), [2, 1]),
+    ],
+)  # fmt: skip
+def test_bytes_by_group_add_up_to_those_of_the_column(column: Column, sizes: list[int]) -> None:
+    assert group_bytes(column, (2, 1)) == sizes and sum(sizes) == size_bytes(column)

@@ -16,8 +16,9 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import group_of, keys_of
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.outside import Outside
+from pipeline.engine.stored import Stored
 from pipeline.executors.worker import register
-from pipeline.plan.planner import plan
+from pipeline.plan.planner import plan, sample_fields
 from pipeline.schedule.scheduler import Scheduler
 
 SMALL = Path(__file__).parents[1] / "integration" / "small_graph.py"
@@ -41,7 +42,8 @@ def test_only_what_is_there_is_taken() -> None:
     plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
     register(plane, planned.partition, described.all_stages())
     scheduler.begin()
-    outside = Outside(planned, handles, Held(plane))
+    stored = Stored({part.name: part.fields for part in planned.partitions})
+    outside = Outside(planned, sample_fields(described.all_stages()), handles, stored, Held(plane))
 
     def asked() -> list[tuple[tuple[int, ...], int, int, tuple[int, ...]]]:
         outside._asked_s = float("-inf")  # make a check due now
@@ -71,7 +73,8 @@ def test_the_process_gets_handles_of_what_its_stage_reads_until_the_group_is_cle
     plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
     register(plane, planned.partition, described.all_stages())
     scheduler.begin()
-    outside = Outside(planned, handles, Held(plane))
+    stored = Stored({part.name: part.fields for part in planned.partitions})
+    outside = Outside(planned, sample_fields(described.all_stages()), handles, stored, Held(plane))
 
     def shared() -> dict[int, KVBatchMeta]:
         outside._asked_s = float("-inf")
