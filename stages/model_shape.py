@@ -1,4 +1,4 @@
-"""How fast the cost of a sample grows with its length, from a model's configuration. Loads no model and no torch."""
+"""A model's configuration before it is loaded, and how fast the cost of a sample grows. Loads no model and no torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def attention_cost(model: Model) -> float:
         return quadratic_cost(Transformer.of(_config(model)))
     except (OSError, ValueError, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
         return 0.0
+
+
+def known_config(model: Model) -> Mapping[str, Any]:
+    """Return the model's Hugging Face config, as far as it is known before the model is loaded; empty if it is not."""
+    try:
+        return _config(model)
+    except (OSError, ValueError, TypeError):  # of a hub, or reported by `model_problems`
+        return {}
 
 
 def _config(model: Model) -> Mapping[str, Any]:

@@ -31,6 +31,8 @@ class Backend:
     opener    `opener(context: StageContext)` returns the engine of a worker. It runs once per worker, and the engine
               has the methods of `stages.backends.interface` for what the backend `can` do
     checks    `checks(group, where)` yields problems of a worker group; it loads nothing heavy
+    fits      `fits(group, config, where)` yields problems of a worker group with a model; `config` is the model's
+              Hugging Face config as a dict, as far as it is known before the model is loaded
     leads     whether one process starts all ranks of a replica itself and allocates its share of GPU memory at once
     separates whether attention in a packed row computes each sample alone, so that its cost grows with the square of
               the sample; otherwise it computes the whole row and masks, and a row costs what its tokens cost
@@ -43,6 +45,7 @@ class Backend:
     can: tuple[Work, ...] = ()
     opener: str | Callable[[Any], Any] | None = None
     checks: str | Callable[[Any, str], Any] | None = None
+    fits: str | Callable[[Any, Any, str], Any] | None = None
     leads: bool = False
     separates: bool = True
     slices: bool = False
@@ -69,9 +72,9 @@ def _is_named(function: object) -> bool:
     return len(parts) == 2 and all(part.replace(".", "_").isidentifier() for part in parts)
 
 
-def _checks(function: object) -> bool:
+def _yields(function: object, parameters: str) -> bool:
     """Whether problems can be asked of it: it may be a generator."""
-    return fault(function, "group, where") in ("", "is a generator") and takes(function, "group, where")
+    return fault(function, parameters) in ("", "is a generator") and takes(function, parameters)
 
 
 _RULES = (
@@ -98,8 +101,14 @@ _RULES = (
     ),
     Rule(
         "checks",
-        lambda checks: checks is None or _is_named(checks) or _checks(checks),
+        lambda checks: checks is None or _is_named(checks) or _yields(checks, "group, where"),
         "checks(group, where) yields problems; it is a function or 'module:function'",
         "checks=check_mine, with def check_mine(group, where), or leave it out",
+    ),
+    Rule(
+        "fits",
+        lambda fits: fits is None or _is_named(fits) or _yields(fits, "group, config, where"),
+        "fits(group, config, where) yields problems; it is a function or 'module:function'",
+        "fits=fits_mine, with def fits_mine(group, config, where), or leave it out",
     ),
 )

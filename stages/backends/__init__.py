@@ -47,6 +47,7 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
+from stages.model_shape import known_config
 
 __all__ = [
     "BACKENDS",
@@ -97,6 +98,7 @@ for _backend in (
         can=("sample",),
         opener="stages.backends.vllm.engine:open_engine",
         checks="stages.backends.vllm.limits:problems",
+        fits="stages.backends.vllm.limits:fits",
         leads=True,
     ),
     Backend(
@@ -106,6 +108,7 @@ for _backend in (
         can=("score", "train"),
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.limits:problems",
+        fits="stages.backends.megatron.limits:fits",
         slices=True,
     ),
 ):
@@ -231,7 +234,7 @@ def backend_problems(
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
     not_found = list(_import_problems(backend, group))
-    yield from [] if not_found else _own_checks(backend, group, where)
+    yield from [] if not_found else _own_checks(backend, group, stage, where)
     yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
 
 
@@ -259,7 +262,11 @@ def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
 
 def _import_problems(backend: Backend, group: WorkerGroup) -> Iterator[Problem]:
     """Why a function that is given as "module:function" cannot be imported and called."""
-    for name, given, parameters in (("opener", backend.opener, "context"), ("checks", backend.checks, "group, where")):
+    for name, given, parameters in (
+        ("opener", backend.opener, "context"),
+        ("checks", backend.checks, "group, where"),
+        ("fits", backend.fits, "group, config, where"),
+    ):
         elsewhere = name == "opener" and group.interpreter is not None
         if isinstance(given, str) and not elsewhere and (wrong := import_fault(given, parameters)):
             yield Problem(
@@ -270,19 +277,25 @@ def _import_problems(backend: Backend, group: WorkerGroup) -> Iterator[Problem]:
             )
 
 
-def _own_checks(backend: Backend, group: WorkerGroup, where: str) -> list[Problem]:
-    """What the backend's own checks find, or that they fail."""
-    if backend.checks is None:
-        return []
-    return problems_of(
-        partial(_call, backend.checks) if isinstance(backend.checks, str) else backend.checks,
-        group,
-        where,
-        says=f"checks of backend {backend.name!r}",
-        where=where,
-        why="it yields the problems of a worker group",
-        fix="correct checks(group, where)",
+def _own_checks(backend: Backend, group: WorkerGroup, stage: Stage | None, where: str) -> Iterator[Problem]:
+    """What the backend's own checks find, of the group and of the stage's models on it, or that they fail."""
+    configs = [config for model in (stage.uses if stage else ()) if "model_type" in (config := known_config(model))]
+    functions: tuple[tuple[str, Any, Sequence[tuple[Any, ...]], str], ...] = (
+        ("checks", backend.checks, [()], "group, where"),
+        ("fits", backend.fits, [(config,) for config in configs], "group, config, where"),
     )
+    for name, own, given, parameters in functions:
+        for more in given if own else ():
+            yield from problems_of(
+                partial(_call, own) if isinstance(own, str) else own,
+                group,
+                *more,
+                where,
+                says=f"{name} of backend {backend.name!r}",
+                where=where,
+                why="it yields the problems of a worker group",
+                fix=f"correct {name}({parameters})",
+            )
 
 
 def is_installed(package: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from graphs.quickstart import TINY_QWEN3
 from tests.errors.harness import Case
 
 NO_GROUPS: Mapping[str, str] = {}
@@ -75,6 +76,8 @@ def model(name: str, parameters: str) -> Case:
     return Case(name, {"policy": f"Model({parameters})"}, top=IMPORT)
 
 
+SHAPED = f"Model('tiny', config={TINY_QWEN3!r}, alphabet=task.alphabet)"
+
 GROUPS = [
     learner("tensor_parallel_does_not_divide", "workers=3, tensor_parallel=2"),
     learner("tensor_parallel_of_torch", "workers=2, tensor_parallel=2"),
@@ -102,6 +105,20 @@ GROUPS = [
         at=("learner", "prev", "train"),
         prev="PrevLogprobs(policy, on=learner)",
         train="Train(policy, on=learner, lr=1e-3, microbatch=Dynamic(64))",
+    ),
+    megatron("more_pipeline_stages_than_layers", "workers=4, pipeline_parallel=4", policy=SHAPED),
+    megatron("heads_that_ranks_do_not_divide", "workers=3, tensor_parallel=3", policy=SHAPED),
+    megatron("experts_of_a_dense_model", "workers=2, expert_parallel=2", policy=SHAPED),
+    megatron(
+        "a_family_that_megatron_does_not_build",
+        "",
+        policy='Model("tiny", config={"model_type": "gemma"}, alphabet=task.alphabet)',
+    ),
+    Case(
+        "heads_that_vllm_does_not_divide",
+        {"policy": SHAPED, "sampler": 'WorkerGroup("sampler", backend="vllm", workers=3, tensor_parallel=3)'},
+        at=("sampler",),
+        top=IMPORT,
     ),
     learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
     learner("unknown_fetch", "workers=2, fetch='all'"),

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
-from pipeline.errors import Problem, StageError
+from pipeline.errors import StageError
+from stages.backends.megatron.division import Sizes, division_problems
 from stages.backends.megatron.groups import Groups
-from stages.backends.megatron.names import qkv_rows
 from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
-
-_LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
     """This rank's configuration. Raises StageError if the ranks cannot divide the decoder."""
-    if problems := list(_problems(decoder, groups, where)):
+    sizes = Sizes(
+        tensor=groups.layout.tensor,
+        pipeline=groups.layout.pipeline,
+        context=groups.layout.context,
+        expert=groups.expert,
+        expert_tensor=groups.expert_tensor,
+    )
+    if problems := list(division_problems(decoder, sizes, where)):
         raise StageError(*problems)
     on_cpu = groups.device.type == "cpu"
     mixture = (
@@ -82,83 +85,3 @@ def _stages(layers: int, stages: int) -> list[list[str]] | None:
         return None
     made = [["decoder"] * len(own) for own in stage_layers(layers, stages)]
     return [["embedding", *made[0]], *made[1:-1], [*made[-1], "loss"]]
-
-
-def _problems(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]:
-    yield from _uneven(decoder, groups, where)
-    yield from _key_values(decoder, groups.layout.tensor, where)
-    if groups.layout.pipeline > decoder.layers:
-        yield Problem(
-            where=where,
-            what=f"pipeline_parallel={groups.layout.pipeline}, and the model has {decoder.layers} layers",
-            why="each pipeline stage needs a layer",
-            fix=f"pipeline_parallel={decoder.layers} or less",
-        )
-    if groups.layout.context > 1:
-        yield from _attention(decoder, groups.layout.context, where)
-    if not decoder.experts:
-        yield from _no_experts(groups, where)
-
-
-def _uneven(decoder: Decoder, groups: Groups, where: str) -> Iterator[Problem]:
-    """Whatever ranks must divide evenly, and do not."""
-    tensor = ("tensor_parallel", groups.layout.tensor)
-    of_mlp = ("expert_tensor_parallel", groups.expert_tensor) if decoder.experts else tensor
-    for what, number, by, ranks in (
-        ("attention heads", decoder.heads, *tensor),
-        ("intermediate_size", decoder.intermediate, *of_mlp),
-        ("experts", decoder.experts, "expert_parallel", groups.expert),
-    ):
-        if number % ranks:
-            yield Problem(
-                where=where,
-                what=f"{by}={ranks} does not divide the model's {what} ({number})",
-                why="all ranks hold equal parts",
-                fix=f"use a divisor of {number}",
-            )
-
-
-def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
-    """Why tensor-parallel ranks cannot share the key-value heads."""
-    rows = qkv_rows(decoder)
-    if decoder.groups % tensor and tensor % decoder.groups:
-        yield Problem(
-            where=where,
-            what=f"tensor_parallel={tensor}, and the model has {decoder.groups} key-value heads",
-            why="each rank computes with whole key-value heads, or equally many ranks share one",
-            fix=f"use a divisor or a multiple of {decoder.groups}",
-        )
-    elif rows % tensor and not decoder.heads % tensor:
-        yield Problem(
-            where=where,
-            what=f"tensor_parallel={tensor} does not divide the {rows} rows of the model's queries, keys and values",
-            why="ranks that share a key-value head hold equal parts of its rows and of those of its query heads",
-            fix=f"use a divisor of {rows}",
-        )
-
-
-def _attention(decoder: Decoder, context: int, where: str) -> Iterator[Problem]:
-    """Why Transformer Engine's attention cannot take the heads of a sliced sample."""
-    if decoder.head_dim % 8 or decoder.head_dim > _LARGEST_HEAD:
-        yield Problem(
-            where=where,
-            what=f"context_parallel={context}, and the model has heads of size {decoder.head_dim}",
-            why="Transformer Engine trains packed rows over several ranks with heads whose size is a multiple of 8, at "
-            f"most {_LARGEST_HEAD}",
-            fix="context_parallel=1, or tensor_parallel, which divides heads",
-        )
-
-
-def _no_experts(groups: Groups, where: str) -> Iterator[Problem]:
-    """Sizes that divide experts."""
-    for by, ranks, default in (
-        ("expert_parallel", groups.expert, 1),
-        ("expert_tensor_parallel", groups.expert_tensor, groups.layout.tensor),
-    ):
-        if ranks != default:
-            yield Problem(
-                where=where,
-                what=f"{by}={ranks}, and the model has no experts",
-                why="it divides experts over ranks",
-                fix=f"{by}={default}, or a mixture-of-experts model",
-            )

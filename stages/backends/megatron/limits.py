@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pipeline import WorkerGroup
-from pipeline.errors import Problem, counted
+from pipeline.errors import Problem, StageError, counted
 from stages.backends import asked
+from stages.backends.megatron.division import Sizes, division_problems
+from stages.backends.model.decoder import Decoder
 
 ENGINE = "transformer_engine"
 
@@ -31,6 +34,25 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
         )
     if group.context_parallel > 1:
         yield from _context(group, where)
+
+
+def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Reasons why the group cannot build or divide a model with this config."""
+    sizes = Sizes(
+        tensor=group.tensor_parallel,
+        pipeline=group.pipeline_parallel,
+        context=group.context_parallel,
+        expert=group.expert_parallel,
+        expert_tensor=group.expert_tensor_parallel or group.tensor_parallel,
+    )
+    try:
+        decoder = Decoder.of({"rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": 1, **config}, where)
+    except StageError as error:
+        yield from error.problems
+    except (KeyError, TypeError, ValueError, ArithmeticError):  # a wrong config is reported when the model is built
+        return
+    else:
+        yield from division_problems(decoder, sizes, where)
 
 
 def _context(group: WorkerGroup, where: str) -> Iterator[Problem]:

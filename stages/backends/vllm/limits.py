@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pipeline import WorkerGroup
 from pipeline.errors import Problem, counted
@@ -43,4 +44,16 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             what=f"worker group {group.name!r} has {counted(group.gpus, 'GPU')} for {counted(group.workers, 'worker')}",
             why=f"each worker of the backend {group.backend!r} has one GPU, or none has",
             fix=f"gpus={group.workers}, or gpus=0 with the CPU build of vLLM",
+        )
+
+
+def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Reasons why the group cannot divide a model with this config."""
+    heads, tensor = config.get("num_attention_heads"), group.tensor_parallel
+    if isinstance(heads, int) and heads % tensor:
+        yield Problem(
+            where=where,
+            what=f"tensor_parallel={tensor} does not divide the model's attention heads ({heads})",
+            why="all ranks hold equal parts",
+            fix=f"use a divisor of {heads}",
         )
