@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +15,6 @@ def other_python(folder: Path, modules: Mapping[str, str], *, sees_ours: bool = 
     for name, text in modules.items():
         (packages / f"{name}.py").write_text(text)
     if sees_ours:  # not this installation of Sluice: the .pth files of these folders are not read
-        ours = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+        ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         (packages / "ours.pth").write_text("\n".join(ours))
     return folder / "bin" / "python"

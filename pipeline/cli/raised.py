@@ -66,7 +66,8 @@ def meant(error: BaseException, folders: Sequence[Path]) -> str | None:
         case ImportError() if str(error).startswith("attempted relative import"):
             return "leave out the dot: write import x, not from . import x, and from x import y, not from .x import y"
         case ImportError() if wrong := _WRONG_NAME.match(str(error)):
-            return _near(wrong["name"], dir(sys.modules.get(wrong["module"])))
+            module = sys.modules.get(wrong["module"])
+            return _near(wrong["name"], getattr(module, "__all__", dir(module)))
     return None
 
 
