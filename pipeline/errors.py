@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -61,7 +62,7 @@ def counted(number: int, noun: str) -> str:
 
 def message_of(error: BaseException, limit: int = 300) -> str:
     """Return an error's class and text for a message: one line, cut at `limit`."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -124,9 +125,14 @@ def mistaken_import(error: BaseException) -> Problem | None:
     return mistaken_import(before) if before else None
 
 
+USERS: tuple[type[BaseException], ...] = (Exception, SystemExit, KeyboardInterrupt)  # what user code may raise
+
+
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception comes from user code: any Exception, and sys.exit(), unless a signal handler of this
-    process or of Ray raised it."""
+    """Return whether an exception comes from user code, not from a signal: any Exception; sys.exit(), unless a signal
+    handler of this process or of Ray called it; and KeyboardInterrupt in a thread that gets no signals."""
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is not threading.main_thread()
     if not isinstance(error, SystemExit):
         return isinstance(error, Exception)
     frames = traceback.extract_tb(error.__traceback__)

@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline import StageError
 from pipeline.declare.calls import is_async
-from pipeline.errors import Problem, message_of
+from pipeline.errors import USERS, Problem, is_users, message_of
 
 RewardFunction = Callable[..., Any]
 LARGEST = (2 - 2**-23) * 2.0**127  # float32
@@ -111,7 +111,9 @@ class _Call:
     def now(self) -> float:
         try:
             value = self.target(**self.inputs)
-        except Exception as error:
+        except USERS as error:
+            if not is_users(error):
+                raise
             raise StageError(self.failure(f"raised {message_of(error)}")) from error
         return self.checked(value)
 
@@ -126,7 +128,7 @@ class _Call:
             cause: BaseException | None = None
             if not running.done() or running.cancelled():
                 what = f"did not return within {calls.timeout_s:g} s"
-            elif cause := running.exception():
+            elif cause := _raised(running):
                 what = f"raised {message_of(cause)}"
             else:
                 return self.checked(running.result())
@@ -144,8 +146,21 @@ class _Call:
         return _failure(self.function, what, self.inputs, self.sample(self.index), self.where)
 
 
+class _EndedError(Exception):
+    """A function called sys.exit() or raised KeyboardInterrupt, its cause. In a task they would end the event loop."""
+
+
 async def _coroutine(target: Callable[..., Awaitable[Any]], inputs: dict[str, Any]) -> Any:
-    return await target(**inputs)
+    try:
+        return await target(**inputs)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _EndedError from error
+
+
+def _raised(call: asyncio.Task[Any]) -> BaseException | None:
+    """What a call that is done raised."""
+    error = call.exception()
+    return error.__cause__ if isinstance(error, _EndedError) else error
 
 
 async def _all(calls: Sequence[_Call], limits: AsyncCalls) -> list[float]:
@@ -174,7 +189,9 @@ def _batch(
 ) -> list[float]:
     try:
         values = target(**{name: list(column) for name, column in columns.items()})
-    except Exception as error:
+    except USERS as error:
+        if not is_users(error):
+            raise
         index = getattr(error, "index", None)
         if isinstance(index, int) and 0 <= index < size:
             inputs = {name: column[index] for name, column in columns.items()}

@@ -30,7 +30,7 @@ from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import PeerLost, SluiceError, Unfit, is_users, message_of, user_error
+from pipeline.errors import USERS, PeerLost, SluiceError, Unfit, is_users, message_of, user_error
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
@@ -146,7 +146,7 @@ class Worker:
             try:
                 self._runners[stage.name] = returned.runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+            except USERS as error:
                 return self._error(stage, error, "setup failed")
         return None
 
@@ -174,7 +174,7 @@ class Worker:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, [produced], result)
             result.finished = result.task.groups
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        except USERS as error:
             result.error = self._failed(stage, task, columns, error)
         self._end(result.task, result, start_s, result.metrics)
         return result
@@ -207,7 +207,7 @@ class Worker:
                 result = TaskResult(task=task)
             if left:
                 raise returned.unfinished(stage, left)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        except USERS as error:
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
         self._cancelled.difference_update(task.groups)
@@ -229,7 +229,7 @@ class Worker:
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
             result.error = self._error(stage, error, "failed")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        except USERS as error:
             result.error = self._failed(stage, task, {}, error)
         if rendezvous.side == "source" and rendezvous.meeting and not result.error:
             self._begun_s[task.number] = start_s
@@ -502,7 +502,7 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
             async for output in produced:
                 waiting.append(output)
                 came.set()
-        except SystemExit as error:  # in a task it would end the event loop
+        except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the event loop
             if not is_users(error):
                 raise
             raise RuntimeError(message_of(error)) from error

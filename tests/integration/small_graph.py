@@ -31,9 +31,10 @@ class Numbers(Stage):
 
 @dataclass(frozen=True)
 class Shout(Stage):
-    """Doubles each prompt; raises an error at the group `bad`."""
+    """Doubles each prompt; raises an error at the group `bad`, or is interrupted there."""
 
     bad: int = -1
+    interrupted: bool = False
     name: str = "shout"
     on: WorkerGroup | None = None
     reads: Sequence[Field] = (PROMPT,)
@@ -42,6 +43,8 @@ class Shout(Stage):
     def setup(self, context: StageContext) -> Any:
         def run(columns: dict, task: Task) -> dict:
             if str(self.bad) in columns["prompt"]:
+                if self.interrupted:
+                    raise KeyboardInterrupt
                 raise ArithmeticError(f"group {self.bad} is bad")
             return {"shout": [text * 2 for text in columns["prompt"]]}
 
@@ -88,11 +91,13 @@ class Listen(Stage):
         return run
 
 
-def graph(steps: int = 3, batch: int = 4, bad: int = -1, workers: int = 1, external: bool = False) -> Graph:
+def graph(
+    steps: int = 3, batch: int = 4, bad: int = -1, interrupted: bool = False, workers: int = 1, external: bool = False
+) -> Graph:
     """Double numbers as text; with `external`, a process outside the graph writes a score for each sample, and a grade
     for each mark."""
     group = WorkerGroup("shouters", workers=workers)
-    stages: tuple[Stage, ...] = (Shout(bad=bad, on=group),)
+    stages: tuple[Stage, ...] = (Shout(bad=bad, interrupted=interrupted, on=group),)
     if external:
         stages += (Mark(), External((SCORE, GRADES), timeout_s=240.0, reads=(SHOUT, MARKS)), Listen())
     return Graph(name="small", source=Numbers(batch=batch), stages=stages, schedule=Schedule(steps=steps))

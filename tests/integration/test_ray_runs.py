@@ -99,8 +99,9 @@ def test_a_task_is_spread_over_the_workers_of_its_group(tmp_path, ray_session):
     assert events_of(engine, trace.Ended)[0].rows_left == 0
 
 
-def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(tmp_path, ray_session):
-    engine = engine_of(tmp_path, steps=3, batch=4, bad=5)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(interrupted, tmp_path, ray_session):
+    engine = engine_of(tmp_path, steps=3, batch=4, bad=5, interrupted=interrupted)
     left = []
     close = engine.executor.close
 
@@ -115,7 +116,8 @@ def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(t
     with pytest.raises(StageError) as error:
         engine.execute()
     (problem,) = error.value.problems
-    assert "stage 'shout' failed at step 2: ArithmeticError: group 5 is bad" in problem.what
+    said = "KeyboardInterrupt" if interrupted else "ArithmeticError: group 5 is bad"
+    assert f"stage 'shout' failed at step 2: {said}" in problem.what
     assert problem.where.startswith(str(HERE / "small_graph.py"))
     assert left == [0]
     assert (engine.run_dir.failure(1, "shout") / "columns.json").is_file()

@@ -54,6 +54,41 @@ def test_an_instance_is_a_function_named_by_its_class():
         run(Reward(ShortEnough("x")))
 
 
+def leaves(how: str):
+    raise {"exit": SystemExit(3), "interrupt": KeyboardInterrupt()}[how]
+
+
+@pytest.mark.parametrize(("how", "said"), [("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")])
+@pytest.mark.parametrize("form", ["plain", "batched", "async"])
+def test_a_function_that_leaves_python_is_an_error_of_its_own(form, how, said):
+    """sys.exit() and KeyboardInterrupt would end the worker's event loop. In the main thread the latter is Ctrl-C."""
+
+    def plain(response):
+        leaves(how)
+
+    async def waits(response):
+        leaves(how)
+
+    function = {"plain": plain, "batched": batched(plain), "async": waits}[form]
+    raised = []
+
+    def call():
+        try:
+            run(Reward(function))
+        except BaseException as error:  # noqa: BLE001 - what the thread raised
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert type(raised[0]) is StageError and f"raised {said}" in str(raised[0])
+
+
+def test_ctrl_c_in_a_function_passes_through():
+    with pytest.raises(KeyboardInterrupt):
+        run(Reward(lambda response: leaves("interrupt")))
+
+
 def test_two_instances_of_one_class_need_two_names():
     assert "2 reward functions are named short_enough" in problems(Reward(ShortEnough(1), ShortEnough(2)))[0]
 
