@@ -11,7 +11,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from pipeline.cli.executor_flags import add_executor_flags, executor_problems
 from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
+from pipeline.cli.output import outliving
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
 from pipeline.engine.termination import Termination
@@ -167,9 +168,14 @@ def _replay(graph: Graph, folder: Path) -> int:
 
 
 def _run(asked: _Asked, started_s: float) -> int:
+    services = wanted_of(asked.options)
+    run_dir = _run_dir(Path(asked.options.run_dir) if asked.options.run_dir else None, asked.planned.name)
+    with outliving(str(run_dir.path)):
+        return _recorded(asked, run_dir, services, started_s)
+
+
+def _recorded(asked: _Asked, run_dir: RunDir, services: Mapping[str, str], started_s: float) -> int:
     options, planned = asked.options, asked.planned
-    services = wanted_of(options)
-    run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
     steps = planned.steps - start

@@ -63,6 +63,10 @@ class Keeper:
         """Shut Ray down, with all its processes. Idempotent."""
         _end(self.process)
 
+    def kill(self) -> None:
+        """Kill Ray's processes and the keeper."""
+        _kill(self.process)
+
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin
@@ -71,8 +75,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(STOP_S + 5.0)
     except subprocess.TimeoutExpired:
-        process.kill()  # Ray's processes die with it
-        process.wait()
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    for pid in members(process.pid):  # the keeper leads its session
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def members(session: int) -> Iterator[int]:
@@ -91,6 +101,9 @@ def _kill_session() -> None:
         for pid in others:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # a dead child counts as a member until then
+                pass
         time.sleep(0.05)
 
 

@@ -40,7 +40,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
-from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
+from pipeline.executors.answers import START_DEADLINE_S, finished, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
@@ -57,6 +57,7 @@ from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
+CLOSE_S = 30.0  # for Ray to end the workers and the data plane
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
 
@@ -211,6 +212,20 @@ class RayExecutor:
                 self._cleared.setdefault(f"{name}.{rank}", []).extend(rows)
 
     def close(self) -> None:
+        """End the workers, the data plane and, if the run started it, Ray; without its help if it does not answer."""
+        if not finished(self._let_go, CLOSE_S):
+            rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
+            print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
+            if self._keeper:
+                self._keeper.kill()
+        for module in self._modules:
+            if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.unregister_pickle_by_value(module)
+        if self._keeper:
+            self._keeper.close()
+            self._keeper = None
+
+    def _let_go(self) -> None:
         for actor in [actor for group in self._actors.values() for actor in group]:
             ray.kill(actor)
         self._actors.clear()
@@ -222,15 +237,9 @@ class RayExecutor:
                 self.plane.drain()
             self.plane.close()
         self._placement.close()
-        for module in self._modules:
-            if module.__name__ in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.unregister_pickle_by_value(module)
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
-        if self._keeper:
-            self._keeper.close()
-            self._keeper = None
 
     def _connect(self, plan: Plan) -> None:
         if ray.is_initialized():

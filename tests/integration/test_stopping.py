@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,10 @@ def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
     assert weights(execute(QUICKSTART, FLAGS, tmp_path / "run", start=behind), 8) == undisturbed
 
 
-def started(folder: Path, *flags: str, steps: int = 3) -> tuple[subprocess.Popen, RunDir]:
+def started(folder: Path, *flags: str, steps: int = 3, run: Sequence[str] = COMMAND) -> tuple[subprocess.Popen, RunDir]:
     """Return the command as a process of its own, once its first steps are done."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [*COMMAND, "--run-dir", str(folder), *flags]
+    command = [*run, "--run-dir", str(folder), *flags]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **pipes)
     run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
     while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < steps:
@@ -158,6 +158,35 @@ def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number
     steps = [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines()]
     assert steps == list(range(behind + 3))
     assert not check(run_dir.path)
+
+
+def test_a_run_ends_even_if_rays_control_store_has_stopped(tmp_path):
+    """Stopped, not dead: Ray's calls that end the workers never return."""
+    quick = (
+        "import sys, pipeline.executors.ray as ray; ray.CLOSE_S = 2.0; from pipeline.run import main; sys.exit(main())"
+    )
+    process, run_dir = started(tmp_path / "run", "--steps", "10000", run=[sys.executable, "-c", quick, str(NUMBERS)])
+    session = session_of(process.pid)
+    (store,) = (pid for pid in members(session) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(store, signal.SIGSTOP)
+    process.terminate()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 143 and "Ray has not ended the workers within 2 s" in told
+    wait_until_empty(session)
+    assert told.splitlines()[-1].endswith(f"(from step {run_dir.checkpoint_steps()[-1]})")
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_run_outlives_the_reader_of_its_output(tmp_path, both):
+    command = [*COMMAND, "--executor", "local", "--run-dir", str(tmp_path / "run"), "--steps", "8", "--plain"]
+    stderr = subprocess.STDOUT if both else subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert process.stdout.readline().startswith("numbers: 8 steps")
+    process.stdout.close()
+    told = "" if both else process.stderr.read()
+    assert process.wait(timeout=120) == 0, told
+    assert [line["step"] for line in lines(RunDir(tmp_path / "run"))] == list(range(1, 9))
+    assert both or told.count("nobody reads the output any more; the run goes on") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
