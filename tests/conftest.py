@@ -86,15 +86,15 @@ class SessionStore:
         from pipeline.data_plane.transfer_queue import TransferQueuePlane
         from pipeline.executors.ray import RayExecutor
 
-        self._plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
-        RayExecutor.store = self._plane.settings
+        self.plane = TransferQueuePlane.create(storage_units=STORAGE_UNITS)
+        RayExecutor.store = self.plane.settings
 
     def close(self) -> None:
         """Stop it."""
         from pipeline.executors.ray import RayExecutor
 
         RayExecutor.store = None
-        self._plane.close()
+        self.plane.close()
 
 
 @pytest.fixture(autouse=True)

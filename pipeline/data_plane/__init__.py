@@ -10,9 +10,9 @@ The guarantees, tested by one contract suite against both:
 - Concurrent calls from several threads may share round trips; each keeps these guarantees, and an error reaches only
   the caller of the failed call.
 
-Row format, for processes outside the graph: `row_name(key, attempt)` names the row of a
-group; a field of dims "N" is one tensor [samples of the group]; of dims "N T" one tensor [tokens of all samples, in key
-order]; a str field is a list of texts.
+Row format, for processes outside the graph: `row_name(key, attempt)` names the row of a group; a field of dims "N" is
+one tensor [samples of the group]; of dims "N T" one tensor [tokens of all samples, in key order]; a str field is a list
+of texts. Messages are signed (`signed`); `outside` does all this.
 """
 
 from __future__ import annotations

@@ -10,17 +10,21 @@ during a put share the next round trips, and so do gets and clears (`lane`, `exc
 loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
 (`patience`). A bounded cache keeps the rows a process wrote or fetched, so stages that share a process fetch nothing.
 
-TransferQueue's sockets unpickle what they receive, so they must bind a loopback address unless the network is trusted.
+TransferQueue's sockets unpickle what they receive, so messages are signed with a key of the run (`signed`), and the
+sockets must bind a loopback address unless the network is trusted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import os
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -33,6 +37,7 @@ from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
 from pipeline.data_plane.lane import Call, Lane
 from pipeline.data_plane.patience import ASKED, Patience, StoreGoneError
 from pipeline.data_plane.rows import Block, block_of
+from pipeline.data_plane.signed import KEY_BYTES, sign_messages, signing_actors
 from pipeline.data_plane.uncompiled import uncompiled
 from pipeline.data_plane.wire import TransferQueueWire
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
@@ -45,12 +50,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker needs to attach, as plain values. An endpoint is (identity, address, ports by name)."""
+    """What a worker needs to attach, as plain values. An endpoint is (identity, address, ports by name); `key` signs
+    the messages."""
 
     controller: tuple[str, str, dict[str, int]]
     storage: tuple[tuple[str, str, dict[str, int]], ...]
     deadline_s: float
     cache_bytes: int
+    key: bytes = dataclasses.field(repr=False)
 
 
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
@@ -306,18 +313,25 @@ def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
-def _load(deadline_s: float) -> None:
-    """Import TransferQueue, with its environment."""
+def _load(deadline_s: float, key: bytes) -> None:
+    """Import TransferQueue, with its environment; this process signs its messages with the key."""
     for name, value in environment(deadline_s).items():
         os.environ.setdefault(name, value)
     with uncompiled():
         import transfer_queue  # noqa: F401
+    sign_messages(key)
 
 
 def _start(
     deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None
 ) -> Settings:
-    _load(deadline_s)
+    import ray
+
+    with suppress(ValueError):
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        raise _second()
+    key = secrets.token_bytes(KEY_BYTES)
+    _load(deadline_s, key)
     import transfer_queue
     from omegaconf import OmegaConf
     from transfer_queue.utils.zmq_utils import get_node_ip_address
@@ -334,8 +348,9 @@ def _start(
             },
         }
     )
-    config = transfer_queue.init(asked)
-    if config is asked or config.controller.zmq_info is None:  # it attached to an existing one
+    with signing_actors(key):
+        config = transfer_queue.init(asked)
+    if config is asked or config.controller.zmq_info is None:  # it attached to one that started meanwhile
         transfer_queue.get_client().close()
         raise _second()
     controller = config.controller.zmq_info
@@ -347,7 +362,7 @@ def _start(
         transfer_queue.close()
         raise
     plain = [(server.id, server.ip, dict(server.ports)) for server in (controller, *units)]
-    return Settings(plain[0], tuple(plain[1:]), deadline_s, cache_bytes)
+    return Settings(plain[0], tuple(plain[1:]), deadline_s, cache_bytes, key)
 
 
 def _stop() -> None:
@@ -357,7 +372,7 @@ def _stop() -> None:
 
 
 def _connect(settings: Settings) -> Any:
-    _load(settings.deadline_s)
+    _load(settings.deadline_s, settings.key)
     from omegaconf import OmegaConf
     from transfer_queue.client import AsyncTransferQueueClient
     from transfer_queue.utils.enum_utils import Role

@@ -32,6 +32,7 @@ HOLDS = {  # file -> expression -> the class of its value
         "answer": MESSAGE,
         "ZMQRequestType": "transfer_queue.utils.zmq_utils:ZMQRequestType",
     },
+    "pipeline/data_plane/signed.py": {"message": MESSAGE},
     "pipeline/data_plane/transfer_queue.py": {
         "client": CLIENT,
         "self._client": CLIENT,

@@ -16,6 +16,7 @@ import torch
 
 from pipeline import DataPlaneError, KVBatchMeta
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.data_plane.signed import sign_messages
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, _check_address, environment
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import sample_key
@@ -27,21 +28,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_outside(ray: Any, store: Store, row: str, values: dict[str, Any]) -> None:
-    """Write a row from another process with plain calls; in memory, write to the store without any check."""
+    """Write a row from another process with the key of the run and plain calls; in memory, write to the store without
+    any check."""
     if isinstance(store.plane, MemoryPlane):
         return store.plane.write_outside(store.partition, row, values)
 
     @ray.remote(num_cpus=0)
-    def write(partition: str, row: str, values: dict[str, Any]) -> None:
+    def write(key: bytes, partition: str, row: str, values: dict[str, Any]) -> None:
         import transfer_queue
         from tensordict import TensorDict
         from tensordict.tensorclass import NonTensorStack
 
+        sign_messages(key)
         transfer_queue.init()
         one = {n: v[None] if hasattr(v, "dtype") else NonTensorStack(v) for n, v in values.items()}
         transfer_queue.kv_batch_put(keys=[row], partition_id=partition, fields=TensorDict(one, batch_size=1))
 
-    ray.get(write.remote(store.partition, row, values), timeout=240)
+    ray.get(write.remote(store.plane.settings.key, store.partition, row, values), timeout=240)
 
 
 @pytest.fixture

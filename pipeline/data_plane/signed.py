@@ -1,0 +1,83 @@
+"""Signs TransferQueue's messages with a key of the run: its sockets unpickle what they receive, and any local user, or
+with `--trusted-network` any machine, can connect to them. A message without the signature is refused unread.
+
+The signature covers what is unpickled (the header; without a header, everything) and the size of every frame, not the
+bytes of tensors: only who can change packets on their way could exchange those. The key travels through Ray, which
+asks for the token of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+KEY_BYTES = 32
+_UNSIGNED: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # of the message class, as it came
+
+
+def signature(key: bytes, frames: list[Any]) -> bytes:
+    """Return the signature of a message: its frames are bytes, memoryviews or zmq.Frames."""
+    from transfer_queue.utils.serial_utils import _PICKLE_FALLBACK_SENTINEL
+
+    views = [memoryview(frame) for frame in frames]
+    pickled = len(views) > 0 and bytes(views[0][: len(_PICKLE_FALLBACK_SENTINEL)]) == _PICKLE_FALLBACK_SENTINEL
+    made = hashlib.blake2b(repr([view.nbytes for view in views]).encode(), key=key, digest_size=32)
+    for view in views if pickled else views[:1]:
+        made.update(view)
+    return made.digest()
+
+
+def sign_messages(key: bytes) -> None:
+    """From now on, let this process sign each message that it sends, and refuse each that lacks the signature."""
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQMessageDecodeError
+
+    message: Any = ZMQMessage
+    if message not in _UNSIGNED:
+        _UNSIGNED[message] = message.serialize, message.deserialize.__func__
+    serialize, deserialize = _UNSIGNED[message]
+
+    def signed(self: Any) -> list[Any]:
+        frames = [*serialize(self)]
+        return [*frames, signature(key, frames)]
+
+    def checked(cls: Any, frames: list[Any]) -> Any:
+        *rest, given = frames or [b""]
+        if not hmac.compare_digest(bytes(memoryview(given)), signature(key, rest)):
+            raise ZMQMessageDecodeError("it is not signed with the key of the run")
+        return deserialize(cls, rest)
+
+    message.serialize, message.deserialize = signed, classmethod(checked)
+
+
+@contextmanager
+def signing_actors(key: bytes) -> Iterator[None]:
+    """Inside this context, TransferQueue starts actors that sign and check from before they open a socket."""
+    import ray
+    from transfer_queue import interface
+    from transfer_queue.storage.bootstrap import simple_storage_bootstrap as storage
+
+    places: tuple[tuple[Any, str], ...] = (interface, "TransferQueueController"), (storage, "SimpleStorageUnit")
+    before = [getattr(module, name) for module, name in places]
+    for (module, name), actor in zip(places, before):
+        setattr(module, name, ray.remote(num_cpus=1)(_signing(actor.__ray_metadata__.modified_class, key)))
+    try:
+        yield
+    finally:
+        for (module, name), actor in zip(places, before):
+            setattr(module, name, actor)
+
+
+def _signing(actor: Any, key: bytes) -> type:
+    """Return the actor's class with signed messages. Ray sends it by value, with the key."""
+    sign: Callable[[bytes], None] = sign_messages
+
+    class Signing(actor):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            sign(key)
+            super().__init__(*given, **named)
+
+    Signing.__name__ = Signing.__qualname__ = actor.__name__
+    return Signing
