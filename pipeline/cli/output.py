@@ -1,4 +1,4 @@
-"""Output that outlives its reader: a run goes on if whoever reads its stdout or stderr leaves, as `head` does."""
+"""Output that outlives its reader: a run goes on if the reader of its stdout or stderr leaves, as `head` does."""
 
 from __future__ import annotations
 

@@ -55,14 +55,13 @@ def sign_messages(key: bytes) -> None:
 @contextmanager
 def signing_actors(key: bytes) -> Iterator[None]:
     """Inside this context, TransferQueue starts actors that sign and check from before they open a socket."""
-    import ray
     from transfer_queue import interface
     from transfer_queue.storage.bootstrap import simple_storage_bootstrap as storage
 
     places: tuple[tuple[Any, str], ...] = (interface, "TransferQueueController"), (storage, "SimpleStorageUnit")
     before = [getattr(module, name) for module, name in places]
     for (module, name), actor in zip(places, before):
-        setattr(module, name, ray.remote(num_cpus=1)(_signing(actor.__ray_metadata__.modified_class, key)))
+        setattr(module, name, interface.ray.remote(num_cpus=1)(_signing(actor.__ray_metadata__.modified_class, key)))
     try:
         yield
     finally:

@@ -325,17 +325,16 @@ def _load(deadline_s: float, key: bytes) -> None:
 def _start(
     deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None
 ) -> Settings:
-    import ray
-
-    with suppress(ValueError):
-        ray.get_actor("TransferQueueController", namespace="transfer_queue")
-        raise _second()
     key = secrets.token_bytes(KEY_BYTES)
     _load(deadline_s, key)
     import transfer_queue
     from omegaconf import OmegaConf
+    from transfer_queue import interface
     from transfer_queue.utils.zmq_utils import get_node_ip_address
 
+    with suppress(ValueError):
+        interface.ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        raise _second()
     _check_address(get_node_ip_address(), trusted_network)
     asked = OmegaConf.create(
         {

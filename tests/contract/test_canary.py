@@ -63,7 +63,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "transfer_queue.utils.serial_utils:_PICKLE_FALLBACK_SENTINEL": {"": FIELD},
     "transfer_queue.interface:TransferQueueController": {"__ray_metadata__": FIELD},
     "transfer_queue.storage.bootstrap.simple_storage_bootstrap:SimpleStorageUnit": {"__ray_metadata__": FIELD},
-    "transfer_queue:interface": {"": FIELD},
+    "transfer_queue:interface": {"": FIELD, "ray": FIELD},
     "transfer_queue.storage.bootstrap:simple_storage_bootstrap": {"": FIELD},
     "transfer_queue.utils.enum_utils:Role": {"": KIND, "CONTROLLER": FIELD, "STORAGE": FIELD},
     "transfer_queue.utils.zmq_utils:get_node_ip_address": {"": ""},

@@ -73,7 +73,7 @@ import torch.compiler
 from pipeline.data_plane.transfer_queue import _load
 from pipeline.data_plane.uncompiled import MARKS, uncompiled
 marks = [getattr(torch.compiler, name) for name in MARKS]
-_load(1.0)
+_load(1.0, b"k" * 32)
 print("torch._dynamo" in sys.modules)
 print(marks == [getattr(torch.compiler, name) for name in MARKS])
 with uncompiled():
