@@ -11,7 +11,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from pipeline.forwarders.beside import beside
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
+from pipeline.record.lock import held
 from pipeline.rundir import RunDir
 
 RUNS = "runs"  # the default folder of runs
@@ -170,6 +171,14 @@ def _run(asked: _Asked, started_s: float) -> int:
     options, planned = asked.options, asked.planned
     services = wanted_of(options)
     run_dir = _run_dir(Path(options.run_dir) if options.run_dir else None, planned.name)
+    with held(run_dir, where=f"--run-dir {run_dir.path}") as warning:
+        console.print_problems([warning] if warning else [])
+        return _run_in(run_dir, asked, services, started_s)
+
+
+def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
+    """Run in a directory that no other run writes. Returns the exit code."""
+    options, planned = asked.options, asked.planned
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
     steps = planned.steps - start

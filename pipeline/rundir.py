@@ -1,7 +1,7 @@
 """Names and layout of a run directory, in one place. Knows no content.
 
 runs/quickstart-20260101-120000/
-  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json
+  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json  lock
   before-1/ (the record of a run that ended before its first checkpoint, once it has started again)
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class RunDir:
         stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
             path = parent / f"{stem}{suffix}"
-            if not path.exists():
+            with suppress(FileExistsError):  # of a run that started in the same second
+                path.mkdir(parents=True)
                 return RunDir(path).create()
         raise FileExistsError(f"{parent / stem} and 999 like it exist")
 
@@ -63,6 +65,11 @@ class RunDir:
     @property
     def data_plane(self) -> Path:
         return self.path / "data_plane.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the process of a live run holds locked."""
+        return self.path / "lock"
 
     @property
     def events(self) -> Path:
