@@ -285,6 +285,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             run_dir=run_dir,
             start=start,
             on_step=progress.step,
+            on_divergence=progress.warn,
             deadline_s=asked.options.deadline_s,
             termination=termination,
         )
