@@ -31,7 +31,7 @@ from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.record import checkpoint, trace
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 from pipeline.schedule.scheduler import Scheduler
 
 
@@ -102,7 +102,7 @@ class Engine:
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
-            self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
+            private(self.run_dir.plan).write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
         settings = WorkerSettings(
             partition=self.plan.partition,
             parts={partition.name: partition.fields for partition in self.plan.partitions},
@@ -128,5 +128,7 @@ class Engine:
                     group_size=settings.group_size,
                     parts=settings.parts,
                 )
+                if self.run_dir.data_plane.exists():
+                    private(self.run_dir.data_plane)
 
         self.driver.run(bring_up)

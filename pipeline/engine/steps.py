@@ -13,7 +13,7 @@ from pipeline.engine.usage import Usage
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 
 if TYPE_CHECKING:
     from pipeline.executors.worker import TaskResult
@@ -91,7 +91,7 @@ class Numbers:
     def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
         metrics = self._tally.close(step, now_s) | self._stored.peaks()
         if self._metrics:
-            with self._metrics.open("ab") as file:
+            with private(self._metrics).open("ab") as file:
                 line = {"step": step + 1, "version": version, **trace.finite(metrics)}
                 file.write(msgspec.json.encode(line) + b"\n")
         return metrics, self._usage.read()

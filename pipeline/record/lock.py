@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import msgspec
 
 from pipeline.errors import GraphError, Problem
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # flock's answer, and that of file systems that emulate it
 
@@ -38,7 +38,7 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
     file system has no locks.
     """
     try:
-        file = run_dir.lock.open("a+b")
+        file = private(run_dir.lock).open("a+b")
     except OSError as error:
         raise GraphError(_unwritable(where, error)) from error
     with file:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.declare.task import Task
+from pipeline.rundir import private
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
@@ -328,7 +329,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("ab") if path else None
+        self._file = private(path).open("ab") if path else None
         if path and self._file:
             self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()
