@@ -27,6 +27,7 @@ from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
+from pipeline.record import trace
 from pipeline.record.runs import OpenedRun, open_run
 from pipeline.simulation.hints import Hints, hints
 from pipeline.simulation.recording import recording_of
@@ -116,6 +117,7 @@ def as_json(
         "run": run.name,
         "graph": run.plan.name,
         "state": run.state,
+        "diverged": _diverged(run),
         "report": summary(found.report),
         "window": {"start_s": start_s, "end_s": end_s, "steps": steps},
         "paths": found.paths,
@@ -130,6 +132,8 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
     out = console.console()
     done = max((int(line["step"]) for line in run.metrics), default=0)
     out.print(f"{run.name}: {run.state}, {done} of {run.plan.steps} steps", markup=False)
+    for problem in _diverged(run):
+        out.print(problem, markup=False)
     steps = found.report.steps
     out.print(found.report.critical_path.sentence, markup=False)
     if steps.seconds:
@@ -154,6 +158,10 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
         out.print(f"{ratio}: {advice.base}", markup=False)
     for note in (*notes, *(advice.notes if advice else ())):
         out.print(f"note: {note}", markup=False)
+
+
+def _diverged(run: OpenedRun) -> list[str]:
+    return [event.problem for event in run.events if isinstance(event, trace.Diverged)]
 
 
 def _stages(by_stage: dict[str, float], spare: dict[str, float | None]) -> Table:

@@ -36,6 +36,7 @@ from pipeline.forwarders.beside import beside
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
+from pipeline.record.lock import held
 from pipeline.rundir import RunDir
 
 RUNS = "runs"  # the default folder of runs
@@ -170,11 +171,13 @@ def _replay(graph: Graph, folder: Path) -> int:
 def _run(asked: _Asked, started_s: float) -> int:
     services = wanted_of(asked.options)
     run_dir = _run_dir(Path(asked.options.run_dir) if asked.options.run_dir else None, asked.planned.name)
-    with outliving(str(run_dir.path)):
-        return _recorded(asked, run_dir, services, started_s)
+    with outliving(str(run_dir.path)), held(run_dir, where=f"--run-dir {run_dir.path}") as warning:
+        console.print_problems([warning] if warning else [])
+        return _run_in(run_dir, asked, services, started_s)
 
 
-def _recorded(asked: _Asked, run_dir: RunDir, services: Mapping[str, str], started_s: float) -> int:
+def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
+    """Run in a directory that no other run writes. Returns the exit code."""
     options, planned = asked.options, asked.planned
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
@@ -282,6 +285,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             run_dir=run_dir,
             start=start,
             on_step=progress.step,
+            on_divergence=progress.warn,
             deadline_s=asked.options.deadline_s,
             termination=termination,
         )

@@ -1,17 +1,32 @@
 """Names and layout of a run directory, in one place. Knows no content.
 
 runs/quickstart-20260101-120000/
-  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json
+  run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json  lock
   before-1/ (the record of a run that ended before its first checkpoint, once it has started again)
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
+
+All of it is private: folders are made with mode 0700, and the files beside them with 0600, whatever the umask. Folders
+that exist keep their mode.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_OWNERS = 0o700  # the mode of a folder that only its owner can enter
+
+
+def private(path: Path) -> Path:
+    """Make an empty file that only its owner can read, or take others' access to it if it exists. Returns its path."""
+    path.touch(mode=0o600)
+    if path.stat().st_mode & 0o077:
+        with suppress(PermissionError):  # of a file system without modes
+            path.chmod(0o600)
+    return path
 
 
 @dataclass(frozen=True)
@@ -26,21 +41,22 @@ class RunDir:
         stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
             path = parent / f"{stem}{suffix}"
-            if not path.exists():
+            with suppress(FileExistsError):  # of a run that started in the same second
+                path.mkdir(_OWNERS, parents=True)
                 return RunDir(path).create()
         raise FileExistsError(f"{parent / stem} and 999 like it exist")
 
     def create(self) -> RunDir:
         """Create the directory and its folders."""
         for folder in (self.path, self.path / "samples", self.checkpoints, self.failures, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(_OWNERS, parents=True, exist_ok=True)
         return self
 
     def set_aside(self) -> Path:
         """Move the record so far to a folder of its own, `before-1` or the next free one, and return that folder."""
         number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
         aside = self.path / f"before-{number}"
-        aside.mkdir()
+        aside.mkdir(_OWNERS)
         kept = (self.plan, self.events, self.metrics, self.path / "samples", self.checkpoints, self.failures, self.logs)
         for path in kept:
             if path.exists():
@@ -63,6 +79,11 @@ class RunDir:
     @property
     def data_plane(self) -> Path:
         return self.path / "data_plane.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the process of a live run holds locked."""
+        return self.path / "lock"
 
     @property
     def events(self) -> Path:

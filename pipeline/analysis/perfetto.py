@@ -157,6 +157,8 @@ class _Events:
                 case trace.Published():
                     yield self._instant(f"version {event.version}", event.at_s)
                     yield self._counter("policy version", event.at_s, event.version)
+                case trace.Diverged():
+                    yield self._instant(f"diverged: {event.metric}", event.at_s)
                 case trace.Stopping():
                     yield self._instant("asked to stop", event.at_s)
                 case trace.Failed():

@@ -142,12 +142,6 @@ def _volume(plan: Plan, edge: object | None) -> str:
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards
 
 
-_SKIPPED = (
-    "warning: step {step}: every update was skipped, because its loss or gradient was not finite; the weights are "
-    "unchanged. Later steps like this are not announced; see train/skipped"
-)
-
-
 class Progress:
     """A progress line: rewritten in place on a terminal, one plain line per step elsewhere."""
 
@@ -156,7 +150,6 @@ class Progress:
         self._live = sys.stdout.isatty() and not plain
         self._begun_s = time.monotonic()
         self._done = start
-        self._warned_skipped = False
         self.evaluations: list[tuple[int, float]] = []
         self.measure = ""  # the metric that is shown: the first reward of the evaluation
         self.last: dict[str, float] = {}
@@ -178,15 +171,16 @@ class Progress:
                 self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
         self.last = metrics
-        if metrics.get("train/skipped") and not metrics.get("train/updates") and not self._warned_skipped:
-            self._warned_skipped = True
-            self.end()
-            print(_SKIPPED.format(step=step + 1), file=sys.stderr, flush=True)
         for name, groups in metrics.items():
             if name.startswith("dropped/"):
                 self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
         self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
+
+    def warn(self, problem: Problem) -> None:
+        """Print a warning below the progress line."""
+        self.end()
+        print_problems([problem])
 
     def end(self) -> None:
         """Keep the last progress line and move below it."""

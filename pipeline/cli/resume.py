@@ -17,7 +17,7 @@ from pipeline.cli.load import GraphFile
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "networkx", "msgspec")
 
@@ -68,8 +68,8 @@ def describe(
         git=_git(file.path.parent),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    run_dir.run_json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    shutil.copyfile(file.path, run_dir.graph)
+    private(run_dir.run_json).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    shutil.copyfile(file.path, private(run_dir.graph))
 
 
 def recorded(path: str | None) -> RunRecord:

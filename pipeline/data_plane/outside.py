@@ -12,7 +12,6 @@ can read these fields, until the group is cleared.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
 from pipeline.declare.stage import Stage
 from pipeline.errors import DataPlaneError
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -194,5 +193,4 @@ def publish(
         reads={s.name: tuple(f.name for f in s.reads if not f.per_step) for s in stages if s.shape == "external"},
         settings=plane.settings,
     )
-    with os.fdopen(os.open(run_dir.data_plane, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(address))  # it has the key of the run
+    private(run_dir.data_plane).write_bytes(msgspec.json.encode(address))  # it has the key of the run

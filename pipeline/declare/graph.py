@@ -37,6 +37,8 @@ class Schedule:
                       plan's bounds, else the largest seen so far); a batch is always admitted if nothing is in flight.
                       None is no limit
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
+    on_divergence     what happens when the metrics show that training diverges: "warn" says so once per kind, "stop"
+                      also ends the run
     keep_groups       groups per step whose texts are kept in the run directory: the first ones and the reward extremes
     seed              seeds everything random in the run
     """
@@ -49,6 +51,7 @@ class Schedule:
     capacity: int | None = None
     capacity_bytes: int | None = None
     checkpoint_every: int = 0
+    on_divergence: Literal["warn", "stop"] = "warn"
     keep_groups: int = 4
     seed: int = 0
 

@@ -25,20 +25,22 @@ from pipeline.engine.oversight import Oversight
 from pipeline.engine.run_rows import RunRows
 from pipeline.engine.steps import Numbers, StepListener
 from pipeline.engine.termination import Termination
+from pipeline.engine.watch import Says, Watch
 from pipeline.executors import Executor
 from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.record import checkpoint, trace
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 from pipeline.schedule.scheduler import Scheduler
 
 
 class Engine:
     """One run of a graph. `execute` runs it to the end or raises the error that ended it; both release everything.
 
-    `on_step(step, metrics)` is called after each step (step -1: before the first). `deadline_s` bounds the time in
-    which no task finishes. `termination` may ask the run to stop: the steps in training are then finished and saved,
+    `on_step(step, metrics)` is called after each step (step -1: before the first), `on_divergence(problem)` for each
+    sign of divergence, unless the graph's schedule stops the run then. `deadline_s` bounds the time in which no task
+    finishes. `termination` may ask the run to stop: the steps in training are then finished and saved,
     `execute` returns, and `driver.stopped` is true.
     """
 
@@ -51,6 +53,7 @@ class Engine:
         run_dir: RunDir | None = None,
         start: int = 0,
         on_step: StepListener | None = None,
+        on_divergence: Says | None = None,
         deadline_s: float = 3600.0,
         termination: Termination | None = None,
     ) -> None:
@@ -58,7 +61,9 @@ class Engine:
         journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
         stamps = stamps_of(graph.all_stages())
         self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
-        steps = Numbers(plan, run_dir, start, on_step, self.rows.stored)
+        watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_divergence)
+        listeners = [on_step, watch.take] if on_step else [watch.take]
+        steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
         self.driver = Driver(
             Scheduler(plan, start=start),
@@ -97,7 +102,7 @@ class Engine:
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
-            self.run_dir.plan.write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
+            private(self.run_dir.plan).write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
         settings = WorkerSettings(
             partition=self.plan.partition,
             parts={partition.name: partition.fields for partition in self.plan.partitions},

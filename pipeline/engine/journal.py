@@ -8,11 +8,15 @@ Real runs and simulations write the same events. Knows no scheduling rules.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from pipeline.declare.task import Task
+from pipeline.engine.divergence import Notice
 from pipeline.errors import SluiceError
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
@@ -105,6 +109,12 @@ class Journal:
             )
         )
 
+    def reported(self, event: trace.TraceEvent) -> None:
+        """Record an event of a worker, without metrics that are not finite."""
+        if isinstance(event, trace.Ran) and not all(map(math.isfinite, event.metrics.values())):
+            event = msgspec.structs.replace(event, metrics=trace.finite(event.metrics))
+        self.write(event)
+
     def acknowledged(self, task: Task, groups: tuple[int, ...]) -> None:
         """Record that a task has acknowledged groups."""
         self.write(
@@ -154,7 +164,25 @@ class Journal:
         """Record the end of a step. `cpu_s`: CPU seconds of the driver and of all processes."""
         self.write(
             trace.StepEnded(
-                step=step, metrics=metrics, at_s=self.clock.now_s, driver_cpu_s=cpu_s[0], processes_cpu_s=cpu_s[1]
+                step=step,
+                metrics=trace.finite(metrics),
+                at_s=self.clock.now_s,
+                driver_cpu_s=cpu_s[0],
+                processes_cpu_s=cpu_s[1],
+            )
+        )
+
+    def diverged(self, notice: Notice, problem: str) -> None:
+        """Record a sign of divergence, and its text."""
+        self.write(
+            trace.Diverged(
+                step=notice.step,
+                kind=notice.kind,
+                metric=notice.metric,
+                value=notice.value if math.isfinite(notice.value) else None,
+                before=notice.before,
+                problem=problem,
+                at_s=self.clock.now_s,
             )
         )
 

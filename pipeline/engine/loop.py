@@ -230,7 +230,7 @@ class Driver:
     def _take(self, report: Report) -> list[Event]:
         task, journal = report.task, self.journal
         for event in report.events:
-            journal.write(event)
+            journal.reported(event)
         self.steps.report(report)
         if report.error:
             self.oversight.failed = task

@@ -1,4 +1,4 @@
-"""The metrics of each step: written to metrics.jsonl and the trace, and passed to a listener."""
+"""The metrics of each step: written to metrics.jsonl and the trace, and passed to listeners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.engine.usage import Usage
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, private
 
 if TYPE_CHECKING:
     from pipeline.executors.worker import TaskResult
@@ -50,11 +50,11 @@ class Numbers:
     """The `Steps` of a real run. A step lasts from one published version to the next."""
 
     def __init__(
-        self, plan: Plan, run_dir: RunDir | None, start: int, listener: StepListener | None, stored: Stored
+        self, plan: Plan, run_dir: RunDir | None, start: int, listeners: Sequence[StepListener], stored: Stored
     ) -> None:
         self._tally, self._usage, self._stored = Tally(plan), Usage(), stored
         self._metrics = run_dir.metrics if run_dir else None
-        self._start, self._listener = start, listener
+        self._start, self._listeners = start, listeners
         self._writer = {field: stage.name for stage in plan.stages for field in stage.writes}
         self._transfers = {stage.name for stage in plan.stages if stage.shape == "transfer"}
         self._published_s = 0.0
@@ -91,10 +91,11 @@ class Numbers:
     def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
         metrics = self._tally.close(step, now_s) | self._stored.peaks()
         if self._metrics:
-            with self._metrics.open("ab") as file:
-                file.write(msgspec.json.encode({"step": step + 1, "version": version, **metrics}) + b"\n")
+            with private(self._metrics).open("ab") as file:
+                line = {"step": step + 1, "version": version, **trace.finite(metrics)}
+                file.write(msgspec.json.encode(line) + b"\n")
         return metrics, self._usage.read()
 
     def done(self, step: int, metrics: dict[str, float]) -> None:
-        if self._listener:
-            self._listener(step, metrics)
+        for listener in self._listeners:
+            listener(step, metrics)

@@ -33,6 +33,7 @@ _RULES = (
     at_least("pipeline_depth", 0).optional(),
     one_of("on_stale", ("wait", "drop")),
     one_of("refit", ("drain", "in_flight")),
+    one_of("on_divergence", ("warn", "stop")),
 )
 _COUNTS = {rule.name: rule for rule in _RULES if rule.name in ("max_staleness", "capacity", "pipeline_depth")}
 _RUN = at_least(

@@ -6,6 +6,7 @@ Console, analysis, view and simulator read nothing else. Times `*_s` are seconds
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.declare.task import Task
+from pipeline.rundir import private
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
@@ -249,6 +251,19 @@ class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=
     at_s: float
 
 
+class Diverged(msgspec.Struct, tag="diverged", frozen=True, kw_only=True, gc=False):
+    """The metrics of a step show a divergence of this kind for the first time. `value` is None if it is not finite,
+    `before` is what it was in the steps before, if known. `problem` is the text that the run prints."""
+
+    step: int
+    kind: str
+    metric: str
+    value: float | None
+    before: float | None
+    problem: str
+    at_s: float
+
+
 class Stopping(msgspec.Struct, tag="stopping", frozen=True, kw_only=True, gc=False):
     """The run was asked to stop: it admits nothing and starts no training from here on."""
 
@@ -293,12 +308,18 @@ TraceEvent = (
     | Cleared
     | Checkpointed
     | StepEnded
+    | Diverged
     | Stopping
     | Failed
     | Ended
 )
 BLOCK = 1 << 16  # bytes per read
 _DECODER = msgspec.json.Decoder(TraceEvent)
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite numbers: JSON has no others."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 class TraceWriter:
@@ -308,7 +329,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("ab") if path else None
+        self._file = private(path).open("ab") if path else None
         if path and self._file:
             self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()

@@ -52,7 +52,8 @@ class ActorNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole state. `depth` counts the groups on each edge, "writer>reader", that wait for the reader."""
+    """The whole state. `diverged` has the signs of divergence so far, one per kind; `depth` counts the groups on each
+    edge, "writer>reader", that wait for the reader."""
 
     step: int
     steps: int
@@ -61,6 +62,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool
     failed: str
     problems: tuple[str, ...]
+    diverged: tuple[str, ...]
     in_flight: int
     stages: dict[str, StageNow]
     depth: dict[str, int]
@@ -95,6 +97,7 @@ class Live:
         self._ended_step, self._version, self._last_s = -1, -1, 0.0
         self._ended = False
         self._failed: trace.Failed | None = None
+        self._diverged: list[str] = []
         self._actors: dict[tuple[str, int], ActorNow] = {}
 
     def apply(self, event: trace.TraceEvent) -> None:
@@ -132,6 +135,8 @@ class Live:
                 self._ended_step = max(self._ended_step, event.step)
                 times = {name: value for name, value in event.metrics.items() if name.startswith("time/")}
                 self._seconds |= {name[5:-2]: value for name, value in times.items()}
+            case trace.Diverged():
+                self._diverged.append(event.problem)
             case trace.Failed():
                 self._failed = event
             case trace.Ended():
@@ -163,6 +168,7 @@ class Live:
             ended=self._ended,
             failed=self._failed.error if self._failed else "",
             problems=self._failed.problems if self._failed else (),
+            diverged=tuple(self._diverged),
             in_flight=len(self._done),
             stages={stage.name: self._stage(stage, running[stage.name], over) for stage in self._plan.stages},
             depth={} if over else self._depth(),

@@ -77,6 +77,8 @@ def _note(event: trace.TraceEvent) -> tuple[str, float, str] | None:
             return "retried", event.at_s, text
         case trace.Checkpointed():
             return "checkpointed", event.end_s, f"checkpoint of step {event.step + 1}"
+        case trace.Diverged():
+            return "diverged", event.at_s, event.problem
         case trace.Stopping():
             return "stopping", event.at_s, "asked to stop: the step in training is finished and saved"
         case trace.Failed():

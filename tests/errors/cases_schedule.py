@@ -48,6 +48,7 @@ CASES = [
     schedule("depth_is_a_fraction", "max_staleness=1, pipeline_depth=0.5"),
     schedule("on_stale_misspelled", "max_staleness=1, on_stale='discard'"),
     schedule("refit_misspelled", "max_staleness=1, refit='inflight'"),
+    schedule("on_divergence_misspelled", "on_divergence='halt'"),
     schedule("refit_is_a_bool", "max_staleness=1, refit=True"),
     schedule("capacity_below_staleness", "max_staleness=3, capacity=8"),
     schedule("capacity_bytes_of_0", "capacity_bytes=0"),

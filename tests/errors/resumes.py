@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.errors.harness import Case, live_text
 
 LAST = "run/checkpoints/step_000002"
+_LOCKS: list[IO[str]] = []  # held until the tests end
 
 
 def nothing(folder: Path) -> None:
@@ -91,10 +94,19 @@ def _both(folder: Path) -> None:
     remove("run/checkpoints/step_000001/manifest.json")(folder)
 
 
+def _locked(folder: Path) -> None:
+    lock = (folder / "run/lock").open("w+")
+    lock.write('{"pid":4321,"host":"node-7"}')
+    lock.flush()
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _LOCKS.append(lock)
+
+
 OUTSIDE = {"../../run.json": {"size_bytes": 1, "sha256": "0" * 64}}
 CHOSEN = ("--run-dir", "run", "--resume", "2")
 CASES = [
     resume("run_dir_holds_a_run", nothing, "--run-dir", "run", code=2),
+    resume("run_dir_is_being_written", _locked, code=2),
     resume("run_dir_is_a_file", nothing, "--run-dir", "graph.py", code=2),
     resume("resume_without_a_run_dir", nothing, "--resume", code=2),
     resume("resume_of_no_run", nothing, "--run-dir", "other", "--resume", code=2),

@@ -56,6 +56,7 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
         put.stage == "shout" for put in (events_of(engine, trace.Put) if engine.run_dir.events.exists() else [])
     ):
         time.sleep(0.1)
+    assert not engine.run_dir.data_plane.stat().st_mode & 0o077
     read: list[int] = []
     for group in (1, 0):
         command = [sys.executable, str(HERE / "outside.py"), str(engine.run_dir.path), str(group)]

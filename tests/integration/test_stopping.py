@@ -23,10 +23,12 @@ from pipeline.cli.load import load
 from pipeline.cli.resume import cut_metrics
 from pipeline.engine.driver import Engine
 from pipeline.engine.termination import Termination
+from pipeline.errors import GraphError
 from pipeline.executors.keeper import members
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
+from pipeline.record.lock import held
 from pipeline.rundir import RunDir
 from tests.integration.test_async import NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
 from tests.integration.test_lost_workers import FLAGS
@@ -200,7 +202,12 @@ def test_a_run_that_ends_while_its_workers_start_leaves_no_process(tmp_path, num
     while not (session := session_of(process.pid)) or len(list(members(session))) < 4:  # Ray's own processes
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
+    with pytest.raises(GraphError, match=f"process {process.pid} on "), held(RunDir(tmp_path / "run"), where="run"):
+        pass
     os.killpg(process.pid, number)
+    process.wait(60)
+    with held(RunDir(tmp_path / "run"), where="run") as warning:  # at once: no process of Ray's holds it
+        assert warning is None
     _, told = process.communicate(timeout=60)
     wait_until_empty(session)
     if number == signal.SIGTERM:

@@ -71,6 +71,9 @@ _KINDS: dict[str, dict[str, str]] = {
     "cleared": {"step": "i", "groups": "I", "partitions": "S", "last": "b", **_SPAN},
     "checkpointed": {"step": "i", "folder": "s", "size_bytes": "i", **_SPAN},
     "step_ended": {"step": "i", "metrics": "d", "at_s": "f"},
+    "diverged": {
+        "step": "i", "kind": "s", "metric": "s", "value": "F", "before": "F", "problem": "s", "at_s": "f",
+    },
     "stopping": {"at_s": "f"},
     "failed": {"stage": "n", "step": "n", "error": "s", "problems": "S", "at_s": "f"},
     "ended": {"steps": "i", "rows_left": "i", "at_s": "f"},
@@ -91,6 +94,7 @@ _IS = {
     "s": lambda value: isinstance(value, str),
     "n": lambda value: value is None or _is_int(value) or isinstance(value, str),
     "b": lambda value: isinstance(value, bool),
+    "F": lambda value: value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
     "d": lambda value: isinstance(value, dict),
     "I": lambda value: isinstance(value, list) and all(map(_is_int, value)),
     "S": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),

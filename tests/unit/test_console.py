@@ -175,13 +175,3 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated
         "run directory": "runs/toy",
         "inspect": "head runs/toy/metrics.jsonl",
     }
-
-
-def test_a_step_without_an_update_is_announced_once(capsys):
-    progress = Progress(made(), 0, plain=True)
-    for step, updates in ((0, 1.0), (1, 0.0), (2, 0.0)):
-        progress.step(step, {"train/skipped": 2.0, "train/updates": updates})
-    assert capsys.readouterr().err == (
-        "warning: step 2: every update was skipped, because its loss or gradient was not finite; the weights are "
-        "unchanged. Later steps like this are not announced; see train/skipped\n"
-    )

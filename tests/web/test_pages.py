@@ -30,6 +30,10 @@ def folder(tmp_path_factory):
     plan, events = simulated(steps=6)
     failed = trace.Failed(stage="train", step=1, error="it broke", problems=("train: it broke",), at_s=1e3)
     written(folder / "broken", plan, [*events[:60], failed])
+    exploded = trace.Diverged(
+        step=1, kind="loss", metric="train/loss", value=9e9, before=0.1, problem="train/loss is 9e+09", at_s=4.0
+    )
+    written(folder / "diverged", plan, [*events[:60], exploded, *events[60:]])
     written(folder / "hostile", *simulated(steps=2), texts=["<script>window.hit=1</script>", *HOSTILE])
     return folder
 
@@ -148,6 +152,14 @@ def test_a_failed_run_says_what_failed(opened):
     assert "--run-dir runs/broken --resume" in tab.inner_text("[role=alert]")
     tab.click("text=Timeline")
     assert "it broke" in tab.inner_text("section[aria-label='What happened?']")
+
+
+def test_a_run_that_diverges_says_so_above_every_page(opened):
+    tab = opened("diverged")
+    assert "train/loss is 9e+09" in tab.inner_text(".alert")
+    tab.click("text=Timeline")
+    assert "train/loss is 9e+09" in tab.inner_text(".alert")
+    assert "diverged train/loss is 9e+09" in tab.inner_text("section[aria-label='What happened?']")
 
 
 def test_whatever_a_model_wrote_is_text(opened):

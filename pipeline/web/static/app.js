@@ -105,6 +105,11 @@ function Trouble({ run }) {
   return null;
 }
 
+function Diverged({ run }) {
+  return run.now.diverged.length ? html`<div class="alert soft" role="status"><h2>Training diverges</h2>
+    ${run.now.diverged.map((problem) => html`<p class="mono small" key=${problem}>${problem}</p>`)}</div>` : null;
+}
+
 function Tabs({ run, page }) {
   return html`<nav class="tabs" aria-label="Pages">${Object.keys(PAGES).map((name) => (offline && name === "compare" ? null
     : html`<a key=${name} href=${`#/${encodeURIComponent(run)}/${name}`} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
@@ -157,7 +162,7 @@ function App() {
     <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
         : !at.run ? html`<${Runs} />`
-          : ready ? html`<${Trouble} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
+          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
     </main>`;
 }
 

@@ -4,6 +4,7 @@ import { Card, colourOf, html, number, seconds, Swatch, useEffect, useLayoutEffe
 import { arrange, draw, GUTTER, spanAt } from "./lanes.js";
 import { Idle, Verdict } from "./graph.js";
 
+const LOUD = new Set(["failed", "retried", "diverged"]); // events whose kind is shown
 const LATEST = 5; // number of steps shown initially
 
 function looks(plan) {
@@ -137,7 +138,7 @@ const textOf = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt 
 function Story({ run }) {
   const last = run.notes.slice(-50).reverse();
   return html`<${Card} title="What happened?"><div class="scroll"><table><thead><tr><th>When</th><th>What</th></tr></thead>
-    <tbody>${last.map(([kind, at, text], n) => html`<tr key=${`${at} ${n}`}><td class="dim">${at.toFixed(1)} s</td><td class=${`wrap ${kind === "failed" || kind === "retried" ? "down" : ""}`}>${kind === "failed" || kind === "retried" ? html`<b>${kind}</b> ` : ""}${text}</td></tr>`)}</tbody></table></div><//>`;
+    <tbody>${last.map(([kind, at, text], n) => html`<tr key=${`${at} ${n}`}><td class="dim">${at.toFixed(1)} s</td><td class=${`wrap ${LOUD.has(kind) ? "down" : ""}`}>${LOUD.has(kind) ? html`<b>${kind}</b> ` : ""}${text}</td></tr>`)}</tbody></table></div><//>`;
 }
 
 // The tasks of the last finished step as a table.

@@ -30,6 +30,7 @@ from stages.backends.model.weights import weights
 
 DEADLINE_S = 1800.0  # that a worker waits for another one to build the model
 LOOK_S = 0.2
+_OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
 
 def model_folder(model: Model, run_dir: Path | None) -> Path:
@@ -43,8 +44,10 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
         return Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
     described = f"{model.source} {model.config} {model.alphabet} {model.warm_start} {model.seed} {torch.__version__}"
     digest = hashlib.sha256(described.encode()).hexdigest()[:12]
-    root = (run_dir or Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}") / "models"
-    root.mkdir(parents=True, exist_ok=True)
+    parent = run_dir or Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}"
+    parent.mkdir(_OWNERS, parents=True, exist_ok=True)
+    root = parent / "models"
+    root.mkdir(_OWNERS, exist_ok=True)
     folder = root / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model.source)}-{digest}"
     with _alone(root / f"{folder.name}.lock"):
         if not folder.is_dir():
@@ -61,7 +64,7 @@ def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
 
     Tensors have the names of published folders, one per expert, which engines read; the network holds experts fused.
     """
-    folder.mkdir()
+    folder.mkdir(_OWNERS)
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(folder)
     if network.generation_config is not None:

@@ -1,0 +1,90 @@
+"""One run at a time in a run directory: an exclusive lock on a file in it, named `lock`.
+
+    with held(run_dir, where="--run-dir runs/a"):
+        ...  # nobody else writes here
+
+The kernel frees the lock when its process ends, however it ends. Child processes do not hold it. Readers need no lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from pipeline.errors import GraphError, Problem
+from pipeline.rundir import RunDir, private
+
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # flock's answer, and that of file systems that emulate it
+
+
+class Holder(msgspec.Struct):
+    """The process that holds the lock, or was the last to hold it."""
+
+    pid: int
+    host: str
+
+
+@contextmanager
+def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
+    """Hold the lock of a run directory within the context.
+
+    Raises GraphError at `where` if another process holds it, or the folder is not writable. Yields a warning if the
+    file system has no locks.
+    """
+    try:
+        file = private(run_dir.lock).open("a+b")
+    except OSError as error:
+        raise GraphError(_unwritable(where, error)) from error
+    with file:
+        warning = None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                file.seek(0)
+                raise GraphError(_written(where, file.read())) from None
+            warning = _unlocked(where, error)
+        os.register_at_fork(after_in_child=file.close)  # a forked child may outlive this process
+        file.truncate(0)
+        file.write(msgspec.json.encode(Holder(pid=os.getpid(), host=socket.gethostname())))
+        file.flush()
+        yield warning
+
+
+def _written(where: str, content: bytes) -> Problem:
+    try:
+        holder = msgspec.json.decode(content, type=Holder)
+        by = f"process {holder.pid} on {holder.host}"
+    except msgspec.DecodeError:  # it has just taken the lock
+        by = "another process"
+    return Problem(
+        where=where,
+        what=f"a run is writing it: {by}",
+        why="two runs in one folder would overwrite each other's record",
+        fix="use another folder, or wait until that run has ended",
+    )
+
+
+def _unwritable(where: str, error: OSError) -> Problem:
+    return Problem(
+        where=where,
+        what=f"a file cannot be created in it: {error.strerror}: {error.filename}",
+        why="the run is recorded there",
+        fix="use --run-dir with a writable path",
+    )
+
+
+def _unlocked(where: str, error: OSError) -> Problem:
+    return Problem(
+        where=where,
+        what=f"its file system has no locks: {error.strerror}",
+        why="nothing keeps a second run out of this folder",
+        fix="start one run at a time in it, or use another file system",
+        warning=True,
+    )
