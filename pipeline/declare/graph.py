@@ -37,6 +37,10 @@ class Schedule:
                       plan's bounds, else the largest seen so far); a batch is always admitted if nothing is in flight.
                       None is no limit
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
+    keep_checkpoints  how many of the newest checkpoints stay, 2 or more; an older one is removed once a new one is
+                      complete. None keeps all
+    keep_every        checkpoints after a multiple of this many steps stay for good; 0 is none. It needs
+                      keep_checkpoints, and is a multiple of checkpoint_every
     keep_groups       groups per step whose texts are kept in the run directory: the first ones and the reward extremes
     seed              seeds everything random in the run
     """
@@ -49,6 +53,8 @@ class Schedule:
     capacity: int | None = None
     capacity_bytes: int | None = None
     checkpoint_every: int = 0
+    keep_checkpoints: int | None = None
+    keep_every: int = 0
     keep_groups: int = 4
     seed: int = 0
 

@@ -2,7 +2,8 @@
 
     checkpoints/step_000100/   manifest.json  train/...   (what the stages saved: safetensors and JSON, never pickle)
 
-`read` accepts a folder only if every file matches the manifest's size and sha256.
+`read` accepts a folder only if every file matches the manifest's size and sha256. Folders that are being written or
+removed have other names, so whatever is called `step_...` was complete once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pipeline.rundir import RunDir
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -66,7 +68,8 @@ def write(
     """
     final = run.checkpoint(steps)
     partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in run.checkpoints.glob(f"{_UNFINISHED}*"):  # by a run that was killed
+        shutil.rmtree(left)
     partial.mkdir(parents=True)
     save(partial)
     files = {}
@@ -89,10 +92,30 @@ def write(
     _sync(partial / MANIFEST)
     _sync(partial)
     if final.exists():  # a run that resumed before this step writes the step again
-        shutil.rmtree(final)
+        remove(final)
     partial.rename(final)
     _sync(run.checkpoints)
     return final, manifest
+
+
+def old(run: RunDir, newest: int, *, keep: int, every: int) -> list[int]:
+    """Return the steps up to `newest` whose checkpoints are neither among the last `keep` whole ones nor after a
+    multiple of `every` steps. One whose files have other sizes than its manifest says is not whole.
+
+    Checkpoints of later steps do not count: a run that resumed before them will write them again.
+    """
+    steps = [step for step in run.checkpoint_steps() if step <= newest]
+    whole = [step for step in steps if _damage(run.checkpoint(step), hashed=False) is None]
+    first = whole[-keep] if len(whole) > keep else 0
+    return [step for step in steps if step < first and not (every and step % every == 0)]
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, which loses its name first: half of it is never taken for one."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    folder.rename(aside)
+    _sync(folder.parent)
+    shutil.rmtree(aside)
 
 
 def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Problem]]:
@@ -122,7 +145,8 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
     )
 
 
-def _damage(folder: Path) -> Problem | None:
+def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
+    """Return what is wrong with a checkpoint; without `hashed`, files of the right size are right."""
     fix = "resume from another step (--resume STEP), or start again in another folder"
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
@@ -146,7 +170,7 @@ def _damage(folder: Path) -> Problem | None:
             return Problem(where=str(folder / MANIFEST), what=f"it names {name!r}", why="that lies outside it", fix=fix)
         if not path.is_file():
             return Problem(where=str(path), what="the file does not exist", why="the manifest lists it", fix=fix)
-        if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
+        if path.stat().st_size != file.size_bytes or (hashed and _sha256(path) != file.sha256):
             return Problem(
                 where=str(path), what="size or sha256 differ from the manifest", why="the file is damaged", fix=fix
             )

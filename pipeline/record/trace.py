@@ -235,6 +235,14 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True
     end_s: float
 
 
+class Removed(msgspec.Struct, tag="removed", frozen=True, kw_only=True, gc=False):
+    """A checkpoint is about to be removed, because enough newer ones are complete."""
+
+    step: int
+    folder: str
+    at_s: float
+
+
 class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=False):
     """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl.
 
@@ -292,6 +300,7 @@ TraceEvent = (
     | Served
     | Cleared
     | Checkpointed
+    | Removed
     | StepEnded
     | Stopping
     | Failed
