@@ -36,6 +36,7 @@ class Folders:
         if self._run_dir:
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
+            checkpoint.check_room(self._run_dir, checkpoint.last_bytes(self._run_dir) or self._executor.saved_bytes())
             try:
                 folder, manifest = checkpoint.write(
                     self._run_dir,
@@ -47,14 +48,7 @@ class Folders:
                     save=self._executor.save,
                 )
             except OSError as error:
-                raise CheckpointError(
-                    Problem(
-                        where=str(self._run_dir.checkpoints),
-                        what=f"a checkpoint could not be written: {error}",
-                        why="the run must be able to resume; earlier checkpoints are complete",
-                        fix="free disk space, then --resume",
-                    )
-                ) from error
+                raise checkpoint.unwritten(error, self._run_dir.checkpoints) from error
             self._journal.checkpointed(decision.step, folder.name, manifest.size_bytes, start_s)
             self._remove_old(self._run_dir, decision.step + 1)
         return [Saved(decision.step)]
@@ -72,7 +66,7 @@ class Folders:
         except OSError as error:
             raise CheckpointError(
                 Problem(
-                    where=str(error.filename or run_dir.checkpoints),
+                    where=str(run_dir.checkpoints),
                     what=f"an old checkpoint could not be removed: {error.strerror}",
                     why=f"keep_checkpoints={keep} removes it; the new checkpoint is complete",
                     fix="make the folder writable, or leave out keep_checkpoints, then --resume",

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pipeline.declare.task import Task
+from pipeline.errors import CheckpointError, Problem
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
@@ -313,11 +316,12 @@ _DECODER = msgspec.json.Decoder(TraceEvent)
 class TraceWriter:
     """Appends events. `flush` passes the queued lines to the operating system.
 
-    An incomplete last line of a killed run is truncated.
+    An incomplete last line of a killed run is truncated. If the disk is full or fails, `flush` and `close` raise
+    CheckpointError, and nothing more is written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("ab") if path else None
+        self._file: BufferedWriter | None = path.open("ab") if path else None
         if path and self._file:
             self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()
@@ -332,17 +336,37 @@ class TraceWriter:
     def flush(self) -> None:
         """Pass the queued lines to the operating system."""
         if self._file and self._buffer:
-            self._file.write(self._buffer)
-            self._file.flush()
+            with self._writing() as file:
+                file.write(self._buffer)
+                file.flush()
             self._buffer.clear()
 
     def close(self) -> None:
         """Flush, sync to disk, close. Idempotent."""
+        self.flush()
         if self._file:
-            self.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._writing() as file:
+                os.fsync(file.fileno())
+            file.close()
             self._file = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[BufferedWriter]:
+        assert self._file is not None
+        try:
+            yield self._file
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+            raise CheckpointError(
+                Problem(
+                    where=file.name,
+                    what=f"the record could not be written: {error.strerror}",
+                    why="a run goes on only while it is recorded; its checkpoints are complete",
+                    fix="free disk space, or repair the disk, then --resume",
+                )
+            ) from error
 
 
 def whole_lines(path: Path) -> int:
