@@ -11,7 +11,8 @@ import re
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def message_of(error: BaseException, limit: int = 300) -> str:
     """Return an error's class and text for a message: one line, cut at `limit`."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of this block name the path, if it names none: a failing write and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def problems_of(
@@ -228,6 +240,6 @@ class DataPlaneLost(DataPlaneError):  # noqa: N818 - the name that the contract 
 
 
 class CheckpointError(SluiceError):
-    """A checkpoint is missing, incomplete, or differs from its manifest."""
+    """A checkpoint is missing, incomplete, or differs from its manifest, or it or the record cannot be written."""
 
     exit_code = 6

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
+from pipeline.declare.held import Weighs
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Sharding
 from pipeline.errors import Problem, shown
@@ -297,6 +298,10 @@ class TrainRunner:
     def save(self, folder: Path) -> None:
         """Save weights and optimizer into an existing folder."""
         self.learner.save(folder)
+
+    def saved_bytes(self) -> int:
+        """Return how many bytes this rank saves, if the learner knows."""
+        return self.learner.saved_bytes() if isinstance(self.learner, Weighs) else 0
 
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if it is incomplete."""

@@ -39,6 +39,10 @@ class Schedule:
     checkpoint_every  steps between checkpoints; 0 writes only the one at the end
     on_divergence     what happens when the metrics show that training diverges: "warn" says so once per kind, "stop"
                       also ends the run
+    keep_checkpoints  how many of the newest checkpoints stay, 2 or more; an older one is removed once a new one is
+                      complete. None keeps all
+    keep_every        checkpoints after a multiple of this many steps stay for good; 0 is none. It needs
+                      keep_checkpoints, and is a multiple of checkpoint_every
     keep_groups       groups per step whose texts are kept in the run directory: the first ones and the reward extremes
     seed              seeds everything random in the run
     """
@@ -52,6 +56,8 @@ class Schedule:
     capacity_bytes: int | None = None
     checkpoint_every: int = 0
     on_divergence: Literal["warn", "stop"] = "warn"
+    keep_checkpoints: int | None = None
+    keep_every: int = 0
     keep_groups: int = 4
     seed: int = 0
 

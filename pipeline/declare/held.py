@@ -18,6 +18,14 @@ class Saves(Protocol):
 
 
 @runtime_checkable
+class Weighs(Protocol):
+    """A runner with state that knows its size."""
+
+    def saved_bytes(self) -> int:
+        """Return how many bytes `save` writes on this worker, about."""
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """It can free its GPU memory for another worker group and reclaim it. Both return bytes in use before and after."""
 

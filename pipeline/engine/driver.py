@@ -72,7 +72,7 @@ class Engine:
             rows=self.rows,
             steps=steps,
             drops=Drops(journal, steps, self.rows.lengths, at_once=False),
-            checkpoints=Folders(plan.name, graph.schedule.seed, run_dir, executor, journal),
+            checkpoints=Folders(graph, run_dir, executor, journal),
             outside=outside,
             oversight=Oversight(
                 f"run of {plan.name}",

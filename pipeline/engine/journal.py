@@ -160,6 +160,10 @@ class Journal:
             trace.Checkpointed(step=step, folder=folder, size_bytes=size_bytes, start_s=start_s, end_s=self.clock.now_s)
         )
 
+    def removed(self, step: int, folder: str) -> None:
+        """Record that a checkpoint is about to be removed."""
+        self.write(trace.Removed(step=step, folder=folder, at_s=self.clock.now_s))
+
     def step_ended(self, step: int, metrics: dict[str, float], cpu_s: tuple[float, float]) -> None:
         """Record the end of a step. `cpu_s`: CPU seconds of the driver and of all processes."""
         self.write(

@@ -7,6 +7,7 @@ The executor acts, the journal records. Disks, threads and columns are behind in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from pipeline.declare.handle import KVBatchMeta
@@ -17,7 +18,7 @@ from pipeline.engine.journal import Journal
 from pipeline.engine.oversight import Oversight
 from pipeline.engine.reports import Notice, Report
 from pipeline.engine.steps import Steps
-from pipeline.errors import SluiceError, StageError
+from pipeline.errors import CheckpointError, SluiceError, StageError
 from pipeline.record import trace
 from pipeline.schedule.events import (
     Admit,
@@ -133,6 +134,7 @@ class Driver:
 
     def run(self, start: Callable[[], Iterable[trace.Placed]]) -> None:
         """Run the remaining steps; `start` starts the workers. Raises SluiceError."""
+        complete = False
         try:
             self.journal.started(self.scheduler.start, self.executor.name)
             for placed in start():
@@ -143,6 +145,7 @@ class Driver:
                 self.journal.ended(self.rows.left())
             else:
                 self.journal.interrupted()
+            complete = True
         except SluiceError as error:
             self.journal.failed(error, self.oversight.failed)
             raise
@@ -152,7 +155,8 @@ class Driver:
         finally:
             self.rows.close()
             self.executor.close()
-            self.journal.close()
+            with nullcontext() if complete else suppress(CheckpointError):  # the error that ended the run says more
+                self.journal.close()
 
     def _loop(self) -> None:
         oversight, scheduler, clock = self.oversight, self.scheduler, self.journal.clock

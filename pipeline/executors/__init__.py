@@ -44,6 +44,9 @@ class Executor(Protocol):
     def save(self, folder: Path) -> None:
         """Have every worker write its state below `folder` after the tasks submitted so far. Blocks until done."""
 
+    def saved_bytes(self) -> int:
+        """Return how many bytes `save` will write, as far as the stages know."""
+
     def cleared(self, rows: Sequence[str]) -> None:
         """Rows were cleared from the data plane: workers drop their copies before their next task."""
 

@@ -92,6 +92,9 @@ class Hosted:
     def save(self, folder: Path) -> None:
         self._worker.save(folder)
 
+    def saved_bytes(self) -> int:
+        return self._worker.saved_bytes()
+
     def restore(self, folder: Path) -> None:
         self._worker.restore(folder)
 

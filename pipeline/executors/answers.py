@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from pipeline.errors import Problem, SluiceError, StageError, WorkerLost, is_user_file
 from pipeline.executors.heartbeat import dead
@@ -20,8 +20,8 @@ START_DEADLINE_S = 300.0  # to place and set up all workers, model loading inclu
 def get_all(
     refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S, *, among: Sequence[Any] = ()
 ) -> list[Any]:
-    """Wait for calls on all actors. Raises the first error that a worker returned or died with. If one `among` these
-    workers is dead, that is the error: it explains the others'."""
+    """Wait for calls on all actors. Raises the first error that a worker returned, raised or died with. If one `among`
+    these workers is dead, that is the error: it explains the others'."""
     try:
         answers = ray.get(list(refs), timeout=deadline_s)
     except GetTimeoutError as error:
@@ -35,6 +35,8 @@ def get_all(
         ) from error
     except RayError as error:
         gone = None if isinstance(error, RayActorError) or not among else dead(among)
+        if not gone and isinstance(error, RayTaskError) and isinstance(error.cause, SluiceError):
+            raise error.cause from None
         raise lost(what, gone[1] if gone else error) from error
     for answer in answers:
         if isinstance(answer, SluiceError):

@@ -150,6 +150,9 @@ class LocalExecutor:
         for worker in self._workers.values():
             worker.save(folder)
 
+    def saved_bytes(self) -> int:
+        return sum(worker.saved_bytes() for worker in self._workers.values())
+
     def cleared(self, rows: Sequence[str]) -> None:
         return None  # the store is in this process; no second cache
 

@@ -203,8 +203,15 @@ class RayExecutor:
             self._actors[name][rank].cancel.remote(tuple(groups))
 
     def save(self, folder: Path) -> None:
-        actors = [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
+        actors = self._stateful()
         get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}", among=actors)
+
+    def saved_bytes(self) -> int:
+        actors = self._stateful()
+        return sum(get_all([actor.saved_bytes.remote() for actor in actors], "measure their state", among=actors))
+
+    def _stateful(self) -> list[Any]:
+        return [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
 
     def cleared(self, rows: Sequence[str]) -> None:
         for name, actors in self._actors.items():

@@ -25,18 +25,19 @@ from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, group_bytes, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
-from pipeline.declare.held import Closes, Saves, Sleeps
+from pipeline.declare.held import Closes, Saves, Sleeps, Weighs
 from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import USERS, PeerLost, SluiceError, Unfit, is_users, message_of, user_error
+from pipeline.errors import USERS, PeerLost, SluiceError, Unfit, is_users, message_of, naming, user_error
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
 from pipeline.plan.planner import sample_fields
 from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
+from pipeline.record.checkpoint import unwritten
 from pipeline.rundir import RunDir
 
 SHARD = "shard"  # the key in a handle's extra_info for its microbatches
@@ -241,17 +242,31 @@ class Worker:
         """Write the state of every stateful runner to `folder`. Returns the names of those stages.
 
         A sharded stage's runner is called on every rank, because gathering needs all of them, and rank 0 writes. Other
-        runners are called on rank 0 only.
+        runners are called on rank 0 only. Raises CheckpointError if the disk is full or fails.
         """
-        names = [
-            name
+        for name, runner in (stateful := self._stateful()).items():
+            place = folder / name
+            try:
+                with naming(place):
+                    place.mkdir(parents=True, exist_ok=True)
+                    runner.save(place)
+            except OSError as error:
+                raise unwritten(error, place) from error
+            except Exception as error:
+                raise self._error(self.stages[name], error, "failed to save its state") from error
+        return list(stateful)
+
+    def saved_bytes(self) -> int:
+        """Return how many bytes `save` writes, as far as the runners know."""
+        return sum(runner.saved_bytes() for runner in self._stateful().values() if isinstance(runner, Weighs))
+
+    def _stateful(self) -> dict[str, Saves]:
+        """Return the runners that this rank saves, by stage."""
+        return {
+            name: runner
             for name, runner in self._runners.items()
             if isinstance(runner, Saves) and (self.rank == 0 or self.stages[name].sharding)
-        ]
-        for name in names:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            self._runners[name].save(folder / name)
-        return names
+        }
 
     def restore(self, folder: Path) -> None:
         """Restore what `save` wrote."""

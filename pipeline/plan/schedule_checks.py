@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.declare.abilities import StartsOnRuns, corrects, stamped_by, stamps_of
-from pipeline.declare.graph import Graph
+from pipeline.declare.graph import Graph, Schedule
 from pipeline.declare.parameters import at_least, broken, is_whole, one_of
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, shown
@@ -16,6 +16,13 @@ _RULES = (
     at_least("steps", 1, most=MOST_STEPS, why=f"steps must be a whole number from 1 to {MOST_STEPS:,}", fix=100),
     at_least("max_staleness", 0),
     at_least("checkpoint_every", 0),
+    at_least(
+        "keep_checkpoints",
+        2,
+        why="keep_checkpoints must be a whole number, 2 or more, so that one is left if the newest is damaged, or None "
+        "to keep all",
+    ).optional(),
+    at_least("keep_every", 0),
     at_least("keep_groups", 0),
     at_least("seed", 0, most=2**63 - 1, why="seed must be a whole number from 0 to 2**63 - 1"),
     at_least(
@@ -36,6 +43,7 @@ _RULES = (
     one_of("on_divergence", ("warn", "stop")),
 )
 _COUNTS = {rule.name: rule for rule in _RULES if rule.name in ("max_staleness", "capacity", "pipeline_depth")}
+_KEPT = {rule.name: rule for rule in _RULES if rule.name in ("checkpoint_every", "keep_checkpoints", "keep_every")}
 _RUN = at_least(
     "run_samples",
     1,
@@ -48,6 +56,8 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
     """Yield problems of the schedule's values and of running ahead. `pool_problems` checks the rest."""
     schedule, where = graph.schedule, str(graph.location)
     yield from broken(_RULES, schedule, where=where, says="Schedule({})")
+    if all(rule.legal(getattr(schedule, name)) for name, rule in _KEPT.items()):
+        yield from _keep_problems(schedule, where)
     if not all(rule.legal(getattr(schedule, name)) for name, rule in _COUNTS.items()):
         return
     depth = schedule.pipeline_depth
@@ -75,6 +85,25 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
         )
     if schedule.on_stale == "drop" and schedule.max_staleness > 0:
         yield from _versions_problems(graph)
+
+
+def _keep_problems(schedule: Schedule, where: str) -> Iterator[Problem]:
+    """Yield the problem of checkpoints that are to stay for good, and would anyway, or are never written."""
+    every, step = schedule.keep_every, schedule.checkpoint_every
+    if every and schedule.keep_checkpoints is None:
+        yield Problem(
+            where=where,
+            what=f"Schedule(keep_every={every}) and keep_checkpoints=None",
+            why="no checkpoint is removed, so there is none to except",
+            fix="keep_checkpoints=3, or leave out keep_every",
+        )
+    if every and (not step or every % step):
+        yield Problem(
+            where=where,
+            what=f"Schedule(checkpoint_every={step}, keep_every={every})",
+            why="keep_every selects among the checkpoints that checkpoint_every writes",
+            fix=f"keep_every={-(-every // step) * step}" if step else f"checkpoint_every={every}",
+        )
 
 
 def _versions_problems(graph: Graph) -> Iterator[Problem]:

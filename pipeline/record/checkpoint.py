@@ -2,11 +2,13 @@
 
     checkpoints/step_000100/   manifest.json  train/...   (what the stages saved: safetensors and JSON, never pickle)
 
-`read` accepts a folder only if every file matches the manifest's size and sha256.
+`read` accepts a folder only if every file matches the manifest's size and sha256. Folders that are being written or
+removed have other names, so whatever is called `step_...` was complete once.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -15,11 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, naming
 from pipeline.rundir import RunDir
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_FIXES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space or raise the quota",
+    errno.EIO: "repair the disk, or copy the run directory to another one",
+}
+_UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -62,13 +70,25 @@ def write(
 ) -> tuple[Path, Manifest]:
     """Let `save(folder)` fill a temporary folder, then sync it, write its manifest and rename it.
 
-    The folder has another name until the final rename, so a checkpoint that exists is complete.
+    The folder has another name until the final rename, so a checkpoint that exists is complete. An OSError names its
+    file; what was written so far is removed then, since the disk may be full.
     """
     final = run.checkpoint(steps)
     partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in run.checkpoints.glob(f"{_UNFINISHED}*"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
-    save(partial)
+    try:
+        save(partial)
+        manifest = _finish(partial, graph, steps, next_group, pending, seed)
+        _put(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing is left there unless it failed
+    return final, manifest
+
+
+def _finish(partial: Path, graph: str, steps: int, next_group: int, pending: tuple[int, ...], seed: int) -> Manifest:
+    """Sync the files and folders, then write the manifest."""
     files = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
         files[str(path.relative_to(partial))] = SavedFile(path.stat().st_size, _sha256(path))
@@ -85,14 +105,87 @@ def write(
         files=files,
         pending=pending,
     )
-    (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    with naming(partial / MANIFEST):
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(partial / MANIFEST)
     _sync(partial)
-    if final.exists():  # a run that resumed before this step writes the step again
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync(run.checkpoints)
-    return final, manifest
+    return manifest
+
+
+def _put(partial: Path, final: Path) -> None:
+    """Give a complete folder its name. If a checkpoint has it, because a run that resumed before this step writes the
+    step again, that one is removed, or gets its name back if the renaming fails."""
+    aside = _aside(final) if final.exists() else None
+    if aside:
+        final.rename(aside)
+    try:
+        partial.rename(final)
+    except OSError:
+        if aside:
+            aside.rename(final)
+        raise
+    _sync(final.parent)
+    if aside:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def unwritten(error: OSError, where: Path) -> CheckpointError:
+    """Return the error of a checkpoint that could not be written; `where` is its place if `error` names no file."""
+    return CheckpointError(
+        Problem(
+            where=str(error.filename or where),
+            what=f"a checkpoint could not be written: {error.strerror or error}",
+            why="the run must be able to resume; earlier checkpoints are complete",
+            fix=f"{_FIXES.get(error.errno or 0, 'make the folder writable')}, then --resume",
+        )
+    )
+
+
+def check_room(run: RunDir, needed_bytes: int) -> None:
+    """Raise CheckpointError if the file system has no room for this many bytes. Writes nothing."""
+    free_bytes = shutil.disk_usage(run.checkpoints).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            Problem(
+                where=str(run.checkpoints),
+                what=f"a checkpoint has {needed_bytes:,} bytes, and {free_bytes:,} are free here",
+                why="it was not begun; earlier checkpoints are complete",
+                fix="free disk space, then --resume; Schedule(keep_checkpoints=2) keeps fewer checkpoints",
+            )
+        )
+
+
+def last_bytes(run: RunDir) -> int:
+    """Return the size of the newest checkpoint whose files have the sizes in its manifest; 0 if there is none."""
+    for steps in reversed(run.checkpoint_steps()):
+        folder = run.checkpoint(steps)
+        if _damage(folder, hashed=False) is None:
+            return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest).size_bytes
+    return 0
+
+
+def old(run: RunDir, newest: int, *, keep: int, every: int) -> list[int]:
+    """Return the steps up to `newest` whose checkpoints are neither among the last `keep` whole ones nor after a
+    multiple of `every` steps. One whose files have other sizes than its manifest says is not whole.
+
+    Checkpoints of later steps do not count: a run that resumed before them will write them again.
+    """
+    steps = [step for step in run.checkpoint_steps() if step <= newest]
+    whole = [step for step in steps if _damage(run.checkpoint(step), hashed=False) is None]
+    first = whole[-keep] if len(whole) > keep else 0
+    return [step for step in steps if step < first and not (every and step % every == 0)]
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, which loses its name first: half of it is never taken for one."""
+    aside = _aside(folder)
+    folder.rename(aside)
+    _sync(folder.parent)
+    shutil.rmtree(aside)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.removed")
 
 
 def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Problem]]:
@@ -122,7 +215,8 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
     )
 
 
-def _damage(folder: Path) -> Problem | None:
+def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
+    """Return what is wrong with a checkpoint; without `hashed`, files of the right size are right."""
     fix = "resume from another step (--resume STEP), or start again in another folder"
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
@@ -146,7 +240,7 @@ def _damage(folder: Path) -> Problem | None:
             return Problem(where=str(folder / MANIFEST), what=f"it names {name!r}", why="that lies outside it", fix=fix)
         if not path.is_file():
             return Problem(where=str(path), what="the file does not exist", why="the manifest lists it", fix=fix)
-        if path.stat().st_size != file.size_bytes or _sha256(path) != file.sha256:
+        if path.stat().st_size != file.size_bytes or (hashed and _sha256(path) != file.sha256):
             return Problem(
                 where=str(path), what="size or sha256 differ from the manifest", why="the file is damaged", fix=fix
             )
@@ -161,6 +255,7 @@ def _sha256(path: Path) -> str:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pipeline.declare.task import Task
+from pipeline.errors import CheckpointError, Problem
 from pipeline.rundir import private
 
 
@@ -237,6 +240,14 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True
     end_s: float
 
 
+class Removed(msgspec.Struct, tag="removed", frozen=True, kw_only=True, gc=False):
+    """A checkpoint is about to be removed, because enough newer ones are complete."""
+
+    step: int
+    folder: str
+    at_s: float
+
+
 class StepEnded(msgspec.Struct, tag="step_ended", frozen=True, kw_only=True, gc=False):
     """Every stage has acknowledged the step. `metrics` is its line in metrics.jsonl.
 
@@ -307,6 +318,7 @@ TraceEvent = (
     | Served
     | Cleared
     | Checkpointed
+    | Removed
     | StepEnded
     | Diverged
     | Stopping
@@ -325,11 +337,12 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
 class TraceWriter:
     """Appends events. `flush` passes the queued lines to the operating system.
 
-    An incomplete last line of a killed run is truncated.
+    An incomplete last line of a killed run is truncated. If the disk is full or fails, `flush` and `close` raise
+    CheckpointError, and nothing more is written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = private(path).open("ab") if path else None
+        self._file: BufferedWriter | None = private(path).open("ab") if path else None
         if path and self._file:
             self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()
@@ -344,17 +357,37 @@ class TraceWriter:
     def flush(self) -> None:
         """Pass the queued lines to the operating system."""
         if self._file and self._buffer:
-            self._file.write(self._buffer)
-            self._file.flush()
+            with self._writing() as file:
+                file.write(self._buffer)
+                file.flush()
             self._buffer.clear()
 
     def close(self) -> None:
         """Flush, sync to disk, close. Idempotent."""
+        self.flush()
         if self._file:
-            self.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._writing() as file:
+                os.fsync(file.fileno())
+            file.close()
             self._file = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[BufferedWriter]:
+        assert self._file is not None
+        try:
+            yield self._file
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+            raise CheckpointError(
+                Problem(
+                    where=file.name,
+                    what=f"the record could not be written: {error.strerror}",
+                    why="a run goes on only while it is recorded; its checkpoints are complete",
+                    fix="free disk space, or repair the disk, then --resume",
+                )
+            ) from error
 
 
 def whole_lines(path: Path) -> int:

@@ -121,6 +121,10 @@ class BaseLearner(Learner, ABC):
         self._write(folder, {"updates": self.updates, "skipped": self.skipped})
 
     @abstractmethod
+    def saved_bytes(self) -> int:
+        """How many bytes of tensors this rank saves."""
+
+    @abstractmethod
     def _write(self, folder: Path, counters: dict[str, int]) -> None:
         """Write the files."""
 

@@ -51,6 +51,11 @@ CASES = [
     schedule("on_divergence_misspelled", "on_divergence='halt'"),
     schedule("refit_is_a_bool", "max_staleness=1, refit=True"),
     schedule("capacity_below_staleness", "max_staleness=3, capacity=8"),
+    schedule("keep_one_checkpoint", "checkpoint_every=2, keep_checkpoints=1"),
+    schedule("keep_checkpoints_is_a_text", "checkpoint_every=2, keep_checkpoints='all', keep_every=-4"),
+    schedule("keep_every_of_all_checkpoints", "checkpoint_every=2, keep_every=4"),
+    schedule("keep_every_between_checkpoints", "checkpoint_every=4, keep_checkpoints=3, keep_every=10"),
+    schedule("keep_every_of_no_checkpoints", "keep_checkpoints=3, keep_every=10"),
     schedule("capacity_bytes_of_0", "capacity_bytes=0"),
     schedule("capacity_bytes_below_a_batch", "capacity_bytes=100", code=0),
     schedule(

@@ -120,11 +120,11 @@ def _resumes(
 
 
 class _Manifests:
-    """The checkpoint manifests. A manifest that was written again cannot be checked against its first checkpoint."""
+    """The checkpoint manifests. One that was written again, or removed since, cannot be checked."""
 
     def __init__(self, run_dir: Path, lines: list[Line]) -> None:
         self._folder = run_dir / "checkpoints"
-        self._last = {line["step"]: line.number for line in lines if line.type == "checkpointed"}
+        self._last = {line["step"]: line.number for line in lines if line.type in ("checkpointed", "removed")}
 
     def of_resume(self, line: Line) -> dict[str, Any] | None:
         """Return the manifest that the run resumes from."""

@@ -39,6 +39,7 @@ EDITED = {  # the edited values, by type of event
     "published": ("stage", "step", "version", "sha256"),
     "cleared": ("groups", "partitions", "last"),
     "checkpointed": ("step", "folder"),
+    "removed": ("step",),
     "step_ended": ("step", "metrics"),
     "ended": ("steps", "rows_left"),
 }

@@ -70,6 +70,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "served": {**_TASK, "replica": "i", "version": "i", "at_s": "f"},
     "cleared": {"step": "i", "groups": "I", "partitions": "S", "last": "b", **_SPAN},
     "checkpointed": {"step": "i", "folder": "s", "size_bytes": "i", **_SPAN},
+    "removed": {"step": "i", "folder": "s", "at_s": "f"},
     "step_ended": {"step": "i", "metrics": "d", "at_s": "f"},
     "diverged": {
         "step": "i", "kind": "s", "metric": "s", "value": "F", "before": "F", "problem": "s", "at_s": "f",

@@ -56,6 +56,14 @@ def weights_are_settled(ledger: Ledger, line: Line) -> Found:
             yield "I8", f"the checkpoint of step {step + 1} was written before {stage} was behind"
 
 
+@rule("removed")
+def a_newer_checkpoint_stays(ledger: Ledger, line: Line) -> Found:
+    """A checkpoint is removed only after two newer ones were written."""
+    step, saved = line["step"], ledger.history.saved
+    if step not in saved or sum(other > step for other in saved) < 2:
+        yield "I8", f"the checkpoint of step {step + 1} was removed, and two newer ones were not recorded"
+
+
 @rule("admitted", "claimed")
 def nothing_enters_a_run_that_stops(ledger: Ledger, line: Line) -> Found:
     """A run that was asked to stop admits nothing."""

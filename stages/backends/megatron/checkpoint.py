@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ops.lots import lots
 from pipeline.declare.ranks import RankLayout
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, naming
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.parts import Part
+from stages.backends.model.tensor_files import write_tensors
 
 _COUNTERS = "learner.json"
 _FILE_BYTES = 2 << 30  # size of one file; the host holds one at a time
@@ -36,20 +36,21 @@ def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters
     """Write the state; all ranks call it together. On return everything is written, `learner.json` last."""
     groups, layout = network.groups, network.groups.layout
     copies = layout.data * layout.context  # context-parallel ranks hold the same weights, like replicas
-    for number, lot in enumerate(lots(_state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
+    for number, lot in enumerate(lots(state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
         path = folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors"
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in lot}, path)
+        write_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in lot}, path)
     dist.barrier()
     if groups.ranks.rank == 0:
         written = {
             "counters": counters,
             "layout": [copies, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
         }
-        (folder / _COUNTERS).write_text(json.dumps(written))
+        with naming(folder / _COUNTERS):
+            (folder / _COUNTERS).write_text(json.dumps(written))
     dist.barrier()
 
 
-def _state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """What this rank writes, keyed by `kind:name:start` (the plain name), on the tensors' device."""
     groups, table = network.groups, parameters(network.shape, network.part)
     plain = plain_names(network.shape, network.part)

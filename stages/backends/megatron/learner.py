@@ -118,5 +118,9 @@ class MegatronLearner(BaseLearner):
     def _write(self, folder: Path, counters: dict[str, int]) -> None:
         checkpoint.write(folder, self.network, self.optimizer, counters)
 
+    def saved_bytes(self) -> int:
+        """Bytes of this rank's weights and of its share of the master weights and moments."""
+        return sum(tensor.nbytes for _, tensor in checkpoint.state(self.network, self.optimizer))
+
     def _read(self, folder: Path) -> dict[str, int]:
         return checkpoint.read(folder, self.network, self.optimizer)

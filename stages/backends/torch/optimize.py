@@ -12,16 +12,18 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ops.logprobs import entropy, selected_logprobs
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Microbatch, Update
+from pipeline.errors import naming
 from stages.backends import Batch, Optimization
 from stages.backends.model.sharded import is_divided, like, whole
-from stages.backends.model.weights import load_weights, weights
+from stages.backends.model.tensor_files import write_tensors
+from stages.backends.model.weights import load_weights, state, weights
 from stages.backends.objective import MAXIMA
 from stages.backends.torch.score import predict
 from stages.backends.trainer import BaseLearner, objective_of
@@ -110,18 +112,27 @@ class TorchLearner(BaseLearner):
 
     def _write(self, folder: Path, counters: dict[str, int]) -> None:
         """All ranks gather and rank 0 writes, so the files do not depend on the number of ranks."""
-        state = {}
+        named = weights(self.network)
+        moments = {}
         for name, master in self.masters.items():
             for moment, value in self.optimizer.state.get(master, {}).items():
-                state[f"{moment}:{name}"] = whole(value.detach()).cpu().contiguous()
+                moments[f"{moment}:{name}"] = whole(value.detach()).cpu().contiguous()
             if master is not self.parameters[name]:
-                state[f"master:{name}"] = master.detach().cpu().contiguous()
-        named = weights(self.network)
+                moments[f"master:{name}"] = master.detach().cpu().contiguous()
         if self.ranks.rank > 0:
             return
-        save_file(named, folder / _WEIGHTS)
-        save_file(state, folder / _OPTIMIZER)
-        (folder / _COUNTERS).write_text(json.dumps(counters))
+        write_tensors(named, folder / _WEIGHTS)
+        write_tensors(moments, folder / _OPTIMIZER)
+        with naming(folder / _COUNTERS):
+            (folder / _COUNTERS).write_text(json.dumps(counters))
+
+    def saved_bytes(self) -> int:
+        """Bytes of the weights, master weights and moments, on the rank that writes."""
+        if self.ranks.rank > 0:
+            return 0
+        masters = (master for name, master in self.masters.items() if master is not self.parameters[name])
+        moments = (value for held in self.optimizer.state.values() for value in held.values())
+        return sum(tensor.nbytes for tensor in (*state(self.network).values(), *masters, *moments))
 
     def _read(self, folder: Path) -> dict[str, int]:
         named, state = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)

@@ -1,0 +1,307 @@
+"""A disk that is full or fails while a checkpoint is written, by the workers that train a model and by the driver."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections import Counter, namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from pipeline.engine.checkpoints import Folders
+from pipeline.engine.journal import Journal, WallClock
+from pipeline.errors import CheckpointError, Problem
+from pipeline.executors import answers
+from pipeline.executors.local import LocalExecutor
+from pipeline.executors.worker import WorkerSettings
+from pipeline.plan.planner import plan
+from pipeline.record import checkpoint, trace
+from pipeline.rundir import RunDir
+from pipeline.schedule.events import Save
+from stages.backends.model import tensor_files
+from tests.errors.harness import PROBLEM, command, live_text
+from tests.unit import tiny_graph
+
+LOCAL = ("graph.py", "--executor", "local", "--run-dir", "run", "--steps", "3")
+Usage = namedtuple("Usage", "total used free")
+
+
+class Disk:
+    """Fails with this error in the `first` call that writes, syncs or renames something of a checkpoint and, unless
+    `once`, in all later calls, also for other files. Half of what a failing call writes is on the disk."""
+
+    def __init__(self, number: int, first: int, *, once: bool) -> None:
+        self.number, self.first, self.once = number, first, once
+        self.calls: list[str] = []
+
+    def fails(self, name: str, path: object) -> bool:
+        started = bool(self.first) and len(self.calls) >= self.first and not self.once
+        if "checkpoints" not in str(path):
+            return started
+        self.calls.append(name)
+        return started or len(self.calls) == self.first
+
+    def error(self, *paths: object) -> OSError:
+        return OSError(self.number, os.strerror(self.number), *map(str, paths))
+
+
+@contextmanager
+def failing(number, first, *, once=True):
+    """Let a disk fail within this block."""
+    disk = Disk(number, first, once=once)
+    mkdir, rename, fsync, save_file = os.mkdir, os.rename, os.fsync, tensor_files.save_file
+    write_text, write_bytes = Path.write_text, Path.write_bytes
+
+    def made(path, *rest, **named):
+        if disk.fails("mkdir", path):
+            raise disk.error(path)
+        mkdir(path, *rest, **named)
+
+    def renamed(source, target):
+        if disk.fails("rename", target):
+            raise OSError(number, os.strerror(number), str(source), None, str(target))
+        rename(source, target)
+
+    def synced(descriptor):
+        if disk.fails("fsync", os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise disk.error()
+        fsync(descriptor)
+
+    def saved(tensors, path, metadata):
+        save_file(tensors, path, metadata)
+        if disk.fails("tensors", path):
+            os.truncate(path, path.stat().st_size // 2)
+            text = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+            raise tensor_files.SafetensorError(text)
+
+    def texted(path, text):
+        if disk.fails("text", path):
+            write_text(path, text[: len(text) // 2])
+            raise disk.error()
+        return write_text(path, text)
+
+    def filled(path, content):
+        if disk.fails("bytes", path):
+            write_bytes(path, content[: len(content) // 2])
+            raise disk.error()
+        return write_bytes(path, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "mkdir", made)
+        patch.setattr(os, "rename", renamed)
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(tensor_files, "save_file", saved)
+        patch.setattr(Path, "write_text", texted)
+        patch.setattr(Path, "write_bytes", filled)
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    """Workers that hold a small model and its optimizer."""
+    graph = tiny_graph.graph()
+    planned, _ = plan(graph)
+    settings = WorkerSettings(
+        partition=planned.partition,
+        parts={partition.name: partition.fields for partition in planned.partitions},
+        group_size=planned.group_size,
+        steps=planned.steps,
+        seed=0,
+        run_dir=RunDir(tmp_path_factory.mktemp("disk") / "workers").create().path,
+    )
+    executor = LocalExecutor()
+    executor.start(graph, planned, settings, None)
+    yield executor
+    executor.close()
+
+
+def folders(executor, run):
+    """Return what the driver writes checkpoints with."""
+    graph = tiny_graph.graph()
+    return Folders(graph, run, executor, Journal(plan(graph)[0], WallClock(), trace.TraceWriter(None)))
+
+
+def save(executor, run, steps):
+    folders(executor, run).save(Save(steps - 1, 4 * steps, ()))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once", "from then on"])
+@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "disk space"), (errno.EIO, "repair the disk")])
+def test_wherever_the_disk_fails_the_old_checkpoint_stays_and_the_error_names_the_file(
+    executor, tmp_path, number, word, once
+):
+    seen, first, failed = Counter(), 0, True
+    while failed:
+        first += 1
+        run = RunDir(tmp_path / str(first)).create()
+        save(executor, run, 1)
+        old = contents(run.checkpoint(1))
+        with failing(number, first, once=once) as disk:
+            try:
+                save(executor, run, 2)
+                failed = False
+            except CheckpointError as error:
+                (problem,) = error.problems
+                assert error.exit_code == 6
+                assert problem.what == f"a checkpoint could not be written: {os.strerror(number)}"
+                assert word in problem.fix
+                assert Path(problem.where).is_relative_to(run.checkpoints)
+                seen[disk.calls[first - 1], Path(problem.where).name] += 1
+        assert contents(run.checkpoint(1)) == old
+        steps = run.checkpoint_steps()
+        assert [checkpoint.read(run, step)[1].steps for step in steps] == steps
+        assert not list(run.checkpoints.glob(".*"))
+        save(executor, run, 2)
+        assert checkpoint.read(run)[1].steps == 2
+    partial = ".step_000002.partial"
+    assert seen == {
+        ("mkdir", partial): 1,
+        ("mkdir", "train"): 1,
+        ("tensors", "weights.safetensors"): 1,
+        ("tensors", "optimizer.safetensors"): 1,
+        ("text", "learner.json"): 1,
+        ("fsync", "weights.safetensors"): 1,
+        ("fsync", "optimizer.safetensors"): 1,
+        ("fsync", "learner.json"): 1,
+        ("fsync", "train"): 1,
+        ("bytes", "manifest.json"): 1,
+        ("fsync", "manifest.json"): 1,
+        ("fsync", partial): 1,
+        ("rename", partial): 1,
+        ("fsync", "checkpoints"): 1,
+    }
+
+
+def test_a_checkpoint_that_is_written_again_keeps_its_name_if_that_fails(executor, tmp_path):
+    run = RunDir(tmp_path).create()
+    save(executor, run, 1)
+    with failing(errno.EIO, 0) as disk:
+        save(executor, run, 1)
+    first = len(disk.calls) - disk.calls[::-1].index("rename")
+    assert disk.calls.count("rename") == 2
+    for number in (first - 1, first):
+        with failing(errno.EIO, number), pytest.raises(CheckpointError):
+            save(executor, run, 1)
+        assert checkpoint.read(run)[1].steps == 1
+
+
+def test_a_real_write_that_the_system_refuses_is_named(executor, tmp_path):
+    run = RunDir(tmp_path).create()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"weights.safetensors: a checkpoint .*: File too large;"):
+            save(executor, run, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(run.checkpoints.iterdir())
+
+
+def test_nothing_is_written_without_room_for_the_model_or_for_another_one_like_the_last(
+    executor, tmp_path, monkeypatch
+):
+    run = RunDir(tmp_path).create()
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free))
+    with pytest.raises(CheckpointError, match=rf"has {executor.saved_bytes():,} bytes, and 0 are free here"):
+        save(executor, run, 1)
+    assert not list(run.checkpoints.iterdir())
+    free = executor.saved_bytes()
+    save(executor, run, 1)
+    manifest = checkpoint.read(run)[1]
+    assert free <= manifest.size_bytes < free + 20_000, "what the learner says is what it writes"
+    free = manifest.size_bytes - 1
+    with failing(errno.EIO, 0) as disk, pytest.raises(CheckpointError, match=f"{manifest.size_bytes:,} bytes"):
+        save(executor, run, 2)
+    assert not disk.calls
+    free += 1
+    save(executor, run, 2)
+    assert run.checkpoint_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("first", [2, 3, 5, 8])
+def test_a_run_ends_with_one_line_and_code_6_and_resumes_once_there_is_room(tmp_path, first):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL[:-1], "1")[0] == 0
+    with failing(errno.ENOSPC, first, once=False):
+        code, _, err = command(tmp_path, *LOCAL, "--resume")
+    problem, way_on = err.splitlines()
+    assert code == 6
+    assert PROBLEM.fullmatch(problem)["where"].startswith("run/checkpoints/")
+    assert "No space left on device" in problem and problem.endswith("Fix: free disk space, then --resume")
+    assert way_on.startswith("resume: ")
+    assert command(tmp_path, *LOCAL, "--resume")[0] == 0
+    assert RunDir(tmp_path / "run").checkpoint_steps()[-1] == 3
+
+
+def test_a_stage_that_cannot_be_saved_is_named(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text().replace("json.dumps(self.total)", "json.dumps(self)"))
+    code, _, err = command(tmp_path, *LOCAL)
+    assert code == 3
+    assert "stage 'count' failed to save its state: TypeError: Object of type Counter is not JSON" in err
+    assert "Traceback" not in err
+
+
+def test_an_actor_passes_on_its_error(monkeypatch):
+    full = CheckpointError(Problem(where="a", what="b", why="c", fix="d"))
+
+    def get(refs, timeout):
+        raise RayTaskError("save", "Traceback ...", full)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(CheckpointError) as raised:
+        answers.get_all([], "save step_000001")
+    assert raised.value is full
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_a_record_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, monkeypatch, fails):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL[:-1], "1")[0] == 0
+    full, fsync = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), os.fsync
+
+    def synced(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("events.jsonl"):
+            raise full
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    if fails == "write":
+        real = Path.open
+        monkeypatch.setattr(Path, "open", lambda path, *mode, **more: Full(real(path, *mode, **more), full))
+    code, _, err = command(tmp_path, *LOCAL, "--resume")
+    monkeypatch.undo()
+    assert code == 6
+    assert err.splitlines()[0].startswith("run/events.jsonl: the record could not be written: No space left on device;")
+    assert command(tmp_path, *LOCAL[:-1], "5", "--resume")[0] == 0
+
+
+class Full:
+    """A file of the record on a full disk; any other file is as it was."""
+
+    def __init__(self, file, error):
+        self._file, self._error = file, error
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self._file.__enter__()
+
+    def __exit__(self, *given):
+        return self._file.__exit__(*given)
+
+    def flush(self):
+        if self._file.name.endswith("events.jsonl"):
+            raise self._error
+        self._file.flush()
