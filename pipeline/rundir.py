@@ -86,6 +86,11 @@ class RunDir:
         return self.path / "lock"
 
     @property
+    def mark(self) -> Path:
+        """A text that the driver writes at each start, for workers to show that they see the same directory."""
+        return self.path / "mark"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

@@ -8,6 +8,7 @@ run.execute()
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -95,7 +96,7 @@ class Engine:
 
     def execute(self) -> None:
         """Run the remaining steps. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
-        start, restore = self.scheduler.start, None
+        start, restore, mark = self.scheduler.start, None, ""
         if self.run_dir and start:
             restore, manifest, _ = checkpoint.read(self.run_dir, start)
             self.driver.scheduler = Scheduler(
@@ -103,6 +104,8 @@ class Engine:
             )
         if self.run_dir:
             private(self.run_dir.plan).write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
+            mark = secrets.token_hex(8)
+            private(self.run_dir.mark).write_text(mark)
         settings = WorkerSettings(
             partition=self.plan.partition,
             parts={partition.name: partition.fields for partition in self.plan.partitions},
@@ -110,6 +113,7 @@ class Engine:
             steps=self.plan.steps,
             seed=self.graph.schedule.seed,
             run_dir=self.run_dir.path if self.run_dir else None,
+            mark=mark,
         )
 
         def bring_up() -> Iterable[trace.Placed]:

@@ -60,7 +60,7 @@ class Oversight:
                 )
             )
         if self._clock.now_s - progress_s > self._deadline_s:
-            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}" for task in running))
+            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}{_groups(task)}" for task in running))
             raise StageError(
                 Problem(
                     where=self._of,
@@ -69,3 +69,11 @@ class Oversight:
                     fix="raise --deadline-s, or fix the stage that hangs",
                 )
             )
+
+
+def _groups(task: Task) -> str:
+    """Return a task's groups for a message: the first and the last."""
+    if not task.groups:
+        return ""
+    first, last = task.groups[0], task.groups[-1]
+    return f" (group {first})" if first == last else f" ({len(task.groups)} groups, {first} to {last})"

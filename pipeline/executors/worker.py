@@ -8,6 +8,7 @@ Ray; the executors wrap it. Any exception of user code leaves here as a `StageEr
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import traceback
 from collections import Counter
@@ -30,7 +31,18 @@ from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
-from pipeline.errors import USERS, PeerLost, SluiceError, Unfit, is_users, message_of, naming, user_error
+from pipeline.errors import (
+    USERS,
+    PeerLost,
+    Problem,
+    SluiceError,
+    StageError,
+    Unfit,
+    is_users,
+    message_of,
+    naming,
+    user_error,
+)
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
@@ -40,13 +52,15 @@ from pipeline.record import trace
 from pipeline.record.checkpoint import unwritten
 from pipeline.rundir import RunDir
 
+SHARED_S = 10.0  # for a network file system to show what the driver wrote
 SHARD = "shard"  # the key in a handle's extra_info for its microbatches
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings of every worker of a run. `parts` are the plan's partitions, with their fields. `folders` are the
-    folders from which the driver imports the user's modules."""
+    """The settings of every worker of a run. `parts` are the plan's partitions, with their fields. `mark` is the text
+    in the run directory by which a worker knows that it sees the driver's. `folders` are the folders from which the
+    driver imports the user's modules."""
 
     partition: str
     parts: Mapping[str, tuple[str, ...]]
@@ -54,6 +68,7 @@ class WorkerSettings:
     steps: int
     seed: int
     run_dir: Path | None
+    mark: str = ""
     folders: tuple[str, ...] = ()
 
 
@@ -132,6 +147,8 @@ class Worker:
 
     def setup(self) -> SluiceError | None:
         """Build the runners. Loads models."""
+        if error := self._other_directory():
+            return error
         context = StageContext(
             group=self.group,
             rank=self.rank,
@@ -149,6 +166,25 @@ class Worker:
                 self._keep_vocabulary(stage, context)
             except USERS as error:
                 return self._error(stage, error, "setup failed")
+        return None
+
+    def _other_directory(self) -> SluiceError | None:
+        """Return the error if this worker does not see the driver's run directory: what it saved would be lost."""
+        run_dir, deadline_s = self.settings.run_dir, time.monotonic() + SHARED_S
+        while run_dir and self.settings.mark:
+            with suppress(OSError):
+                if RunDir(run_dir).mark.read_text() == self.settings.mark:
+                    return None
+            if time.monotonic() > deadline_s:
+                return StageError(
+                    Problem(
+                        where=f"run directory {run_dir}",
+                        what=f"worker {self.rank} of group {self.group.name!r} on {socket.gethostname()} does not see it",
+                        why="all workers and the driver write checkpoints and samples there",
+                        fix="--run-dir on storage that all machines share, under the same path",
+                    )
+                )
+            time.sleep(0.1)  # a network file system may show it late
         return None
 
     def _keep_vocabulary(self, stage: Stage, context: StageContext) -> None:
