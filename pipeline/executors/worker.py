@@ -179,7 +179,7 @@ class Worker:
                 return StageError(
                     Problem(
                         where=f"run directory {run_dir}",
-                        what=f"worker {self.rank} of group {self.group.name!r} on {socket.gethostname()} does not see it",
+                        what=f"worker {self.rank} of {self.group.name!r} on {socket.gethostname()} does not see it",
                         why="all workers and the driver write checkpoints and samples there",
                         fix="--run-dir on storage that all machines share, under the same path",
                     )

@@ -128,9 +128,9 @@ def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(i
 def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session):
     engine = engine_of(tmp_path, steps=12, batch=4)
     done = []
-    engine.driver.steps._listener = lambda step, metrics: (
+    engine.driver.steps._listeners = [lambda step, metrics: (
         done.append(metrics), step == 3 and ray_session.kill(engine.executor._actors["shouters"][0])
-    )  # fmt: skip
+    )]  # fmt: skip
     engine.execute()
     assert len(done) == 12
     assert {event.stage for event in events_of(engine, trace.Retried)} == {"shout"}

@@ -38,5 +38,5 @@ def test_all_workers_see_the_directory_of_the_driver(theirs: str, tmp_path: Path
     engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
     if theirs == "the same":
         return engine.execute()
-    with pytest.raises(StageError, match=r"worker 0 of group '[a-z]+' on .* does not see it; all workers"):
+    with pytest.raises(StageError, match=r"worker 0 of '[a-z]+' on .* does not see it; all workers"):
         engine.execute()
