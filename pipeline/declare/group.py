@@ -48,6 +48,8 @@ class Model(_Located):
     warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
     seed        of the random weights, with `config`
     trainable   False for a frozen copy (a reference model)
+    trust_remote_code  with the torch backend: also load a model that has pickled weights and no safetensors, or Python
+                code of its own (auto_map), which then runs in the workers
     """
 
     source: str
@@ -56,6 +58,7 @@ class Model(_Located):
     warm_start: Any = None
     seed: int = 0
     trainable: bool = True
+    trust_remote_code: bool = field(default=False, kw_only=True)
 
     def frozen(self) -> Model:
         """Return the model as it is before training, never updated."""

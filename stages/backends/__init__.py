@@ -47,6 +47,7 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
+from stages.model_files import code_problems
 from stages.model_shape import known_config
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
 
 
 DOES = {"sample": "samples", "score": "computes logprobs", "train": "trains", "reward": "runs reward models"}
+_OWN_CLASSES = ("vllm", "megatron")  # backends that never run the code of a model's folder
 CONTRACT = {"sample": Sampler, "score": Trainer, "train": Trainer, "reward": Judge}  # the methods that an engine needs
 
 for _backend in (
@@ -233,9 +235,20 @@ def backend_problems(
             why=f"{backend.name!r} can only {' and '.join(backend.can)}",
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
+    if backend.name in _OWN_CLASSES and stage:
+        yield from (_trusts(model, backend) for model in stage.uses if model.trust_remote_code is True)
     not_found = list(_import_problems(backend, group))
     yield from [] if not_found else _own_checks(backend, group, stage, where)
     yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
+
+
+def _trusts(model: Model, backend: Backend) -> Problem:
+    return Problem(
+        where=str(model.location),
+        what=f"trust_remote_code=True of a Model, and the backend {backend.name!r}",
+        why="that backend reads safetensors only, into classes of its own",
+        fix="backend='torch', or save the model as safetensors of a known architecture",
+    )
 
 
 def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterator[Problem]:
@@ -321,6 +334,8 @@ def model_problems(model: Model) -> Iterator[Problem]:
         ("warm_start", model.warm_start is None or callable(getattr(model.warm_start, "run", None)),
          "a warm start is a description with a method run(model, tokenizer, seed)",
          "warm_start=Supervised(task, steps=60)"),
+        ("trust_remote_code", isinstance(model.trust_remote_code, bool), "trust_remote_code must be True or False",
+         "trust_remote_code=False"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"
@@ -340,6 +355,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or path.is_dir()
         if (path / "config.json").is_file():
             yield from _config_problems(path / "config.json", where)
+            yield from code_problems(model)
         elif looks_local:
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
             yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")

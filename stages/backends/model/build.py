@@ -24,6 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
+from stages.model_files import refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
@@ -33,8 +34,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises StageError if the source cannot be loaded."""
     if model.config is not None:
         return byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
+    refuse_code(model)
     try:
-        return AutoTokenizer.from_pretrained(model.source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise StageError(not_loaded(model, error)) from error
 
@@ -51,9 +53,10 @@ def load_network(
     if model.config is not None:
         network = build(model, tokenizer)
     else:
+        refuse_code(model)
         try:
             network = AutoModelForCausalLM.from_pretrained(
-                model.source, dtype=first, attn_implementation="sdpa", trust_remote_code=False
+                model.source, dtype=first, attn_implementation="sdpa", **trust(model)
             )
         except (OSError, ValueError) as error:
             raise StageError(not_loaded(model, error)) from error
@@ -61,6 +64,12 @@ def load_network(
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
     return network.to(dtype)
+
+
+def trust(model: Model) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for weights: no pickle and no code of the model's own, unless it is trusted.
+    Transformers reads a trusted pickle as tensors only."""
+    return {"trust_remote_code": model.trust_remote_code, "use_safetensors": None if model.trust_remote_code else True}
 
 
 def save(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -27,6 +27,7 @@ from pipeline.errors import Problem
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.text import identity
 from stages.backends.model.weights import weights
+from stages.model_files import refuse_code
 
 DEADLINE_S = 1800.0  # that a worker waits for another one to build the model
 LOOK_S = 0.2
@@ -40,6 +41,7 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
     cannot be loaded.
     """
     model = identity(model)
+    refuse_code(model)
     if model.config is None and model.warm_start is None:
         return Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
     described = f"{model.source} {model.config} {model.alphabet} {model.warm_start} {model.seed} {torch.__version__}"

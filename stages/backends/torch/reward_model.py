@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends.model.build import build, load_tokenizer, not_loaded
+from stages.backends.model.build import build, load_tokenizer, not_loaded, trust
 from stages.backends.model.padding import pad_right
 
 
@@ -33,7 +33,7 @@ def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device)
     else:
         try:
             network, found = AutoModelForSequenceClassification.from_pretrained(
-                model.source, dtype=dtype, trust_remote_code=False, output_loading_info=True
+                model.source, dtype=dtype, output_loading_info=True, **trust(model)
             )
         except (OSError, ValueError) as error:
             raise StageError(not_loaded(model, error, "sequence classification model")) from error

@@ -212,7 +212,7 @@ def _generation(ended: Sequence[Request], version: int) -> Generation:
 
 def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a response, from the generation config, the config and the tokenizer."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(folder)
     found: set[int] = set()
     for ids in (generation.eos_token_id if generation else None, config.eos_token_id, tokenizer.eos_token_id):

@@ -30,7 +30,8 @@ from stages.backends.refit.target import Received
 def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a model folder; a tied one appears under its first name."""
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     network.tie_weights()
     return placed(network)[0]
 

@@ -1,0 +1,54 @@
+"""Files of a model that run code when they are loaded. Reads names and JSON; loads no model and no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline import Model, StageError
+from pipeline.errors import Problem
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_NAMES_CODE = ("config.json", "tokenizer_config.json")
+
+
+def code_problems(model: Model) -> Iterator[Problem]:
+    """Reasons why loading a local folder would run code that comes with it; none if the Model trusts it."""
+    folder = Path(model.source)
+    if model.trust_remote_code or model.config is not None or not folder.is_dir():
+        return
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled and not any(folder.glob("*.safetensors")):
+        yield Problem(
+            where=str(model.location),
+            what=f"the folder {model.source!r} has its weights in {pickled[0]}, and no safetensors",
+            why="that file is a pickle, and reading a pickle can run code",
+            fix="save the model as safetensors, or Model(..., trust_remote_code=True) if you trust the folder",
+        )
+    for name in _NAMES_CODE:
+        if code := _named_code(folder / name):
+            yield Problem(
+                where=str(model.location),
+                what=f"{name} of the folder {model.source!r} names code of its own: auto_map has {code}",
+                why="the code of a folder runs in every worker that loads it",
+                fix="remove auto_map, so that transformers' own class loads, or Model(..., trust_remote_code=True) if "
+                "you trust the folder",
+            )
+
+
+def refuse_code(model: Model) -> None:
+    """Raise StageError if loading the model would run code that comes with it."""
+    if problems := list(code_problems(model)):
+        raise StageError(*problems)
+
+
+def _named_code(file: Path) -> str:
+    """The first code that a configuration names; "" if none, or if it cannot be read, which is reported elsewhere."""
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError):
+        return ""
+    named = found.get("auto_map") if isinstance(found, dict) else None
+    named = named.values() if isinstance(named, dict) else [named] if named else []
+    return next((str(code) for code in named), "")
