@@ -83,6 +83,7 @@ def test_a_mixture_has_one_tensor_per_expert_as_published_folders_do(folder, mon
 
         (place / "train/model").mkdir(parents=True)
         write_tensors(weights(network), place / "train/weights.safetensors")
+        config.dtype = "float32"
         config.save_pretrained(place / "train/model")
         write_tensors_json(place / "train/model", pieces(network, "weights.safetensors"))
 
