@@ -22,7 +22,7 @@ COMMANDS = {
     "view": "show runs in a browser",
     "analyse": "say why a step takes as long as it does, and compare runs",
     "simulate": "predict what a change would do to a run",
-    "export": "write a run as a Perfetto trace, as tables, or as its samples",
+    "export": "write a run as a Perfetto trace, as tables, as its samples, or as its model",
     "forward": "send a run's metrics to TensorBoard, W&B or MLflow",
 }
 _HELP = ("help", "-h", "--help")

@@ -1,12 +1,14 @@
-"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER --samples FILE`: export a run to other tools.
+"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER --samples FILE --model FOLDER`: export a run.
 
 --perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if
 its streams overlap), the critical path, the driver, and counters of groups present, version and staleness. --csv writes
-spans.csv, metrics.csv, path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load. RUN
+spans.csv, metrics.csv, path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load.
+--model writes the trained model as a Hugging Face folder, from the newest complete checkpoint or that of --step. RUN
 may be live, finished, failed or killed. All starts of a resumed run are exported; the critical path and the gaps are
-those of the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong.
+those of the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged.
 
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
+    python -m pipeline.export runs/quickstart-... --model model --step 100
 
 Functions do the same; those that yield text read the record incrementally:
 
@@ -24,7 +26,8 @@ from pathlib import Path
 
 from pipeline.analysis.perfetto import perfetto
 from pipeline.analysis.tables import metrics_csv, spans_csv, tables
-from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.command import Parser, exit_code, natural
+from pipeline.cli.model_folder import export_model
 from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
@@ -40,12 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.run is None or not (options.perfetto or options.csv or options.samples):
+    if options.step is not None and not options.model:
+        raise GraphError(
+            Problem(
+                where="--step",
+                what="no --model is given",
+                why="it selects the checkpoint of the exported model",
+                fix=f"--model FOLDER --step {options.step}",
+            )
+        )
+    if options.run is None or not (options.perfetto or options.csv or options.samples or options.model):
         raise GraphError(
             Problem(
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
-                why="a run is exported as a Perfetto trace, as tables, or as its samples",
+                why="a run is exported as a Perfetto trace, as tables, as its samples, or as its model",
                 fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --perfetto trace.json"]),
             )
         )
@@ -57,6 +69,8 @@ def _main(argv: list[str]) -> int:
             _write(Path(options.csv) / name, map(str.encode, table), f"--csv {options.csv}")
     if options.samples:
         _write(Path(options.samples), _saved(run), f"--samples {options.samples}")
+    if options.model:
+        export_model(run, options.step, Path(options.model))
     return 0
 
 
@@ -92,11 +106,13 @@ def _write(path: Path, pieces: Iterator[bytes], flag: str) -> None:
 def _parser() -> Parser:
     parser = Parser(prog=" ".join(typed("pipeline.export")), usage="%(prog)s RUN [flags]")
     parser.graph_file = "RUN"
-    parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a file is wrong"
+    parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged"
     parser.add_argument("run", nargs="?", help="a run directory")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens")
     parser.add_argument("--csv", metavar="FOLDER", help="write spans.csv, metrics.csv, path.csv and gaps.csv there")
     parser.add_argument("--samples", metavar="FILE", help="write the kept samples as a TensorDict, for torch.load")
+    parser.add_argument("--model", metavar="FOLDER", help="write the model of a checkpoint as a Hugging Face folder")
+    parser.add_argument("--step", type=natural, metavar="N", help="export the model after N steps; default: the newest")
     return parser
 
 

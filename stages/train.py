@@ -15,6 +15,7 @@ from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, Wor
 from pipeline.declare.columns import Columns
 from pipeline.declare.held import Weighs
 from pipeline.declare.parameters import is_number, is_whole
+from pipeline.declare.saved_model import MODEL, Describes
 from pipeline.declare.sharding import Dynamic, Packed, Sharding
 from pipeline.errors import Problem, shown
 from stages.backends import (
@@ -296,8 +297,10 @@ class TrainRunner:
         return work | speed(total["flops"], total["s"], ranks, self.backend)
 
     def save(self, folder: Path) -> None:
-        """Save weights and optimizer into an existing folder."""
+        """Save weights and optimizer into an existing folder, and what an export needs beside the weights."""
         self.learner.save(folder)
+        if isinstance(self.backend, Describes):
+            self.backend.describe(self.stage.model, folder / MODEL)
 
     def saved_bytes(self) -> int:
         """Return how many bytes this rank saves, if the learner knows."""

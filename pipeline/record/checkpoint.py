@@ -92,9 +92,7 @@ def _finish(partial: Path, graph: str, steps: int, next_group: int, pending: tup
     files = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
         files[str(path.relative_to(partial))] = SavedFile(path.stat().st_size, _sha256(path))
-        _sync(path)
-    for folder in [p for p in partial.rglob("*") if p.is_dir()]:
-        _sync(folder)
+    sync_all(partial)
     manifest = Manifest(
         format=FORMAT,
         graph=graph,
@@ -250,6 +248,13 @@ def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_all(folder: Path) -> None:
+    """Sync the files and folders below a folder, and itself. An OSError names the one that could not be synced."""
+    for path in sorted(folder.rglob("*")):
+        _sync(path)
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

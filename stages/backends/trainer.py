@@ -219,6 +219,11 @@ class BaseTrainer(Texts, ABC):
         return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
 
     @abstractmethod
+    def describe(self, model: Model, folder: Path) -> None:
+        """Write the configuration and tokenizer of the trained copy into a new folder, and where its tensors lie in
+        the files that the learner saves. All ranks call it; rank 0 writes."""
+
+    @abstractmethod
     def _config(self, model: Model) -> Mapping[str, Any]:
         """The model's Hugging Face config."""
 

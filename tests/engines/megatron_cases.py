@@ -238,6 +238,9 @@ def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
         out.mkdir()
     dist.barrier()
     learner.save(out)
+    first.describe(model, out / "model")
+    first.export(model, out / "as saved")
+    sizes = {"saved bytes": float(learner.saved_bytes())}
     train(learner)
     second = MegatronEngine(groups)
     resumed = second.learner(model, OPTIMIZATION)
@@ -245,7 +248,7 @@ def checkpointed(folder: Path, out: Path, groups: Groups) -> dict[str, float]:
     train(resumed)
     hashes = [weight_hash(engine.trained_weights(model)) for engine in (first, second)]
     first.export(model, out / "exported")
-    return {"resumed is the same": float(hashes[0] == hashes[1]), "updates": float(resumed.updates)}
+    return sizes | {"resumed is the same": float(hashes[0] == hashes[1]), "updates": float(resumed.updates)}
 
 
 def _vocabulary(rank: int) -> dict[str, float]:

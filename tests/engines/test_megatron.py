@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -304,6 +305,35 @@ def test_a_resumed_learner_goes_on_to_the_bit(measured: None, folder: Path, name
         found = json.loads((folder / f"{name}-{rank}.json").read_text())
         assert found["resumed is the same"] == 1.0
         assert found["updates"] == 4
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_the_ranks_saved_is_exported_as_one_folder_with_the_same_bits(
+    measured: None, folder: Path, tmp_path: Path, name: str
+) -> None:
+    """`learner.save` and `describe` of every rank, put together without a rank, are what the ranks gather."""
+    from pipeline.cli import model_folder
+    from pipeline.record import checkpoint
+    from pipeline.rundir import RunDir
+
+    saved, run, made = folder / name, RunDir(tmp_path / "run").create(), tmp_path / "made"
+    tensors: dict[str, torch.Tensor] = {}
+    for path in (saved / "as saved").glob("*.safetensors"):
+        tensors |= load_file(path)
+
+    def save(place: Path) -> None:
+        shutil.copytree(saved, place / "train", ignore=shutil.ignore_patterns("exported", "as saved"))
+
+    made.mkdir()
+    place, manifest = checkpoint.write(run, graph="g", steps=1, next_group=0, seed=0, save=save)
+    model_folder._write(place, Path("train/model"), manifest, made)
+    found = load_file(made / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+    assert (made / "tokenizer.json").exists() == (folder / "qwen3/tokenizer.json").exists()
+    ranks = [json.loads(path.read_text())["saved bytes"] for path in folder.glob(f"{name}-?.json")]
+    files = [path.stat().st_size for path in saved.glob("shard-*.safetensors")]
+    assert 0 <= sum(files) - sum(ranks) < 20_000 * len(files)
 
 
 def test_fewer_data_parallel_ranks_resume_what_more_saved(

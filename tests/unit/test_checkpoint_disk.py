@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import ray
 from ray.exceptions import RayTaskError
+from safetensors import SafetensorError
+from transformers import configuration_utils
 
 from pipeline.engine.checkpoints import Folders
 from pipeline.engine.journal import Journal, WallClock
@@ -25,6 +27,8 @@ from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
 from pipeline.schedule.events import Save
 from stages.backends.model import tensor_files
+from stages.backends.model.build import character_tokenizer
+from stages.backends.model.tensor_files import as_os_error
 from tests.errors.harness import PROBLEM, command, live_text
 from tests.unit import tiny_graph
 
@@ -52,6 +56,17 @@ class Disk:
 
 
 @contextmanager
+def largest(size_bytes):
+    """Let the system refuse files that are larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
 def failing(number, first, *, once=True):
     """Let a disk fail within this block."""
     disk = Disk(number, first, once=once)
@@ -59,7 +74,7 @@ def failing(number, first, *, once=True):
     write_text, write_bytes = Path.write_text, Path.write_bytes
 
     def made(path, *rest, **named):
-        if disk.fails("mkdir", path):
+        if not os.path.isdir(path) and disk.fails("mkdir", path):
             raise disk.error(path)
         mkdir(path, *rest, **named)
 
@@ -78,7 +93,12 @@ def failing(number, first, *, once=True):
         if disk.fails("tensors", path):
             os.truncate(path, path.stat().st_size // 2)
             text = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
-            raise tensor_files.SafetensorError(text)
+            raise SafetensorError(text)
+
+    def opened(path, mode="r", *rest, **named):
+        if "w" in mode and disk.fails("open", path):
+            raise disk.error(path)
+        return open(path, mode, *rest, **named)
 
     def texted(path, text):
         if disk.fails("text", path):
@@ -97,6 +117,7 @@ def failing(number, first, *, once=True):
         patch.setattr(os, "rename", renamed)
         patch.setattr(os, "fsync", synced)
         patch.setattr(tensor_files, "save_file", saved)
+        patch.setattr(configuration_utils, "open", opened, raising=False)
         patch.setattr(Path, "write_text", texted)
         patch.setattr(Path, "write_bytes", filled)
         yield disk
@@ -167,16 +188,16 @@ def test_wherever_the_disk_fails_the_old_checkpoint_stays_and_the_error_names_th
     assert seen == {
         ("mkdir", partial): 1,
         ("mkdir", "train"): 1,
+        ("mkdir", "model"): 1,
         ("tensors", "weights.safetensors"): 1,
         ("tensors", "optimizer.safetensors"): 1,
         ("text", "learner.json"): 1,
-        ("fsync", "weights.safetensors"): 1,
-        ("fsync", "optimizer.safetensors"): 1,
-        ("fsync", "learner.json"): 1,
-        ("fsync", "train"): 1,
+        ("open", "config.json"): 1,
+        ("bytes", "tensors.json"): 1,
+        **{("fsync", name): 1 for name in ("train", "model", *map(os.path.basename, checkpoint.read(run)[1].files))},
         ("bytes", "manifest.json"): 1,
         ("fsync", "manifest.json"): 1,
-        ("fsync", partial): 1,
+        ("fsync", partial): 2,
         ("rename", partial): 1,
         ("fsync", "checkpoints"): 1,
     }
@@ -197,14 +218,12 @@ def test_a_checkpoint_that_is_written_again_keeps_its_name_if_that_fails(executo
 
 def test_a_real_write_that_the_system_refuses_is_named(executor, tmp_path):
     run = RunDir(tmp_path).create()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"weights.safetensors: a checkpoint .*: File too large;"):
-            save(executor, run, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest(10_000), pytest.raises(CheckpointError, match=r"weights.safetensors: .*: File too large;"):
+        save(executor, run, 1)
     assert not list(run.checkpoints.iterdir())
+    tokenizer = character_tokenizer("0123456789")
+    with largest(100), pytest.raises(OSError, match=f"File too large: '{tmp_path}"), as_os_error(tmp_path):
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
 
 
 def test_nothing_is_written_without_room_for_the_model_or_for_another_one_like_the_last(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from safetensors import safe_open
 
 from ops.lots import lots
 from pipeline.declare.ranks import RankLayout
+from pipeline.declare.saved_model import Piece, Pieces
 from pipeline.errors import CheckpointError, Problem, naming
+from stages.backends.megatron.folder import holders
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.parts import Part
@@ -60,6 +63,21 @@ def state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str,
     for name, start, found in shares(network, optimizer):
         for kind, share in found.items():
             yield f"{kind}:{plain[name]}:{start}", share
+
+
+def pieces(network: Network) -> dict[str, Pieces]:
+    """Where the tensors of the model's Hugging Face folder lie in the files of all ranks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[Piece]] = {}
+    for name, held_by in holders(network.shape, network.groups, Part()):
+        for rank, parameter in held_by:
+            row = prod(parameter.shape[1:])
+            for part in parameter.pieces:
+                box = (part.rows, *([part.columns or (0, part.shape[1])] if len(part.shape) > 1 else []))
+                piece = Piece(file=_prefix(rank), tensor=f"{_WEIGHT}:{name}:0", at=part.at * row, box=box)
+                found.setdefault(part.name, []).append(piece)
+                shapes[part.name] = part.shape
+    return {name: Pieces(shape=shapes[name], pieces=tuple(held)) for name, held in found.items()}
 
 
 @torch.no_grad()

@@ -19,11 +19,13 @@ from transformers import AutoConfig
 
 from pipeline import Model, StageContext
 from pipeline.declare.columns import Ragged
+from pipeline.declare.saved_model import write_tensors_json
 from pipeline.declare.sharding import Shard
 from stages.backends import Optimization
 from stages.backends.device import claim
+from stages.backends.megatron.checkpoint import pieces
 from stages.backends.megatron.config import transformer_config
-from stages.backends.megatron.folder import fill, gathered, write
+from stages.backends.megatron.folder import copy_description, fill, gathered, write
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.names import parameters
@@ -95,6 +97,14 @@ class MegatronEngine(BaseTrainer):
         """Save the trained copy as a Hugging Face folder; rank 0 writes a few GiB at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         write(self._gathered(model), folder, self._of(model).folder, self.groups.ranks.rank)
+
+    def describe(self, model: Model, folder: Path) -> None:
+        """Write what makes the saved weights a Hugging Face folder."""
+        if self.groups.ranks.rank == 0:
+            held = self._of(model)
+            folder.mkdir()
+            copy_description(held.folder, folder)
+            write_tensors_json(folder, pieces(held.network))
 
     def _new_learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
         return MegatronLearner(self.network(model), optimization)

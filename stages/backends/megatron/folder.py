@@ -50,6 +50,13 @@ def gathered(
     All ranks iterate together; the other ranks send what they hold and yield nothing. `layers` is a part whose kinds of
     layers hold the tensors.
     """
+    for name, held_by in holders(decoder, groups, layers):
+        yield from _assembled(name, held_by, held, groups.ranks.rank)
+
+
+def holders(decoder: Decoder, groups: Groups, layers: Part) -> Iterator[tuple[str, list[tuple[int, Parameter]]]]:
+    """Yield each parameter of the model by its name on the ranks that hold it together, with its part on each: the
+    first ranks that do, or one if it is the same on all."""
     for stage in range(groups.layout.pipeline):
         for experts in (False, True)[: 1 + bool(decoder.experts)]:
             for ranks in groups.holders(stage, experts=experts):
@@ -59,9 +66,7 @@ def gathered(
                     if first.copy or first.expert != experts:
                         continue
                     held_by = [(rank, table[name]) for rank, table in zip(ranks, tables)]
-                    if held_by[-1][1] == first:  # replicated on all ranks
-                        held_by = held_by[:1]
-                    yield from _assembled(name, held_by, held, groups.ranks.rank)
+                    yield name, held_by[:1] if held_by[-1][1] == first else held_by
 
 
 def _assembled(
@@ -110,6 +115,11 @@ def write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, origin: Pat
     (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
     )
+    copy_description(origin, folder)
+
+
+def copy_description(origin: Path, folder: Path) -> None:
+    """Copy configuration and tokenizer."""
     for path in origin.iterdir():
         if path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and path.name != INDEX:
             shutil.copy(path, folder / path.name)

@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from pipeline import Model, StageError
 from pipeline.errors import Problem
 from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.tensor_files import as_os_error
 from stages.backends.model.text import identity
 from stages.backends.model.weights import weights
 from stages.model_files import refuse_code
@@ -66,15 +67,21 @@ def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
 
     Tensors have the names of published folders, one per expert, which engines read; the network holds experts fused.
     """
-    folder.mkdir(_OWNERS)
-    network.config.architectures = [type(network).__name__]
-    network.config.save_pretrained(folder)
-    if network.generation_config is not None:
-        network.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_description(network, tokenizer, folder)
     published = revert_weight_conversion(network, weights(network))
     contiguous = {name: tensor.contiguous() for name, tensor in published.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_description(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write configuration and tokenizer into a new folder."""
+    with as_os_error(folder):
+        folder.mkdir(_OWNERS)
+        network.config.architectures = [type(network).__name__.removeprefix("FSDP")]
+        network.config.save_pretrained(folder)
+        if network.generation_config is not None:
+            network.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _from_hub(model: Model) -> Path:

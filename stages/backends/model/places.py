@@ -1,4 +1,4 @@
-"""Where a rank holds the tensors of a transformers network, for a refit. Knows modules and names.
+"""Where a rank holds the tensors of a transformers network, for a refit or an export. Knows modules and names.
 
     tensors, places, held = placed(network, torch.bfloat16)     # `held` are the rank's own tensors, by buffer
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ops.refit.layout import Box, Place, Tensor, dense
+from pipeline.declare.saved_model import Piece, Pieces
 from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
@@ -64,3 +65,28 @@ def _parts(
             yield part, (experts, half, hidden), place
     else:
         yield name, shape, dense(name, own, item_bytes, name)
+
+
+def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
+    """Where the tensors of the model's Hugging Face folder lie in a file with the network's state."""
+    found: dict[str, Pieces] = {}
+    for name, tensor in state(network).items():
+        for part, shape, at in _published(name, tuple(tensor.shape)):
+            box = tuple((0, size) for size in shape)
+            found[part] = Pieces(shape=shape, pieces=(Piece(file=file, tensor=name, at=at, box=box),))
+    return found
+
+
+def _published(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """The folder's tensors inside a state tensor: name, shape and first element."""
+    layer, _, _ = name.partition("experts.")
+    if not name.endswith((DOWN, GATE_UP)):
+        yield name, shape, 0
+        return
+    experts, rows, columns = shape
+    kinds = ("down",) if name.endswith(DOWN) else ("gate", "up")
+    share = rows // len(kinds)
+    for expert in range(experts):
+        for i, kind in enumerate(kinds):
+            at = (expert * rows + i * share) * columns
+            yield f"{layer}experts.{expert}.{kind}_proj.weight", (share, columns), at

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,19 +21,21 @@ from ops.refit.share import Share
 from pipeline import Model, StageContext, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Ranks
+from pipeline.declare.saved_model import write_tensors_json
 from pipeline.declare.sharding import Shard
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, Served
 from stages.backends.device import claim
 from stages.backends.model import weights as weight_tools
 from stages.backends.model.build import closing_tokens, load_network
-from stages.backends.model.places import Placed, placed
+from stages.backends.model.folder import write_description
+from stages.backends.model.places import Placed, pieces, placed
 from stages.backends.model.sharded import divide
 from stages.backends.model.text import identity
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Target, acknowledged
 from stages.backends.torch.generate import decode, generate
-from stages.backends.torch.optimize import TorchLearner
+from stages.backends.torch.optimize import WEIGHTS, TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.score import score
 from stages.backends.trainer import BaseTrainer
@@ -173,6 +176,13 @@ class TorchEngine(BaseTrainer):
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; `default` for a frozen model."""
         return self._versions.get(model, default)
+
+    def describe(self, model: Model, folder: Path) -> None:
+        """Write what makes the saved weights a Hugging Face folder."""
+        if self.ranks.rank == 0:
+            network = self.network(model, "trained")
+            write_description(network, self.tokenizer(model), folder)
+            write_tensors_json(folder, pieces(network, WEIGHTS))
 
     def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         pad = _pad(self.tokenizer(model))

@@ -29,7 +29,7 @@ from stages.backends.torch.score import predict
 from stages.backends.trainer import BaseLearner, objective_of
 from stages.losses import PolicyLoss
 
-_WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
+WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -121,7 +121,7 @@ class TorchLearner(BaseLearner):
                 moments[f"master:{name}"] = master.detach().cpu().contiguous()
         if self.ranks.rank > 0:
             return
-        write_tensors(named, folder / _WEIGHTS)
+        write_tensors(named, folder / WEIGHTS)
         write_tensors(moments, folder / _OPTIMIZER)
         with naming(folder / _COUNTERS):
             (folder / _COUNTERS).write_text(json.dumps(counters))
@@ -135,7 +135,7 @@ class TorchLearner(BaseLearner):
         return sum(tensor.nbytes for tensor in (*state(self.network).values(), *masters, *moments))
 
     def _read(self, folder: Path) -> dict[str, int]:
-        named, state = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
+        named, state = load_file(folder / WEIGHTS), load_file(folder / _OPTIMIZER)
         counters = json.loads((folder / _COUNTERS).read_text())
         load_weights(self.network, named)
         self.optimizer.state.clear()
