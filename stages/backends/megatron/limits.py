@@ -47,12 +47,11 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     )
     try:
         decoder = Decoder.of({"rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": 1, **config}, where)
+        yield from list(division_problems(decoder, sizes, where))
     except StageError as error:
         yield from error.problems
     except (KeyError, TypeError, ValueError, ArithmeticError):  # a wrong config is reported when the model is built
         return
-    else:
-        yield from division_problems(decoder, sizes, where)
 
 
 def _context(group: WorkerGroup, where: str) -> Iterator[Problem]:

@@ -49,11 +49,18 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
 
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """Reasons why the group cannot divide a model with this config."""
-    heads, tensor = config.get("num_attention_heads"), group.tensor_parallel
+    heads, groups, tensor = config.get("num_attention_heads"), config.get("num_key_value_heads"), group.tensor_parallel
     if isinstance(heads, int) and heads % tensor:
         yield Problem(
             where=where,
             what=f"tensor_parallel={tensor} does not divide the model's attention heads ({heads})",
             why="all ranks hold equal parts",
             fix=f"use a divisor of {heads}",
+        )
+    elif isinstance(groups, int) and groups > 0 and groups % tensor and tensor % groups:
+        yield Problem(
+            where=where,
+            what=f"tensor_parallel={tensor}, and the model has {groups} key-value heads",
+            why="each rank holds whole key-value heads, or equally many ranks hold one",
+            fix=f"use a divisor or a multiple of {groups}",
         )

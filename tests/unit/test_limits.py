@@ -1,0 +1,37 @@
+"""Whether a backend's ranks can divide a model, from what is known of its config before it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphs.quickstart import TINY_QWEN3
+from pipeline import WorkerGroup
+from stages.backends.megatron import limits as megatron
+from stages.backends.vllm import limits as vllm
+
+
+def found(backend: Any, config: dict[str, Any], **sizes: int) -> list[str]:
+    return [problem.what for problem in backend.fits(WorkerGroup("group", **sizes), config, "graph.py:1")]
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tensor", "says"),
+    [
+        (12, 12, 4, ""), (12, 3, 6, ""), (12, 4, 4, ""), (12, 6, 4, "6 key-value heads"),
+        (12, 12, 5, "attention heads"), (None, None, 3, ""), ("12", "x", 5, ""), (12, None, 4, ""),
+    ],
+)  # fmt: skip
+def test_heads_that_vllm_divides(heads: Any, groups: Any, tensor: int, says: str) -> None:
+    config = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    told = found(vllm, config, workers=tensor, tensor_parallel=tensor)
+    assert len(told) == bool(says) and says in "".join(told)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta"])
+@pytest.mark.parametrize("value", ["4", None, [], 0, -1, {}])
+def test_a_config_that_makes_no_sense_is_left_to_the_model(name: str, value: Any) -> None:
+    for config in (TINY_QWEN3 | {name: value}, {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key != name}):
+        for backend in (megatron, vllm):
+            found(backend, config, workers=8, tensor_parallel=2, pipeline_parallel=2)
