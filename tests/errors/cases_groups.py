@@ -196,6 +196,8 @@ TRANSPORTS = [
     refit("gloo_between_gpus", "gloo", ON_GPUS),
     refit("broadcast_on_the_same_gpus", "broadcast", ON_GPUS | COLOCATED),
 ]
+FOLDER = {"m/config.json": '{"model_type": "qwen3"}'}
+CODED = {"m/config.json": '{"model_type": "qwen3", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}'}
 MODELS = [
     model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
     model("model_of_no_alphabet", '"tiny", config={"model_type": "qwen3"}'),
@@ -204,6 +206,14 @@ MODELS = [
     model("seed_of_20_digits", '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, seed=10**19'),
     Case("model_folder_without_config", {"policy": "Model('m')"}, files={"m/weights": ""}),
     Case("model_folder_of_broken_config", {"policy": "Model('m')"}, files={"m/config.json": "{"}),
+    Case("model_folder_of_pickles", {"policy": "Model('m')"}, files=FOLDER | {"m/pytorch_model.bin": b""}),
+    Case("model_folder_with_code", {"policy": "Model('m')"}, files=CODED),
+    Case(
+        "model_trusted_by_vllm",
+        {"policy": "Model('m', trust_remote_code=True)", "sampler": 'WorkerGroup("sampler", backend="vllm")'},
+        at=("policy",),
+        files=CODED,
+    ),
     Case("old_logprobs_of_another_model", {"prev": "PrevLogprobs(policy.frozen(), on=learner)"}),
     model("unknown_parameter_of_a_model", '"Qwen/Qwen3-0.6B", dtype="bfloat16"'),
     model("alphabet_is_a_list", '"tiny", config={"model_type": "qwen3"}, alphabet=["0", "1"]'),
