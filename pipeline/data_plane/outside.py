@@ -25,8 +25,9 @@ from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
+from pipeline.declare.parameters import is_whole
 from pipeline.declare.stage import Stage
-from pipeline.errors import DataPlaneError
+from pipeline.errors import DataPlaneError, shown
 from pipeline.rundir import RunDir, private
 
 if TYPE_CHECKING:
@@ -107,15 +108,17 @@ class OutsideProcess:
         return as_tensordict(self._plane.get(handle, fields, reader=READER), len(handle))
 
     def write(self, group: int, columns: TensorDictBase | Columns) -> None:
-        """Write all fields of an `External` stage for a group's samples, in order. Raises DataPlaneError if they do not
-        match their declaration or the lengths of the group's samples, or were written before with other values."""
+        """Write all fields of an `External` stage for a group's samples, in order, once what the stage reads is there.
+        Raises DataPlaneError if they do not match their declaration or the lengths of the group's samples, or were
+        written before with other values."""
         made: Mapping[str, Any] = from_tensordict(columns) if is_tensordict(columns) else columns
         stage = next((name for name, own in self._address.outside.items() if set(own) == set(made)), "")
         if not stage:
             raise self._no_stage(f"it writes {', '.join(made) or 'nothing'}", "writes", self._address.outside)
-        if ragged := [field for field in self._address.fields if field.name in made and field.ragged]:
+        keys = self._keys(group)
+        ragged = [field for field in self._address.fields if field.name in made and field.ragged]
+        if ragged or self._address.reads[stage]:  # what is written to a group that was cleared would be left over
             self._check_lengths(self._handle(group, stage), made, ragged)
-        keys = keys_of((group,), self._address.group_size)
         self._plane.put(keys, made, partition=self._address.partition, stage=stage)
 
     def close(self) -> None:
@@ -129,19 +132,29 @@ class OutsideProcess:
         self.close()
 
     def _handle(self, group: int, stage: str) -> KVBatchMeta:
-        """Return the handle that the driver shares with the stage's process."""
+        """Return the handle that the driver shares with the stage's process, from the store: groups are cleared."""
         partition = _register_handles(self._plane, self._address.partition, stage)
-        at = self._plane.adopt(partition, keys_of((group,), self._address.group_size), [HANDLE.name], {})
-        try:
-            texts: Any = self._plane.get(at, [HANDLE.name], reader=READER)[HANDLE.name]
-        except DataPlaneError as error:
-            reads = ", ".join(self._address.reads[stage]) or "the lengths of its samples"
+        keys, field = self._keys(group), HANDLE.name
+        if not all(self._plane.presence(partition, keys, [field])[field]):
+            reads = ", ".join(self._address.reads[stage])
             raise broken(
-                READER, f"group {group} has no {reads}",
+                READER, f"group {group} has no {reads}" if reads else f"group {group} has no lengths of samples",
                 "they are there up to a second after the last of them was put, and until the group is cleared",
                 "wait for the group's `put` events in events.jsonl",
-            ) from error  # fmt: skip
-        return msgspec.json.decode(texts[0], type=KVBatchMeta)
+            )  # fmt: skip
+        at = self._plane.adopt(partition, keys, [field], {})
+        self._plane.evict(at.placements[0].rows)
+        texts: Any = self._plane.get(at, [field], reader=READER)[field]
+        handle = msgspec.json.decode(texts[0], type=KVBatchMeta)
+        self._plane.evict([row for placement in handle.placements for row in placement.rows])
+        return handle
+
+    def _keys(self, group: int) -> tuple[str, ...]:
+        if not is_whole(group, 0):
+            raise broken(
+                READER, f"group {shown(group)}", "a group is named by its number, as in events.jsonl", "use an int"
+            )
+        return keys_of((group,), self._address.group_size)
 
     def _check_lengths(self, handle: KVBatchMeta, made: Mapping[str, Any], ragged: Sequence[Field]) -> None:
         for field in ragged:

@@ -118,6 +118,14 @@ def _compare_clipped(
     )
 
 
+def check_default_level(ops: ModuleType) -> None:
+    old, mask, advantage = torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([1.0, -1.0])
+    logprobs = torch.tensor([[0.1, 0.3, -0.2], [-0.4, 0.0, 0.5]])
+    assert torch.equal(ops.log_ratio(logprobs, old, mask), logprobs)
+    args = logprobs, old, advantage, mask, 0.2, 0.2
+    assert torch.equal(ops.clipped_policy_loss(*args)[0], ops.clipped_policy_loss(*args, level="token")[0])
+
+
 def check_clip_of_zero(ops: ModuleType) -> None:
     """A ratio on a bound is not clipped: the loss is -r A with slope -r A."""
     for level in ("token", "sequence"):
@@ -361,6 +369,7 @@ CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "ops.loss": (
         check_token_loss,
         check_sequence_loss,
+        check_default_level,
         check_clip_of_zero,
         check_overflow,
         check_cispo,

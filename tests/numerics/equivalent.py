@@ -37,6 +37,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "_ratio: masked_sum(log_NT, mask_NT, dim=1) -> log_NT.sum(dim=1)": "`_log_ratio` has masked it",
         "_log_ratio: blank(prev_NT.detach() - rollout_NT.detach(), mask_NT) -> "
         "prev_NT.detach() - rollout_NT.detach()": _ALREADY_MASKED,
+        "multiplicative_error: prev_logprobs.double() - rollout_logprobs.double() -> "
+        "rollout_logprobs.double() - prev_logprobs.double()": "the absolute value is the same",
     },
     "ops.logprobs": {
         "module: 1 -> 2": _BLOCKS,
