@@ -20,9 +20,10 @@ from pipeline.declare.stage import External
 from pipeline.engine.driver import Engine
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.outside import Outside
+from pipeline.engine.stored import Stored
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.worker import register
-from pipeline.plan.planner import plan
+from pipeline.plan.planner import plan, sample_fields
 from pipeline.schedule.scheduler import Scheduler
 
 STEPS = 1000
@@ -114,7 +115,8 @@ def test_a_field_from_outside_that_nobody_reads_is_neither_adopted_nor_waited_fo
     plane.write_outside("small", "00000000.0", {"score": torch.ones(2)})
     scheduler.begin()
     assert scheduler.steps_in_flight() == [0]
-    outside = Outside(planned, HandleTable(planned.group_size), SimpleNamespace(plane=plane))
+    fields, stored = sample_fields(graph.all_stages()), Stored({part.name: part.fields for part in planned.partitions})
+    outside = Outside(planned, fields, HandleTable(planned.group_size), stored, SimpleNamespace(plane=plane))
     outside.admitted(0, (0, 1))
     outside.due = lambda: True
     assert outside.came(scheduler) == []
