@@ -37,6 +37,8 @@ class Backend:
     separates whether attention in a packed row computes each sample alone, so that its cost grows with the square of
               the sample; otherwise it computes the whole row and masks, and a row costs what its tokens cost
     slices    whether context-parallel workers divide packed rows and nothing else, so that stages need Packed
+    own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
+              comes with a model; Model(trust_remote_code=True) is then refused
     """
 
     name: str
@@ -49,6 +51,7 @@ class Backend:
     leads: bool = False
     separates: bool = True
     slices: bool = False
+    own_classes: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions

@@ -80,7 +80,6 @@ __all__ = [
 
 
 DOES = {"sample": "samples", "score": "computes logprobs", "train": "trains", "reward": "runs reward models"}
-_OWN_CLASSES = ("vllm", "megatron")  # backends that never run the code of a model's folder
 CONTRACT = {"sample": Sampler, "score": Trainer, "train": Trainer, "reward": Judge}  # the methods that an engine needs
 
 for _backend in (
@@ -102,6 +101,7 @@ for _backend in (
         checks="stages.backends.vllm.limits:problems",
         fits="stages.backends.vllm.limits:fits",
         leads=True,
+        own_classes=True,
     ),
     Backend(
         name="megatron",
@@ -112,6 +112,7 @@ for _backend in (
         checks="stages.backends.megatron.limits:problems",
         fits="stages.backends.megatron.limits:fits",
         slices=True,
+        own_classes=True,
     ),
 ):
     register(_backend)
@@ -235,7 +236,7 @@ def backend_problems(
             why=f"{backend.name!r} can only {' and '.join(backend.can)}",
             fix="another worker group, with backend=" + " or ".join(repr(name) for name in models),
         )
-    if backend.name in _OWN_CLASSES and stage:
+    if backend.own_classes and stage:
         yield from (_trusts(model, backend) for model in stage.uses if model.trust_remote_code is True)
     not_found = list(_import_problems(backend, group))
     yield from [] if not_found else _own_checks(backend, group, stage, where)

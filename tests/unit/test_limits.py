@@ -34,4 +34,5 @@ def test_heads_that_vllm_divides(heads: Any, groups: Any, tensor: int, says: str
 def test_a_config_that_makes_no_sense_is_left_to_the_model(name: str, value: Any) -> None:
     for config in (TINY_QWEN3 | {name: value}, {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key != name}):
         for backend in (megatron, vllm):
-            found(backend, config, workers=8, tensor_parallel=2, pipeline_parallel=2)
+            told = found(backend, config, workers=8, tensor_parallel=2, pipeline_parallel=2)
+            assert all("_parallel=2" in what for what in told), "of the sizes, and of nothing else"

@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from pipeline.errors import StageError
-from stages.backends.megatron.division import Sizes, division_problems
+from stages.backends.megatron.division import division_problems
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
@@ -15,14 +15,8 @@ from stages.backends.model.decoder import Decoder
 
 def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
     """This rank's configuration. Raises StageError if the ranks cannot divide the decoder."""
-    sizes = Sizes(
-        tensor=groups.layout.tensor,
-        pipeline=groups.layout.pipeline,
-        context=groups.layout.context,
-        expert=groups.expert,
-        expert_tensor=groups.expert_tensor,
-    )
-    if problems := list(division_problems(decoder, sizes, where)):
+    divided = division_problems(decoder, groups.layout, groups.expert, groups.expert_tensor, where)
+    if problems := list(divided):
         raise StageError(*problems)
     on_cpu = groups.device.type == "cpu"
     mixture = (

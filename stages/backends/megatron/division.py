@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem
 from stages.backends.megatron.names import qkv_rows
 from stages.backends.model.decoder import Decoder
@@ -12,50 +12,39 @@ from stages.backends.model.decoder import Decoder
 _LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Over how many ranks each part of a model is divided."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    expert_tensor: int
-
-
-def division_problems(decoder: Decoder, sizes: Sizes, where: str) -> Iterator[Problem]:
-    """Yield why ranks of these sizes cannot divide the decoder."""
-    yield from _uneven(decoder, sizes, where)
-    yield from _key_values(decoder, sizes.tensor, where)
-    if sizes.pipeline > decoder.layers:
+def division_problems(
+    decoder: Decoder, layout: RankLayout, expert: int, expert_tensor: int, where: str
+) -> Iterator[Problem]:
+    """Yield why ranks with this layout cannot divide the decoder. `expert` ranks divide the experts of a mixture, and
+    `expert_tensor` each expert."""
+    of_mlp = ("expert_tensor_parallel", expert_tensor) if decoder.experts else ("tensor_parallel", layout.tensor)
+    yield from _uneven(decoder.heads, "attention heads", "tensor_parallel", layout.tensor, where)
+    yield from _uneven(decoder.intermediate, "intermediate_size", *of_mlp, where)
+    yield from _uneven(decoder.experts, "experts", "expert_parallel", expert, where)
+    yield from _key_values(decoder, layout.tensor, where)
+    if layout.pipeline > decoder.layers:
         yield Problem(
             where=where,
-            what=f"pipeline_parallel={sizes.pipeline}, and the model has {decoder.layers} layers",
+            what=f"pipeline_parallel={layout.pipeline}, and the model has {decoder.layers} layers",
             why="each pipeline stage needs a layer",
             fix=f"pipeline_parallel={decoder.layers} or less",
         )
-    if sizes.context > 1:
-        yield from _attention(decoder, sizes.context, where)
+    if layout.context > 1:
+        yield from _attention(decoder, layout.context, where)
     if not decoder.experts:
-        yield from _no_experts(sizes, where)
+        yield from _no_experts("expert_parallel", expert, 1, where)
+        yield from _no_experts("expert_tensor_parallel", expert_tensor, layout.tensor, where)
 
 
-def _uneven(decoder: Decoder, sizes: Sizes, where: str) -> Iterator[Problem]:
-    """Whatever ranks must divide evenly, and do not."""
-    tensor = ("tensor_parallel", sizes.tensor)
-    of_mlp = ("expert_tensor_parallel", sizes.expert_tensor) if decoder.experts else tensor
-    for what, number, by, ranks in (
-        ("attention heads", decoder.heads, *tensor),
-        ("intermediate_size", decoder.intermediate, *of_mlp),
-        ("experts", decoder.experts, "expert_parallel", sizes.expert),
-    ):
-        if number % ranks:
-            yield Problem(
-                where=where,
-                what=f"{by}={ranks} does not divide the model's {what} ({number})",
-                why="all ranks hold equal parts",
-                fix=f"use a divisor of {number}",
-            )
+def _uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator[Problem]:
+    """Why ranks cannot divide this number of parts evenly."""
+    if number % ranks:
+        yield Problem(
+            where=where,
+            what=f"{by}={ranks} does not divide the model's {what} ({number})",
+            why="all ranks hold equal parts",
+            fix=f"use a divisor of {number}",
+        )
 
 
 def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
@@ -89,16 +78,12 @@ def _attention(decoder: Decoder, context: int, where: str) -> Iterator[Problem]:
         )
 
 
-def _no_experts(sizes: Sizes, where: str) -> Iterator[Problem]:
-    """Sizes that divide experts."""
-    for by, ranks, default in (
-        ("expert_parallel", sizes.expert, 1),
-        ("expert_tensor_parallel", sizes.expert_tensor, sizes.tensor),
-    ):
-        if ranks != default:
-            yield Problem(
-                where=where,
-                what=f"{by}={ranks}, and the model has no experts",
-                why="it divides experts over ranks",
-                fix=f"{by}={default}, or a mixture-of-experts model",
-            )
+def _no_experts(by: str, ranks: int, default: int, where: str) -> Iterator[Problem]:
+    """Why a dense decoder cannot have a size that divides experts."""
+    if ranks != default:
+        yield Problem(
+            where=where,
+            what=f"{by}={ranks}, and the model has no experts",
+            why="it divides experts over ranks",
+            fix=f"{by}={default}, or a mixture-of-experts model",
+        )

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import WorkerGroup
+from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem, StageError, counted
 from stages.backends import asked
-from stages.backends.megatron.division import Sizes, division_problems
+from stages.backends.megatron.division import division_problems
 from stages.backends.model.decoder import Decoder
 
 ENGINE = "transformer_engine"
@@ -38,16 +39,11 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
 
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """Reasons why the group cannot build or divide a model with this config."""
-    sizes = Sizes(
-        tensor=group.tensor_parallel,
-        pipeline=group.pipeline_parallel,
-        context=group.context_parallel,
-        expert=group.expert_parallel,
-        expert_tensor=group.expert_tensor_parallel or group.tensor_parallel,
-    )
+    expert_tensor = group.expert_tensor_parallel or group.tensor_parallel
     try:
+        layout = RankLayout.of(group)
         decoder = Decoder.of({"rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": 1, **config}, where)
-        yield from list(division_problems(decoder, sizes, where))
+        yield from list(division_problems(decoder, layout, group.expert_parallel, expert_tensor, where))
     except StageError as error:
         yield from error.problems
     except (KeyError, TypeError, ValueError, ArithmeticError):  # a wrong config is reported when the model is built
