@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
+from pipeline.cli.output import discard
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.precedence import SCRIPT
 
@@ -39,7 +39,7 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
+        discard(sys.stdout)  # so that the flush at exit does not fail too
         return 141
     except Exception as error:
         if (problem := mistaken_import(error)) is None:

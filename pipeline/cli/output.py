@@ -24,6 +24,11 @@ def outliving(record: str) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def discard(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere, what it has buffered included: its pipe is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class _Stream:
     """A text stream that writes to nowhere once its pipe is closed, and then says so on stderr."""
 
@@ -45,7 +50,7 @@ class _Stream:
 
     def _leave(self) -> None:
         with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            discard(self._stream)
         if self._gone:
             print(self._gone, file=sys.stderr, flush=True)
 

@@ -97,6 +97,7 @@ class OutsideProcess:
         address = self._address
         self._plane = TransferQueuePlane.attach(address.settings)
         self._plane.register(address.partition, address.fields, (*address.readers, READER), address.parts)
+        self._handles = {stage: _register_handles(self._plane, address.partition, stage) for stage in address.reads}
 
     def read(self, group: int, *fields: str) -> TensorDict:
         """Return fields that one `External` stage reads, of a group's samples; ragged ones as nested tensors. Raises
@@ -133,8 +134,7 @@ class OutsideProcess:
 
     def _handle(self, group: int, stage: str) -> KVBatchMeta:
         """Return the handle that the driver shares with the stage's process, from the store: groups are cleared."""
-        partition = _register_handles(self._plane, self._address.partition, stage)
-        keys, field = self._keys(group), HANDLE.name
+        partition, keys, field = self._handles[stage], self._keys(group), HANDLE.name
         if not all(self._plane.presence(partition, keys, [field])[field]):
             reads = ", ".join(self._address.reads[stage])
             raise broken(

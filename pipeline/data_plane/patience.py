@@ -2,13 +2,15 @@
 
 A dead process refuses connections, which the polls between waits detect. A live one may be short of CPU, or its reply
 was lost: the request is retried on a new connection. Waiting is counted in polls, so a caller that was itself suspended
-for less than a deadline does not time out. Knows addresses, no store.
+for less than a deadline does not time out. Calls without a deadline of their own run `in_thread`. Knows addresses, no
+store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
@@ -21,6 +23,32 @@ T = TypeVar("T")
 
 class StoreGoneError(ConnectionError):
     """A process of the store is gone; the message is its name."""
+
+
+class AbandonedError(Exception):
+    """Blocking code has not ended by its deadline; its thread was left behind."""
+
+
+def in_thread(work: Callable[[], T], deadline_s: float, name: str) -> T:
+    """Run blocking code in a thread and return its result. Raises what it raises, and AbandonedError at the deadline:
+    a call into a stopped process may never return."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name=name)
+    thread.start()
+    thread.join(deadline_s)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise AbandonedError
+    return done[0]
 
 
 class Patience:

@@ -2,7 +2,7 @@
 with `--trusted-network` any machine, can connect to them. A message without the signature is refused unread.
 
 The signature covers what is unpickled (the header; without a header, everything) and the size of every frame, not the
-bytes of tensors: only who can change packets on their way could exchange those. The key travels through Ray, which
+bytes of tensors: to exchange those takes someone who can change packets in transit. The key travels through Ray, which
 asks for the token of the run.
 """
 

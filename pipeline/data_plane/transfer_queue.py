@@ -35,7 +35,7 @@ from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
 from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
 from pipeline.data_plane.lane import Call, Lane
-from pipeline.data_plane.patience import ASKED, Patience, StoreGoneError
+from pipeline.data_plane.patience import ASKED, AbandonedError, Patience, StoreGoneError, in_thread
 from pipeline.data_plane.rows import Block, block_of
 from pipeline.data_plane.signed import KEY_BYTES, sign_messages, signing_actors
 from pipeline.data_plane.uncompiled import uncompiled
@@ -294,23 +294,10 @@ class TransferQueuePlane(RowPlane):
 
 def within(deadline_s: float, what: str, work: Callable[[], T]) -> T:
     """Run blocking code in a thread; after the deadline abandon it and raise DataPlaneLost."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name=f"data-plane: {what}")
-    thread.start()
-    thread.join(deadline_s)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise _late(what, deadline_s)
-    return done[0]
+    try:
+        return in_thread(work, deadline_s, f"data-plane: {what}")
+    except AbandonedError:
+        raise _late(what, deadline_s) from None
 
 
 def _load(deadline_s: float, key: bytes) -> None:

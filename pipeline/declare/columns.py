@@ -62,6 +62,11 @@ def group_bytes(column: Column, samples: Sequence[int]) -> list[int]:
         counts = [length * entry for length in column.lengths]
     else:
         counts = [column.element_size() * prod(column.shape[1:])] * len(column)
+    return summed(counts, samples)
+
+
+def summed(counts: Sequence[int], samples: Sequence[int]) -> list[int]:
+    """Return the sum of each run of consecutive counts; `samples` are the lengths of the runs."""
     edges = [0, *accumulate(samples)]
     return [sum(counts[a:b]) for a, b in pairwise(edges)]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import msgspec
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.outside import Shared
-from pipeline.declare.columns import group_bytes
+from pipeline.declare.columns import group_bytes, summed
 from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, group_of, groups_of, keys_of
 from pipeline.engine.handles import HandleTable
@@ -40,7 +39,7 @@ class Outside:
         self._fields = {field.name: field for field in fields}
         self.stages = [stage for stage in plan.stages if stage.shape == "external"]
         self._plan, self._handles, self._stored, self._executor = plan, handles, stored, executor
-        self._ragged = {edge.field: edge.ragged for edge in plan.edges}
+        self._read = {edge.field for edge in plan.edges}
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
         self._shared: dict[str, Shared] = {}  # by stage: what its process can read
@@ -69,7 +68,7 @@ class Outside:
         for stage in self.stages:
             self._share(stage)
             for step in steps:
-                for field in (field for field in stage.writes if field in self._ragged):
+                for field in (field for field in stage.writes if field in self._read):
                     groups = scheduler.absent(step, field)
                     if groups and (put := self._adopt(self._executor.plane, stage, step, groups, field)):
                         found.append(put)
@@ -80,7 +79,7 @@ class Outside:
     def _share(self, stage: PlannedStage) -> None:
         """Share the handles of groups that have what the stage's process reads, and the lengths of what it writes."""
         reads = [field for field in stage.reads if field not in self._plan.weights_fields]
-        dims = {dim for field in stage.writes if (dim := self._ragged.get(field))}
+        dims = {dim for field in stage.writes if field in self._read and (dim := self._fields[field].ragged)}
         if not reads and not dims:
             return
         if stage.name not in self._shared:
@@ -104,7 +103,7 @@ class Outside:
         incomplete = {group_of(key) for key, is_there in zip(keys, there) if not is_there}
         present = [key for key in keys if group_of(key) not in incomplete]
         lengths = self._handles.lengths(present)
-        if not present or self._ragged[field] not in (None, *lengths):  # its lengths are not known yet
+        if not present or self._fields[field].ragged not in (None, *lengths):  # its lengths are not known yet
             return None
         now_s = time.monotonic()
         handle = plane.adopt(self._plan.partition, present, [field], lengths)
@@ -128,10 +127,9 @@ class Outside:
         samples = tuple(groups_of(handle.keys).values())
         if self._fields[field].dtype == "str":
             return group_bytes(plane.get(handle, [field], reader=stage.name)[field], samples)
-        dim = self._ragged[field]
-        entries = handle.lengths[dim] if dim else (1,) * len(handle)
-        edges = [0, *accumulate(samples)]
-        return [entry_bytes(self._fields[field]) * sum(entries[a:b]) for a, b in pairwise(edges)]
+        dim = self._fields[field].ragged
+        entries = summed(handle.lengths[dim], samples) if dim else samples
+        return [entry_bytes(self._fields[field]) * count for count in entries]
 
     def _check_late(self, stage: PlannedStage, step: int, field: str, admitted_s: float) -> None:
         if stage.timeout_s is not None and time.monotonic() - admitted_s > stage.timeout_s:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -75,22 +74,3 @@ def not_started(what: str, error: RayActorError) -> StageError:
             fix="rename that file, or correct it" if own else "check the logs of Ray",
         )
     )
-
-
-def finished(work: Callable[[], None], deadline_s: float) -> bool:
-    """Run blocking calls of Ray in a thread; return whether they have returned. Raises what they raise. After the
-    deadline they are abandoned: a call of a stopped Ray never returns."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="Ray")
-    thread.start()
-    thread.join(deadline_s)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()

@@ -31,6 +31,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from pipeline.data_plane.patience import AbandonedError, in_thread
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, environment
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
@@ -40,7 +41,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
-from pipeline.executors.answers import START_DEADLINE_S, finished, get_all, lost, not_started, one_line
+from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
@@ -220,7 +221,9 @@ class RayExecutor:
 
     def close(self) -> None:
         """End the workers, the data plane and, if the run started it, Ray; without its help if it does not answer."""
-        if not finished(self._let_go, CLOSE_S):
+        try:
+            in_thread(self._let_go, CLOSE_S, "Ray")
+        except AbandonedError:
             rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
             print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
             if self._keeper:

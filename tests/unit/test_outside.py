@@ -31,12 +31,8 @@ class Held:
     plane: MemoryPlane
 
 
-def scores(handle: KVBatchMeta | None, plane: MemoryPlane) -> list[float]:
-    assert handle is not None
-    return plane.get(handle, ["score"], reader="listen")["score"].tolist()
-
-
-def test_only_what_is_there_is_taken() -> None:
+def begun() -> tuple[MemoryPlane, HandleTable, Scheduler, Outside]:
+    """A run of three groups of two samples that has begun, with a process outside its graph."""
     described = load(SMALL).build({"steps": 1, "batch": 3, "external": True})
     planned = plan(described)[0]
     plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
@@ -44,6 +40,16 @@ def test_only_what_is_there_is_taken() -> None:
     scheduler.begin()
     stored = Stored({part.name: part.fields for part in planned.partitions})
     outside = Outside(planned, sample_fields(described.all_stages()), handles, stored, Held(plane))
+    return plane, handles, scheduler, outside
+
+
+def scores(handle: KVBatchMeta | None, plane: MemoryPlane) -> list[float]:
+    assert handle is not None
+    return plane.get(handle, ["score"], reader="listen")["score"].tolist()
+
+
+def test_only_what_is_there_is_taken() -> None:
+    plane, handles, scheduler, outside = begun()
 
     def asked() -> list[tuple[tuple[int, ...], int, int, tuple[int, ...]]]:
         outside._asked_s = float("-inf")  # make a check due now
@@ -68,13 +74,7 @@ def test_only_what_is_there_is_taken() -> None:
 
 def test_the_process_gets_handles_of_what_its_stage_reads_until_the_group_is_cleared() -> None:
     """Also if two workers put a group's samples, and a second attempt."""
-    described = load(SMALL).build({"steps": 1, "batch": 3, "external": True})
-    planned = plan(described)[0]
-    plane, handles, scheduler = MemoryPlane(), HandleTable(2), Scheduler(planned)
-    register(plane, planned.partition, described.all_stages())
-    scheduler.begin()
-    stored = Stored({part.name: part.fields for part in planned.partitions})
-    outside = Outside(planned, sample_fields(described.all_stages()), handles, stored, Held(plane))
+    plane, handles, scheduler, outside = begun()
 
     def shared() -> dict[int, KVBatchMeta]:
         outside._asked_s = float("-inf")
