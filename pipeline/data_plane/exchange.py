@@ -67,8 +67,11 @@ class Wire(Protocol):
     async def load(self, indexes: list[int], fields: Sequence[str]) -> Mapping[str, list[Any]]:
         """Return one value per row. Raises GoneError if a row was cleared."""
 
-    async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
-        """Remove rows or the whole partition; missing rows are ignored."""
+    async def erase(self, rows: Mapping[str, Sequence[str]]) -> None:
+        """Remove rows of each partition; missing rows are ignored."""
+
+    async def erase_all(self, partition: str) -> None:
+        """Remove every row of a partition."""
 
 
 class Exchange:
@@ -199,19 +202,22 @@ class Exchange:
     # removals
 
     async def remove(self, calls: Sequence[Remove]) -> None:
-        """Remove the rows of every call."""
-        partitions: dict[str, list[Remove]] = {}
-        for call in calls:
-            partitions.setdefault(call.partition, []).append(call)
-        await asyncio.gather(
-            *(contained(members, self._remove_from, name, members) for name, members in partitions.items())
-        )
+        """Remove the rows of every call, those of all partitions together."""
+        some = [call for call in calls if call.rows is not None]
+        whole = [call for call in calls if call.rows is None]
+        await asyncio.gather(contained(some, self._erase, some), contained(whole, self._erase_all, whole))
 
-    async def _remove_from(self, partition: str, calls: list[Remove]) -> None:
-        if any(call.rows is None for call in calls):
-            await self._wire.erase(partition, None)
-        else:
-            await self._wire.erase(partition, list(dict.fromkeys(row for call in calls for row in call.rows or ())))
+    async def _erase(self, calls: Sequence[Remove]) -> None:
+        rows: dict[str, dict[str, None]] = {}
+        for call in calls:
+            rows.setdefault(call.partition, {}).update(dict.fromkeys(call.rows or ()))
+        if rows:
+            await self._wire.erase({partition: list(names) for partition, names in rows.items()})
+        for call in calls:
+            call.answer()
+
+    async def _erase_all(self, calls: Sequence[Remove]) -> None:
+        await asyncio.gather(*(self._wire.erase_all(name) for name in dict.fromkeys(call.partition for call in calls)))
         for call in calls:
             call.answer()
 

@@ -20,14 +20,17 @@ _UNSIGNED: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # of t
 
 def signature(key: bytes, frames: list[Any]) -> bytes:
     """Return the signature of a message: its frames are bytes, memoryviews or zmq.Frames."""
-    from transfer_queue.utils.serial_utils import _PICKLE_FALLBACK_SENTINEL
-
-    views = [memoryview(frame) for frame in frames]
-    pickled = len(views) > 0 and bytes(views[0][: len(_PICKLE_FALLBACK_SENTINEL)]) == _PICKLE_FALLBACK_SENTINEL
-    made = hashlib.blake2b(repr([view.nbytes for view in views]).encode(), key=key, digest_size=32)
-    for view in views if pickled else views[:1]:
-        made.update(view)
+    made = hashlib.blake2b(key=key, digest_size=32)
+    made.update(str([frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames]).encode())
+    for frame in frames if _pickled(frames) else frames[:1]:
+        made.update(frame)
     return made.digest()
+
+
+def _pickled(frames: list[Any]) -> bool:
+    from transfer_queue.utils.serial_utils import _PICKLE_FALLBACK_SENTINEL as MARK
+
+    return bool(frames) and bytes(memoryview(frames[0])[: len(MARK)]) == MARK
 
 
 def sign_messages(key: bytes) -> None:

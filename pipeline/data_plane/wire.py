@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from pipeline.data_plane.exchange import GoneError
@@ -91,15 +92,21 @@ class TransferQueueWire:
                     rows[position] = [value] if isinstance(value, str) else value
         return values
 
-    async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
-        self._counts["requests"] += 1
-        if rows is None:
-            await self._client.async_clear_partition(partition)
-            return
-        found = await self._meta(partition, rows, create=False)
-        if found.size:
+    async def erase(self, rows: Mapping[str, Sequence[str]]) -> None:
+        from transfer_queue.metadata import BatchMeta
+
+        asked = (self._meta(partition, names, create=False) for partition, names in rows.items())
+        indexes_of = dict(zip(rows, [meta.global_indexes for meta in await asyncio.gather(*asked)]))
+        indexes = list(chain.from_iterable(indexes_of.values()))
+        if indexes:
+            self._counts["requests"] += 1
+            homes = [partition for partition, own in indexes_of.items() for _ in own]
             # not retried: its indexes may belong to other rows by then
-            await self._client.async_clear_samples(found)
+            await self._client.async_clear_samples(BatchMeta(indexes, homes))
+
+    async def erase_all(self, partition: str) -> None:
+        self._counts["requests"] += 1
+        await self._client.async_clear_partition(partition)
 
     def _retried(self, operation: str, unit: str, indexes: list[int], request: Callable[[], Any]) -> Any:
         self._counts["requests"] += 1

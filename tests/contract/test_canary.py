@@ -47,7 +47,12 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_request_with_retry": "self, operation, target_storage_unit, request_context, make_request, max_attempts=",
         "_select_by_positions": "field_data, positions",
     },
-    META: {"field_schema": FIELD, "global_indexes": FIELD, "size": FIELD},
+    META: {
+        "": "global_indexes, partition_ids, field_schema=, production_status=, extra_info=, custom_meta=, "
+        "_custom_backend_meta=",
+        "field_schema": FIELD,
+        "global_indexes": FIELD,
+    },
     MESSAGE: {
         "": "request_type, sender_id, receiver_id, body, request_id, timestamp",
         "body": FIELD,

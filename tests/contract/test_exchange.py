@@ -72,11 +72,17 @@ class CountingWire:
             raise GoneError
         return {name: [self._values[index][name] for index in indexes] for name in fields}
 
-    async def erase(self, partition: str, rows: Sequence[str] | None) -> None:
+    async def erase(self, rows: Mapping[str, Sequence[str]]) -> None:
         await self._request("erase")
-        for name in list(self._names):
-            if name[0] == partition and (rows is None or name[1] in rows):
-                self._values[self._names[name]] = {}
+        for place, index in self._names.items():
+            if place[1] in rows.get(place[0], ()):
+                self._values[index] = {}
+
+    async def erase_all(self, partition: str) -> None:
+        await self._request("erase_all")
+        for place, index in self._names.items():
+            if place[0] == partition:
+                self._values[index] = {}
 
 
 class Store:
@@ -168,8 +174,9 @@ def test_a_burst_takes_the_requests_of_two_calls(store: Store):
     assert store.wire.asked == {"find": 2, "load": 2}
     assert [[v.tolist()[0] for v in call.done.result()["reward"]] for call in reads] == [[i, i + 1] for i in range(30)]
     store.wire.asked.clear()
-    store.together(store.removals, [Remove("p", (f"r{i}",)) for i in range(31)], Remove("p", ("first",)))
-    assert store.wire.asked == {"erase": 2}
+    removals = [Remove("pq"[i % 2], (f"r{i}",)) for i in range(31)]
+    store.together(store.removals, removals, Remove("p", ("first",)))
+    assert store.wire.asked == {"erase": 2}  # those of all partitions go together
 
 
 def test_writes_of_other_fields_do_not_slow_each_other_down(store: Store):
