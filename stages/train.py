@@ -6,14 +6,14 @@ Train(policy, on=learner, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001), lr=1e-6,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
-from pipeline.declare.held import Weighs
+from pipeline.declare.held import Copies, Weighs
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.declare.saved_model import MODEL, Describes
 from pipeline.declare.sharding import Dynamic, Packed, Sharding
@@ -299,6 +299,22 @@ class TrainRunner:
     def save(self, folder: Path) -> None:
         """Save weights and optimizer into an existing folder, and what an export needs beside the weights."""
         self.learner.save(folder)
+        self._describe(folder)
+
+    def copied(self) -> Callable[[Path], None] | None:
+        """Copy weights and optimizer. Returns a function that writes what `save` would have written; None if the
+        learner cannot."""
+        write = self.learner.copied() if isinstance(self.learner, Copies) else None
+        if write is None:
+            return None
+
+        def both(folder: Path) -> None:
+            write(folder)
+            self._describe(folder)
+
+        return both
+
+    def _describe(self, folder: Path) -> None:
         if isinstance(self.backend, Describes):
             self.backend.describe(self.stage.model, folder / MODEL)
 

@@ -92,7 +92,7 @@ class _Finder:
                     self._started_s = event.monotonic_s
                 case trace.Ended():
                     self._finished = True
-                case trace.Checkpointed():
+                case trace.Held():
                     self._saved.append((event.start_s, event.end_s))
                 case trace.Turned():
                     self._turned[event.group, event.worker].append((event.start_s, event.end_s))

@@ -151,6 +151,8 @@ class _Events:
                     thread = event.worker * THREADS + THREADS - 1
                     process, used = self._groups.get(event.group, RUN), {"memory_bytes": event.memory_bytes}
                     yield self._slice(what, process, thread, event.start_s, event.end_s, used)
+                case trace.Held():
+                    yield self._slice("copy for a checkpoint", RUN, DRIVER, event.start_s, event.end_s, {})
                 case trace.Checkpointed():
                     message = {"folder": event.folder, "size_bytes": event.size_bytes}
                     yield self._slice("checkpoint", RUN, DRIVER, event.start_s, event.end_s, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,15 @@ class Weighs(Protocol):
 
     def saved_bytes(self) -> int:
         """Return how many bytes `save` writes on this worker, about."""
+
+
+@runtime_checkable
+class Copies(Weighs, Protocol):
+    """A runner with state that can be written while its stage goes on."""
+
+    def copied(self) -> Callable[[Path], None] | None:
+        """Copy the state to memory of the host, and return a function that writes the copy into a folder, as `save`
+        would have written the state. It is called once, in a thread. None if it cannot."""
 
 
 @runtime_checkable

@@ -1,13 +1,20 @@
-"""Writes checkpoints that a run can resume from. Chooses the folder; the workers write its contents."""
+"""Writes checkpoints that a run can resume from. Chooses the folder; the workers write its contents.
+
+Training waits until the workers have copied their state. They write the copies, and a thread of the driver the
+manifest, while the run goes on; the driver gives the folder its name. One checkpoint at a time: a disk that is too slow
+for `checkpoint_every` slows the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeline.declare.graph import Graph
 from pipeline.engine.journal import Journal
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, SluiceError
 from pipeline.record import checkpoint
 from pipeline.rundir import RunDir
 from pipeline.schedule.events import Event, Save, Saved
@@ -20,7 +27,24 @@ class Checkpoints(Protocol):
     """How the driver writes checkpoints."""
 
     def save(self, decision: Save) -> Sequence[Event]:
-        """Save the workers' state after a step. Returns `Saved`, or nothing if it is reported later."""
+        """Save the workers' state after a step. Returns `Saved` once it may change, or nothing if that is reported
+        later."""
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Record the checkpoint that is written by now, or with `wait` the one that is being written. Raises the error
+        of one that failed."""
+
+    def end(self, *, wait: bool) -> None:
+        """Settle the last one and ignore how it ends; without `wait`, only if it is written by now. Idempotent."""
+
+
+class _Written(NamedTuple):
+    """A checkpoint on its way to the disk."""
+
+    decision: Save
+    draft: checkpoint.Draft
+    start_s: float
+    done: Future[checkpoint.Manifest]
 
 
 class Folders:
@@ -29,29 +53,68 @@ class Folders:
     def __init__(self, graph: Graph, run_dir: RunDir | None, executor: Executor, journal: Journal) -> None:
         self._graph, self._schedule = graph.name, graph.schedule
         self._run_dir, self._executor, self._journal = run_dir, executor, journal
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: _Written | None = None
 
     def save(self, decision: Save) -> Sequence[Event]:
-        """Write a checkpoint, then remove those that need not stay. Raises CheckpointError if the disk is full or not
-        writable."""
-        if self._run_dir:
+        """Begin a checkpoint. Raises CheckpointError if the disk is full or not writable, for the last one too."""
+        if run_dir := self._run_dir:
+            self.settle(wait=True)
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
-            checkpoint.check_room(self._run_dir, checkpoint.last_bytes(self._run_dir) or self._executor.saved_bytes())
-            try:
-                folder, manifest = checkpoint.write(
-                    self._run_dir,
-                    graph=self._graph,
-                    steps=decision.step + 1,
-                    next_group=decision.next_group,
-                    pending=decision.pending,
-                    seed=self._schedule.seed,
-                    save=self._executor.save,
-                )
-            except OSError as error:
-                raise checkpoint.unwritten(error, self._run_dir.checkpoints) from error
-            self._journal.checkpointed(decision.step, folder.name, manifest.size_bytes, start_s)
-            self._remove_old(self._run_dir, decision.step + 1)
+            checkpoint.check_room(run_dir, checkpoint.last_bytes(run_dir) or self._executor.saved_bytes())
+            with self._named(run_dir):
+                draft = checkpoint.Draft(run_dir, decision.step + 1)
+                with self._kept(draft):
+                    self._executor.hold(draft.folder)
+            self._journal.held(decision.step, start_s)
+            self._written = _Written(decision, draft, start_s, self._thread.submit(self._finish, decision, draft))
         return [Saved(decision.step)]
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Name and record the checkpoint whose files are written, then remove those that need not stay."""
+        written, run_dir = self._written, self._run_dir
+        if not written or not run_dir or not (wait or written.done.done()):
+            return
+        self._written = None
+        with self._named(run_dir), self._kept(written.draft):
+            manifest = written.done.result()
+            written.draft.put()
+        step, folder = written.decision.step, written.draft.final
+        self._journal.checkpointed(step, folder.name, manifest.size_bytes, written.start_s)
+        self._journal.flush()
+        self._remove_old(run_dir, step + 1)
+
+    def end(self, *, wait: bool) -> None:
+        with suppress(SluiceError):
+            self.settle(wait=wait)
+        self._thread.shutdown(wait=False)
+
+    def _finish(self, decision: Save, draft: checkpoint.Draft) -> checkpoint.Manifest:
+        self._executor.saved()
+        return draft.finish(
+            graph=self._graph,
+            next_group=decision.next_group,
+            pending=decision.pending,
+            seed=self._schedule.seed,
+        )
+
+    @contextmanager
+    def _kept(self, draft: checkpoint.Draft) -> Iterator[None]:
+        """Discard the draft if this fails."""
+        try:
+            yield
+        except BaseException:
+            draft.discard()
+            raise
+
+    @contextmanager
+    def _named(self, run_dir: RunDir) -> Iterator[None]:
+        """Turn an OSError into the error of a checkpoint that could not be written."""
+        try:
+            yield
+        except OSError as error:
+            raise checkpoint.unwritten(error, run_dir.checkpoints) from error
 
     def _remove_old(self, run_dir: RunDir, newest: int) -> None:
         keep, every = self._schedule.keep_checkpoints, self._schedule.keep_every

@@ -154,6 +154,10 @@ class Journal:
             trace.Dropped(stage=stage, step=step, groups=groups, reason=reason, tokens=tokens, at_s=self.clock.now_s)
         )
 
+    def held(self, step: int, start_s: float) -> None:
+        """Record that the state of a checkpoint, begun at `start_s`, was copied or written."""
+        self.write(trace.Held(step=step, start_s=start_s, end_s=self.clock.now_s))
+
     def checkpointed(self, step: int, folder: str, size_bytes: int, start_s: float) -> None:
         """Record a complete checkpoint that was begun at `start_s`."""
         self.write(

@@ -141,18 +141,21 @@ class Driver:
                 self.journal.write(placed)
             self._loop()
             self.rows.settle(wait=True)
+            self.checkpoints.settle(wait=True)
             if self.scheduler.done:
                 self.journal.ended(self.rows.left())
             else:
                 self.journal.interrupted()
             complete = True
         except SluiceError as error:
+            self.checkpoints.end(wait=True)
             self.journal.failed(error, self.oversight.failed)
             raise
         except (KeyboardInterrupt, SystemExit):
             self.journal.interrupted()
             raise
         finally:
+            self.checkpoints.end(wait=False)
             self.rows.close()
             self.executor.close()
             with nullcontext() if complete else suppress(CheckpointError):  # the error that ended the run says more
@@ -161,6 +164,7 @@ class Driver:
     def _loop(self) -> None:
         oversight, scheduler, clock = self.oversight, self.scheduler, self.journal.clock
         settle, flush, wait, came = self.rows.settle, self.journal.flush, self.executor.wait, self.outside.came
+        saved = self.checkpoints.settle
         progress_s = clock.now_s
         self._carry_out(scheduler.begin())
         while True:
@@ -169,6 +173,7 @@ class Driver:
                 self.journal.stopping()
                 self._carry_out(scheduler.stop())
             settle()
+            saved()
             flush()
             if scheduler.over and not oversight.lingers():
                 return
@@ -228,7 +233,8 @@ class Driver:
     # Reports, translated into events for the scheduler.
 
     def _notice(self, notice: Notice) -> list[Event]:
-        self.journal.write(notice.written)
+        for event in notice.written:
+            self.journal.write(event)
         return [notice.event]
 
     def _take(self, report: Report) -> list[Event]:

@@ -120,7 +120,7 @@ class Outside:
             start_s=now_s,
             end_s=time.monotonic(),
         )
-        return Notice(Landed(step, whole, (field,), group_bytes=(self._stored.largest(field, whole),)), put)
+        return Notice(Landed(step, whole, (field,), group_bytes=(self._stored.largest(field, whole),)), [put])
 
     def _sizes(self, plane: DataPlane, stage: PlannedStage, field: str, handle: KVBatchMeta) -> list[int]:
         """Return the bytes of a field of each group. Only texts are fetched for it."""

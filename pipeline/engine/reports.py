@@ -37,7 +37,7 @@ class Report(Protocol):
 
 
 class Notice(NamedTuple):
-    """Something that no task reported: the event for the scheduler, and the event for the record."""
+    """Something that no task reported: the event for the scheduler, and the events for the record."""
 
     event: Event
-    written: trace.TraceEvent
+    written: Sequence[trace.TraceEvent]

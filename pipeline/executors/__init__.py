@@ -41,11 +41,15 @@ class Executor(Protocol):
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         """Ask a running stream to cancel these groups. It acknowledges each one, canceled or finished."""
 
-    def save(self, folder: Path) -> None:
-        """Have every worker write its state below `folder` after the tasks submitted so far. Blocks until done."""
+    def hold(self, folder: Path) -> None:
+        """Have every worker copy its state, after the tasks submitted so far, and begin to write it below `folder`.
+        Blocks until the state may change; without memory for a copy, until it is written."""
+
+    def saved(self) -> None:
+        """Wait until everything held is written. May be called from a thread."""
 
     def saved_bytes(self) -> int:
-        """Return how many bytes `save` will write, as far as the stages know."""
+        """Return how many bytes `hold` will write, as far as the stages know."""
 
     def cleared(self, rows: Sequence[str]) -> None:
         """Rows were cleared from the data plane: workers drop their copies before their next task."""

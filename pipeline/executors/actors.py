@@ -24,7 +24,7 @@ from pipeline.precedence import search_last
 from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir
 
-BEAT = "beat"  # actor threads reserved for heartbeats
+BEAT, DISK = "beat", "disk"  # actor threads reserved for heartbeats, and for the wait until a checkpoint is written
 
 
 def write_into(log: Path) -> None:
@@ -89,8 +89,13 @@ class Hosted:
             return TaskResult(task=task)
         return self._worker.transfer(task, End(side, near, meeting, payloads))
 
-    def save(self, folder: Path) -> None:
-        self._worker.save(folder)
+    def hold(self, folder: Path) -> None:
+        self._worker.hold(folder)
+
+    @ray.method(concurrency_group=DISK, enable_task_events=False)
+    def saved(self) -> None:
+        """Wait for the disk, whatever the current task does."""
+        self._worker.saved()
 
     def saved_bytes(self) -> int:
         return self._worker.saved_bytes()
@@ -103,7 +108,7 @@ class Hosted:
         """Answer a heartbeat, whatever the current task does."""
 
 
-@ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
+@ray.remote(concurrency_groups={BEAT: 1, DISK: 1})  # type: ignore[call-overload]
 class Actor(Hosted):
     """A worker that runs one task at a time."""
 
@@ -115,7 +120,7 @@ class Actor(Hosted):
         return self._take("target", task, near, meeting, taken)
 
 
-@ray.remote(concurrency_groups={BEAT: 1})  # type: ignore[call-overload]
+@ray.remote(concurrency_groups={BEAT: 1, DISK: 1})  # type: ignore[call-overload]
 class StreamActor(Hosted):
     """A worker whose streams share one event loop; weights are swapped in that loop too, between two tokens.
 

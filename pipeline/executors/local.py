@@ -146,9 +146,13 @@ class LocalExecutor:
             self._meetings.end(end.meeting.name, str(carried.error))
         return carried
 
-    def save(self, folder: Path) -> None:
+    def hold(self, folder: Path) -> None:
         for worker in self._workers.values():
-            worker.save(folder)
+            worker.hold(folder)
+
+    def saved(self) -> None:
+        for worker in self._workers.values():
+            worker.saved()
 
     def saved_bytes(self) -> int:
         return sum(worker.saved_bytes() for worker in self._workers.values())

@@ -58,6 +58,7 @@ from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
+WRITE_S = 3600.0  # for all workers to write their state
 CLOSE_S = 30.0  # for Ray to end the workers and the data plane
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
@@ -203,9 +204,13 @@ class RayExecutor:
         for rank in self._layouts[name].siblings(task.replica):
             self._actors[name][rank].cancel.remote(tuple(groups))
 
-    def save(self, folder: Path) -> None:
+    def hold(self, folder: Path) -> None:
         actors = self._stateful()
-        get_all([actor.save.remote(folder) for actor in actors], f"save {folder.name}", among=actors)
+        get_all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
+
+    def saved(self) -> None:
+        actors = self._stateful()
+        get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
 
     def saved_bytes(self) -> int:
         actors = self._stateful()

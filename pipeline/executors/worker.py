@@ -40,16 +40,15 @@ from pipeline.errors import (
     Unfit,
     is_users,
     message_of,
-    naming,
     user_error,
 )
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
+from pipeline.executors.saving import Saving
 from pipeline.plan.planner import sample_fields
 from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
-from pipeline.record.checkpoint import unwritten
 from pipeline.rundir import RunDir
 
 SHARED_S = 10.0  # for a network file system to show what the driver wrote
@@ -130,6 +129,7 @@ class Worker:
         self._plane: DataPlane | None = None
         self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
+        self._saving: Saving | None = None
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
         """Open the store where the ranks of this group meet. Returns its port on `host`. For rank 0, before `join`."""
@@ -274,26 +274,25 @@ class Worker:
             self._end(task, result, start_s, result.metrics)
         return result
 
-    def save(self, folder: Path) -> list[str]:
-        """Write the state of every stateful runner to `folder`. Returns the names of those stages.
+    def hold(self, folder: Path) -> None:
+        """Copy the state of every stateful runner and begin to write it to `folder`; without room, write it now.
 
         A sharded stage's runner is called on every rank, because gathering needs all of them, and rank 0 writes. Other
         runners are called on rank 0 only. Raises CheckpointError if the disk is full or fails.
         """
-        for name, runner in (stateful := self._stateful()).items():
-            place = folder / name
-            try:
-                with naming(place):
-                    place.mkdir(parents=True, exist_ok=True)
-                    runner.save(place)
-            except OSError as error:
-                raise unwritten(error, place) from error
-            except Exception as error:
-                raise self._error(self.stages[name], error, "failed to save its state") from error
-        return list(stateful)
+        self._saving = self._saving or Saving(self.ranks.layout.size, self._unsaved)
+        self._saving.hold(self._stateful(), folder)
+
+    def saved(self) -> None:
+        """Wait until everything held is written; may be called from another thread. Raises as `hold` does."""
+        if self._saving:
+            self._saving.finish()
+
+    def _unsaved(self, stage: str, error: Exception) -> SluiceError:
+        return self._error(self.stages[stage], error, "failed to save its state")
 
     def saved_bytes(self) -> int:
-        """Return how many bytes `save` writes, as far as the runners know."""
+        """Return how many bytes `hold` writes, as far as the runners know."""
         return sum(runner.saved_bytes() for runner in self._stateful().values() if isinstance(runner, Weighs))
 
     def _stateful(self) -> dict[str, Saves]:
@@ -305,7 +304,7 @@ class Worker:
         }
 
     def restore(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore what `hold` wrote."""
         for name, runner in self._runners.items():
             if isinstance(runner, Saves):
                 runner.restore(folder / name)
@@ -332,6 +331,8 @@ class Worker:
 
     def close(self) -> None:
         """Release shared resources, the data plane and the other ranks."""
+        if self._saving:
+            self._saving.close()
         for held in self._shared.values():
             if isinstance(held, Closes):
                 held.close()

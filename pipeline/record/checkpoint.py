@@ -12,7 +12,6 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -58,73 +57,67 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files.values())
 
 
-def write(
-    run: RunDir,
-    *,
-    graph: str,
-    steps: int,
-    next_group: int,
-    pending: tuple[int, ...] = (),
-    seed: int,
-    save: Callable[[Path], None],
-) -> tuple[Path, Manifest]:
-    """Let `save(folder)` fill a temporary folder, then sync it, write its manifest and rename it.
+class Draft:
+    """A checkpoint that is being written.
 
-    The folder has another name until the final rename, so a checkpoint that exists is complete. An OSError names its
-    file; what was written so far is removed then, since the disk may be full.
+    draft = Draft(run, steps=100)
+    ...                               # fill draft.folder
+    manifest = draft.finish(graph="quickstart", next_group=3200, seed=0)
+    draft.put()
+
+    The folder has another name until `put` renames it, so a checkpoint that exists is complete. An OSError of any of
+    these names its file. `discard` removes what was written, which may be what filled the disk.
     """
-    final = run.checkpoint(steps)
-    partial = final.with_name(f".{final.name}.partial")
-    for left in run.checkpoints.glob(f"{_UNFINISHED}*"):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        save(partial)
-        manifest = _finish(partial, graph, steps, next_group, pending, seed)
-        _put(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # nothing is left there unless it failed
-    return final, manifest
 
+    def __init__(self, run: RunDir, steps: int) -> None:
+        self.steps, self.final = steps, run.checkpoint(steps)
+        self.folder = self.final.with_name(f".{self.final.name}.partial")
+        for left in run.checkpoints.glob(f"{_UNFINISHED}*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
-def _finish(partial: Path, graph: str, steps: int, next_group: int, pending: tuple[int, ...], seed: int) -> Manifest:
-    """Sync the files and folders, then write the manifest."""
-    files = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        files[str(path.relative_to(partial))] = SavedFile(path.stat().st_size, _sha256(path))
-    sync_all(partial)
-    manifest = Manifest(
-        format=FORMAT,
-        graph=graph,
-        steps=steps,
-        version=steps,
-        next_group=next_group,
-        seed=seed,
-        files=files,
-        pending=pending,
-    )
-    with naming(partial / MANIFEST):
-        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _sync(partial / MANIFEST)
-    _sync(partial)
-    return manifest
+    def finish(self, *, graph: str, next_group: int, seed: int, pending: tuple[int, ...] = ()) -> Manifest:
+        """Sync the files and folders, then write the manifest."""
+        files = {}
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
+            files[str(path.relative_to(self.folder))] = SavedFile(path.stat().st_size, _sha256(path))
+        sync_all(self.folder)
+        manifest = Manifest(
+            format=FORMAT,
+            graph=graph,
+            steps=self.steps,
+            version=self.steps,
+            next_group=next_group,
+            seed=seed,
+            files=files,
+            pending=pending,
+        )
+        path = self.folder / MANIFEST
+        with naming(path):
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _sync(path)
+        _sync(self.folder)
+        return manifest
 
-
-def _put(partial: Path, final: Path) -> None:
-    """Give a complete folder its name. If a checkpoint has it, because a run that resumed before this step writes the
-    step again, that one is removed, or gets its name back if the renaming fails."""
-    aside = _aside(final) if final.exists() else None
-    if aside:
-        final.rename(aside)
-    try:
-        partial.rename(final)
-    except OSError:
+    def put(self) -> None:
+        """Give the complete folder its name. If a checkpoint has it, because a run that resumed before this step
+        writes the step again, that one is removed, or gets its name back if the renaming fails."""
+        aside = _aside(self.final) if self.final.exists() else None
         if aside:
-            aside.rename(final)
-        raise
-    _sync(final.parent)
-    if aside:
-        shutil.rmtree(aside, ignore_errors=True)
+            self.final.rename(aside)
+        try:
+            self.folder.rename(self.final)
+        except OSError:
+            if aside:
+                aside.rename(self.final)
+            raise
+        _sync(self.final.parent)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what was not put."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def unwritten(error: OSError, where: Path) -> CheckpointError:

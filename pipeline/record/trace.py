@@ -230,6 +230,15 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True, kw_only=True, gc=False
     end_s: float
 
 
+class Held(msgspec.Struct, tag="held", frozen=True, kw_only=True, gc=False):
+    """The state of a checkpoint was copied, or written if the hosts have no room for a copy. Training waited until
+    `end_s`."""
+
+    step: int
+    start_s: float
+    end_s: float
+
+
 class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True, kw_only=True, gc=False):
     """A checkpoint is complete on disk."""
 
@@ -317,6 +326,7 @@ TraceEvent = (
     | Published
     | Served
     | Cleared
+    | Held
     | Checkpointed
     | Removed
     | StepEnded

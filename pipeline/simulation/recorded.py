@@ -134,7 +134,7 @@ def _costs(plan: Plan, tasks: Tasks) -> Costs:
     admitted = sum(len(event.groups) for event in tasks.others if isinstance(event, trace.Admitted))
     dropped = [e for e in tasks.others if isinstance(e, trace.Dropped) and plan.gate and e.stage == plan.gate.stage]
     reasons = Counter(event.reason for event in dropped for _ in event.groups)
-    saved_s = [event.end_s - event.start_s for event in tasks.others if isinstance(event, trace.Checkpointed)]
+    saved_s = [event.end_s - event.start_s for event in tasks.others if isinstance(event, trace.Held)]
     driver_s, beside_s = _processes(tasks)
     return Costs(
         dispatch_s={stage: max(0.0, median(values)) for stage, values in dispatch.items()},

@@ -115,11 +115,18 @@ class VirtualExecutor:
         self.clock.after(delay_s, self._workers.cancel, self._attempts[task.number], groups)
 
     def save(self, decision: Save) -> tuple[()]:
-        """Write a checkpoint. The driver handles no report meanwhile; a notice reports the end."""
+        """Copy the state for a checkpoint. The driver handles no report meanwhile; a notice reports the end. What the
+        disks do afterwards takes no time here."""
         start_s = max(self.clock.now_s, self._driver_free_s)
         self._driver_free_s = start_s + self._durations.costs.checkpoint_s
         self.clock.at(self._driver_free_s, self._saved, decision.step, start_s)
         return ()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Nothing is written."""
+
+    def end(self, *, wait: bool) -> None:
+        """Nothing is written."""
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
         """Schedule the arrival of the fields that an external process writes for the admitted groups."""
@@ -215,8 +222,9 @@ class VirtualExecutor:
 
     def _saved(self, step: int, start_s: float) -> bool:
         folder, end_s = f"step_{step + 1:06d}", self.clock.now_s
+        held = trace.Held(step=step, start_s=start_s, end_s=end_s)
         written = trace.Checkpointed(step=step, folder=folder, size_bytes=0, start_s=start_s, end_s=end_s)
-        return self._hear(Notice(Saved(step), written))
+        return self._hear(Notice(Saved(step), [held, written]))
 
     def _came(self, fields: tuple[str, ...], task: Task, samples: int) -> bool:
         now_s = self.clock.now_s
@@ -224,4 +232,4 @@ class VirtualExecutor:
             stage=task.stage, step=task.step, attempt=0, fields=fields, groups=task.groups, samples=samples,
             size_bytes=0, start_s=now_s, end_s=now_s,
         )  # fmt: skip
-        return self._hear(Notice(Landed(task.step, task.groups, fields), written))
+        return self._hear(Notice(Landed(task.step, task.groups, fields), [written]))

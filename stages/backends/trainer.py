@@ -1,6 +1,6 @@
 """What the training engines have in common: the sequence of an update, learners, refits, memory, and speed.
 
-Knows no network, no process groups, no optimizer and no files: each engine has its own. The loss of a minibatch is
+Knows no network, no process groups and no optimizer: each engine has its own. The loss of a minibatch is
 normalized by counts over the whole minibatch of all ranks, so it does not depend on the split into shards and
 microbatches; gradients are summed over ranks.
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -27,15 +27,19 @@ from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, naming
 from stages.backends.device import Parking, bytes_in_use
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
+from stages.backends.model.tensor_files import write_tensors
 from stages.backends.model.text import Texts, identity
 from stages.backends.objective import MAXIMA, Scored, objective
 from stages.backends.refit.source import Source
 from stages.losses import PolicyLoss
+
+COUNTERS = "learner.json"
+File: TypeAlias = tuple[str, Iterable[tuple[str, torch.Tensor]]]  # a name, and tensors by name
 
 
 def objective_of(
@@ -116,17 +120,48 @@ class BaseLearner(Learner, ABC):
         self.parking.leave()
 
     def save(self, folder: Path) -> None:
-        """Save weights and optimizer, bit-exact, as safetensors and JSON; reading them executes no code."""
+        """Save weights and optimizer, bit-exact, as safetensors and JSON; reading them executes no code. One file's
+        tensors at a time are copied to the host."""
         self.parking.arrive()
-        self._write(folder, {"updates": self.updates, "skipped": self.skipped})
+        for name, tensors in self._files():
+            write_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors}, folder / name)
+        self._describe(folder, self._counters())
+
+    @torch.no_grad()
+    def copied(self) -> Callable[[Path], None]:
+        """Copy weights and optimizer to the host. Returns a function that writes what `save` would have written."""
+        self.parking.arrive()
+        held = {name: {key: t.to("cpu", copy=True).contiguous() for key, t in file} for name, file in self._files()}
+        counters = self._counters()
+
+        def write(folder: Path) -> None:
+            while held:
+                name, tensors = held.popitem()
+                write_tensors(tensors, folder / name)
+            self._describe(folder, counters)
+
+        return write
+
+    def _counters(self) -> dict[str, int]:
+        return {"updates": self.updates, "skipped": self.skipped}
+
+    def _describe(self, folder: Path, counters: dict[str, int]) -> None:
+        """Let rank 0 write what is no tensor."""
+        if self.ranks.rank == 0:
+            with naming(folder / COUNTERS):
+                (folder / COUNTERS).write_text(json.dumps(self._described(counters)))
 
     @abstractmethod
     def saved_bytes(self) -> int:
         """How many bytes of tensors this rank saves."""
 
     @abstractmethod
-    def _write(self, folder: Path, counters: dict[str, int]) -> None:
-        """Write the files."""
+    def _files(self) -> Iterator[File]:
+        """Yield the files that this rank saves, with tensors on any device. All ranks exhaust it together."""
+
+    def _described(self, counters: dict[str, int]) -> Any:
+        """What `_read` finds in the file `COUNTERS`, as JSON."""
+        return counters
 
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""

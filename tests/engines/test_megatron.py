@@ -21,6 +21,7 @@ from pipeline import Model, StageError
 from pipeline.declare.ranks import RankLayout, Ranks, open_store
 from pipeline.declare.sharding import Dynamic, Packed, Plain
 from pipeline.errors import CheckpointError
+from tests.drafts import write_checkpoint
 from tests.optional import need
 from tests.parking import Late
 from tests.shares import weight_hash
@@ -313,7 +314,6 @@ def test_what_the_ranks_saved_is_exported_as_one_folder_with_the_same_bits(
 ) -> None:
     """`learner.save` and `describe` of every rank, put together without a rank, are what the ranks gather."""
     from pipeline.cli import model_folder
-    from pipeline.record import checkpoint
     from pipeline.rundir import RunDir
 
     saved, run, made = folder / name, RunDir(tmp_path / "run").create(), tmp_path / "made"
@@ -325,7 +325,7 @@ def test_what_the_ranks_saved_is_exported_as_one_folder_with_the_same_bits(
         shutil.copytree(saved, place / "train", ignore=shutil.ignore_patterns("exported", "as saved"))
 
     made.mkdir()
-    place, manifest = checkpoint.write(run, graph="g", steps=1, next_group=0, seed=0, save=save)
+    place, manifest = write_checkpoint(run, graph="g", steps=1, next_group=0, seed=0, save=save)
     model_folder._write(place, Path("train/model"), manifest, made)
     found = load_file(made / "model.safetensors")
     assert found.keys() == tensors.keys()

@@ -357,8 +357,14 @@ def handed_out_twice(run: MadeUp) -> None:
 
 @_fault("I8", AHEAD)
 def trained_before_the_checkpoint(run: MadeUp) -> None:
-    """The checkpoint of the second step is written after training of the third has started."""
-    move(run, at(run, "checkpointed", step=1), at(run, "submitted", stage="train", step=2) + 1)
+    """The state after the second step is copied after training of the third has started."""
+    move(run, at(run, "held", step=1), at(run, "submitted", stage="train", step=2) + 1)
+
+
+@_fault("I8", AHEAD)
+def checkpoint_of_nothing(run: MadeUp) -> None:
+    """A checkpoint is written before its state is copied."""
+    move(run, at(run, "held", step=1), at(run, "checkpointed", step=1) + 1)
 
 
 @_fault("I8", AHEAD)

@@ -65,6 +65,7 @@ class History:
     trained: dict[int, int] = field(default_factory=dict)  # group -> step
     dropped: set[int] = field(default_factory=set)
     ended: dict[int, tuple[Line, int]] = field(default_factory=dict)  # step -> its StepEnded, newest version published
+    held: set[int] = field(default_factory=set)  # steps whose state was copied or written for a checkpoint
     saved: set[int] = field(default_factory=set)  # steps after which there is a checkpoint
 
     def cut(self, start: int, next_group: int | None) -> None:
@@ -72,6 +73,7 @@ class History:
         self.trained = {group: step for group, step in self.trained.items() if step < start}
         self.ended = {step: told for step, told in self.ended.items() if step < start}
         self.saved = {step for step in self.saved if step < start}
+        self.held = set(self.saved)
         if next_group is not None:
             self.dropped = {group for group in self.dropped if group < next_group}
 
@@ -312,6 +314,9 @@ class Ledger:
             if number in self.groups:
                 self.groups[number].freed |= set(line["partitions"])
                 self.groups[number].cleared |= line["last"]
+
+    def _held(self, line: Line) -> None:
+        self.history.held.add(line["step"])
 
     def _checkpointed(self, line: Line) -> None:
         self.history.saved.add(line["step"])

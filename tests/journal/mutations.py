@@ -38,6 +38,7 @@ EDITED = {  # the edited values, by type of event
     "served": ("task", "stage", "step", "replica", "version"),
     "published": ("stage", "step", "version", "sha256"),
     "cleared": ("groups", "partitions", "last"),
+    "held": ("step",),
     "checkpointed": ("step", "folder"),
     "removed": ("step",),
     "step_ended": ("step", "metrics"),

@@ -69,6 +69,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "published": {"stage": "s", "step": "i", "version": "i", "sha256": "s", "at_s": "f"},
     "served": {**_TASK, "replica": "i", "version": "i", "at_s": "f"},
     "cleared": {"step": "i", "groups": "I", "partitions": "S", "last": "b", **_SPAN},
+    "held": {"step": "i", **_SPAN},
     "checkpointed": {"step": "i", "folder": "s", "size_bytes": "i", **_SPAN},
     "removed": {"step": "i", "folder": "s", "at_s": "f"},
     "step_ended": {"step": "i", "metrics": "d", "at_s": "f"},

@@ -41,19 +41,29 @@ def runs_of_groups(ledger: Ledger, line: Line) -> Found:
 
 
 @rule("checkpointed")
+def what_is_written_was_held(ledger: Ledger, line: Line) -> Found:
+    """A checkpoint is written once, from the state that was copied for it."""
+    step = line["step"]
+    if step not in ledger.history.held:
+        yield "I8", f"no state was held for the checkpoint of step {step + 1}"
+    if step in ledger.history.saved:
+        yield "I8", f"the checkpoint of step {step + 1} was written twice"
+    if line["folder"] != f"step_{step + 1:06d}":
+        yield RECORD, f"the checkpoint of step {step + 1} is in {line['folder']}"
+
+
+@rule("held")
 def weights_are_settled(ledger: Ledger, line: Line) -> Found:
     """A checkpoint holds the weights after its step: trained and served."""
     planned, step = ledger.planned, line["step"]
     last = step == planned.steps - 1 or ledger.stopping
     if step < ledger.start or not (last or step in planned.checkpoints_before(step + 1, ledger.start)):
         yield "I8", f"a checkpoint of step {step + 1} was not due"
-    if step in ledger.history.saved:
-        yield "I8", f"the checkpoint of step {step + 1} was written twice"
-    if line["folder"] != f"step_{step + 1:06d}":
-        yield RECORD, f"the checkpoint of step {step + 1} is in {line['folder']}"
+    if step in ledger.history.held:
+        yield "I8", f"the state after step {step + 1} was held twice"
     for stage in (*planned.trainers, *planned.transfers):
         if step >= ledger.start and planned.runs_at(stage, step) and not ledger.finished(stage, step):
-            yield "I8", f"the checkpoint of step {step + 1} was written before {stage} was behind"
+            yield "I8", f"the checkpoint of step {step + 1} was begun before {stage} was behind"
 
 
 @rule("removed")

@@ -116,12 +116,12 @@ def fences(ledger: Ledger, line: Line) -> Found:
 
 @rule("submitted")
 def after_the_checkpoint(ledger: Ledger, line: Line) -> Found:
-    """The weights do not change before a due checkpoint of them is written."""
+    """The weights do not change before they are copied for a due checkpoint, or written to it."""
     planned = ledger.planned
     if line["stage"] in planned.trainers:
         for done in planned.checkpoints_before(line["step"], ledger.start):
-            if done not in ledger.history.saved:
-                yield "I8", f"step {line['step'] + 1} was trained before the checkpoint of step {done + 1} was written"
+            if done not in ledger.history.held:
+                yield "I8", f"step {line['step'] + 1} was trained before the state after step {done + 1} was held"
 
 
 @rule("got")

@@ -103,7 +103,7 @@ class MadeUp:
         """Append an event."""
         if kind == "got":
             event["field_bytes"] = [8] * len(event["fields"])
-        if kind in ("got", "put", "ran", "cleared", "checkpointed"):
+        if kind in ("got", "put", "ran", "cleared", "held", "checkpointed"):
             event |= {"start_s": self.now(), "end_s": self.now()}
         elif kind != "started":
             event["at_s"] = self.now()
@@ -494,6 +494,7 @@ class MadeUp:
             following = max(n for n, row in self.rows.items() if row.step is not None and row.step <= step) + 1
         self.manifests[step + 1] = {"steps": step + 1, "version": step + 1, "next_group": following, "pending": pending}
         self.saved.add(step)
+        self.log("held", step=step)
         self.log("checkpointed", step=step, folder=f"step_{step + 1:06d}", size_bytes=8)
 
     def _texts_free(self, number: int) -> bool:

@@ -149,7 +149,12 @@ def folders(executor, run):
 
 
 def save(executor, run, steps):
-    folders(executor, run).save(Save(steps - 1, 4 * steps, ()))
+    checkpoints = folders(executor, run)
+    try:
+        checkpoints.save(Save(steps - 1, 4 * steps, ()))
+        checkpoints.settle(wait=True)
+    finally:
+        checkpoints.end(wait=False)
 
 
 def contents(folder):

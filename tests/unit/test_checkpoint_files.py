@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.record import checkpoint
 from pipeline.rundir import RunDir
+from tests.drafts import write_checkpoint
 from tests.errors.harness import command, live_text
 
 KEPT = "Schedule(steps=steps, seed=seed, checkpoint_every=1, keep_checkpoints=2, keep_every=3)"
@@ -44,7 +45,7 @@ def save(folder):
 
 def write(run, *steps):
     for step in steps:
-        checkpoint.write(run, graph="g", steps=step, next_group=0, seed=0, save=save)
+        write_checkpoint(run, graph="g", steps=step, next_group=0, seed=0, save=save)
 
 
 def kept(run, *steps, keep, every=0):
@@ -70,9 +71,9 @@ def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path):
 
     written = {"graph": "g", "steps": 3, "next_group": 0, "seed": 0, "save": save}
     with pytest.raises(OSError, match="no space"):
-        checkpoint.write(run, **written)
+        write_checkpoint(run, **written)
     assert run.checkpoint_steps() == [], "an interrupted one is not found"
-    assert checkpoint.write(run, **written)[0] == final
+    assert write_checkpoint(run, **written)[0] == final
     assert run.checkpoint_steps() == [3] and checkpoint.read(run)[0] == final
     assert final not in folders and not folders[-1].exists()
 

@@ -14,9 +14,9 @@ from pipeline.cli import model_folder
 from pipeline.engine.driver import Engine
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
-from pipeline.record import checkpoint
 from pipeline.rundir import RunDir
 from stages.backends.model.places import pieces
+from tests.drafts import write_checkpoint
 from tests.errors.harness import PROBLEM, command
 from tests.unit import tiny_graph
 
@@ -87,7 +87,7 @@ def test_a_mixture_has_one_tensor_per_expert_as_published_folders_do(folder, mon
         config.save_pretrained(place / "train/model")
         write_tensors_json(place / "train/model", pieces(network, "weights.safetensors"))
 
-    checkpoint.write(run, graph="tiny", steps=4, next_group=0, seed=0, save=save)
+    write_checkpoint(run, graph="tiny", steps=4, next_group=0, seed=0, save=save)
     assert export(folder, "--model", "model")[0] == 0
     names = load_file(folder / "model/model.safetensors").keys()
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in names
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_describes_no_model_or_not_all_of_it_is_refused(folder
         def save(place):
             shutil.copytree(old / "train", place / "train")
 
-        checkpoint.write(run, graph="tiny", steps=3, next_group=12, seed=0, save=save)
+        write_checkpoint(run, graph="tiny", steps=3, next_group=12, seed=0, save=save)
 
     def short(path):
         tensors = json.loads(path.read_bytes())

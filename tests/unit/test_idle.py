@@ -91,7 +91,7 @@ def test_what_is_on_its_way_is_the_drivers():
 
 
 def test_a_checkpoint_is_not_the_drivers_other_business():
-    record = two_steps().add(trace.Checkpointed(step=1, folder="step_000002", size_bytes=0, start_s=7.25, end_s=8.0))
+    record = two_steps().add(trace.Held(step=1, start_s=7.25, end_s=8.0))
     record.task("logprobs", 2, 8.5, 9.0, groups=(4, 5), group="learner", handed_s=8.5)
     causes = [(cause, seconds) for cause, _, _, seconds in found(record, 7.0, 9.0, "learner")]
     assert causes == [("driver", 0.25), ("checkpoint", 0.75), ("driver", 0.5)]

@@ -16,41 +16,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from safetensors import safe_open
 
 from ops.lots import lots
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.saved_model import Piece, Pieces
-from pipeline.errors import CheckpointError, Problem, naming
+from pipeline.errors import CheckpointError, Problem
 from stages.backends.megatron.folder import holders
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.parts import Part
-from stages.backends.model.tensor_files import write_tensors
+from stages.backends.trainer import COUNTERS, File
 
-_COUNTERS = "learner.json"
 _FILE_BYTES = 2 << 30  # size of one file; the host holds one at a time
 _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 
 
-def write(folder: Path, network: Network, optimizer: MegatronOptimizer, counters: dict[str, int]) -> None:
-    """Write the state; all ranks call it together. On return everything is written, `learner.json` last."""
+def files(network: Network, optimizer: MegatronOptimizer) -> Iterator[File]:
+    """Yield what this rank writes: the names of its files, and their tensors by name."""
+    for number, lot in enumerate(lots(state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
+        yield f"{_prefix(network.groups.ranks.rank)}-{number:03}.safetensors", lot
+
+
+def described(network: Network, counters: dict[str, int]) -> dict[str, Any]:
+    """Return what is no tensor: the counters, and the division of the model."""
     groups, layout = network.groups, network.groups.layout
     copies = layout.data * layout.context  # context-parallel ranks hold the same weights, like replicas
-    for number, lot in enumerate(lots(state(network, optimizer), lambda entry: entry[1].nbytes, _FILE_BYTES)):
-        path = folder / f"{_prefix(groups.ranks.rank)}-{number:03}.safetensors"
-        write_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in lot}, path)
-    dist.barrier()
-    if groups.ranks.rank == 0:
-        written = {
-            "counters": counters,
-            "layout": [copies, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
-        }
-        with naming(folder / _COUNTERS):
-            (folder / _COUNTERS).write_text(json.dumps(written))
-    dist.barrier()
+    return {
+        "counters": counters,
+        "layout": [copies, layout.tensor, layout.pipeline, groups.expert, groups.expert_tensor],
+    }
 
 
 def state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,9 +78,9 @@ def pieces(network: Network) -> dict[str, Pieces]:
 
 @torch.no_grad()
 def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[str, int]:
-    """Read what `write` wrote, in place. Returns the counters. Raises CheckpointError if numbers are missing, or were
+    """Read the files, in place. Returns the counters. Raises CheckpointError if numbers are missing, or were
     written with another division of the model."""
-    written = json.loads((folder / _COUNTERS).read_text())
+    written = json.loads((folder / COUNTERS).read_text())
     _check_layout(folder, written["layout"], network)
     with ExitStack() as stack:
         found, plain = _Found(folder, written["layout"], network, stack), plain_names(network.shape, network.part)

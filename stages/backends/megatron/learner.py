@@ -7,6 +7,7 @@ network's are lower precision.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from stages.backends.megatron.microbatches import Row
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.objective import MAXIMA
-from stages.backends.trainer import BaseLearner, objective_of
+from stages.backends.trainer import BaseLearner, File, objective_of
 from stages.losses import PolicyLoss
 
 
@@ -115,8 +116,11 @@ class MegatronLearner(BaseLearner):
         self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # synchronizes all streams
         super().leave()
 
-    def _write(self, folder: Path, counters: dict[str, int]) -> None:
-        checkpoint.write(folder, self.network, self.optimizer, counters)
+    def _files(self) -> Iterator[File]:
+        return checkpoint.files(self.network, self.optimizer)
+
+    def _described(self, counters: dict[str, int]) -> Any:
+        return checkpoint.described(self.network, counters)
 
     def saved_bytes(self) -> int:
         """Bytes of this rank's weights and of its share of the master weights and moments."""

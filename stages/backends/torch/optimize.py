@@ -9,6 +9,8 @@ Legend: N samples, T longest response.
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,17 +21,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ops.logprobs import entropy, selected_logprobs
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Microbatch, Update
-from pipeline.errors import naming
 from stages.backends import Batch, Optimization
 from stages.backends.model.sharded import is_divided, like, whole
-from stages.backends.model.tensor_files import write_tensors
-from stages.backends.model.weights import load_weights, state, weights
+from stages.backends.model.weights import live_weights, load_weights, state
 from stages.backends.objective import MAXIMA
 from stages.backends.torch.score import predict
-from stages.backends.trainer import BaseLearner, objective_of
+from stages.backends.trainer import COUNTERS, BaseLearner, File, objective_of
 from stages.losses import PolicyLoss
 
-WEIGHTS, _OPTIMIZER, _COUNTERS = "weights.safetensors", "optimizer.safetensors", "learner.json"
+WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -110,21 +110,20 @@ class TorchLearner(BaseLearner):
         states = (value for state in self.optimizer.state.values() for value in state.values())
         self.parking.park([*masters, *states], room)
 
-    def _write(self, folder: Path, counters: dict[str, int]) -> None:
+    def _files(self) -> Iterator[File]:
         """All ranks gather and rank 0 writes, so the files do not depend on the number of ranks."""
-        named = weights(self.network)
-        moments = {}
+        for name, tensors in ((WEIGHTS, live_weights(self.network)), (_OPTIMIZER, self._moments())):
+            if self.ranks.rank == 0:
+                yield name, tensors
+            else:
+                deque(tensors, maxlen=0)
+
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, master in self.masters.items():
             for moment, value in self.optimizer.state.get(master, {}).items():
-                moments[f"{moment}:{name}"] = whole(value.detach()).cpu().contiguous()
+                yield f"{moment}:{name}", whole(value.detach())
             if master is not self.parameters[name]:
-                moments[f"master:{name}"] = master.detach().cpu().contiguous()
-        if self.ranks.rank > 0:
-            return
-        write_tensors(named, folder / WEIGHTS)
-        write_tensors(moments, folder / _OPTIMIZER)
-        with naming(folder / _COUNTERS):
-            (folder / _COUNTERS).write_text(json.dumps(counters))
+                yield f"master:{name}", master.detach()
 
     def saved_bytes(self) -> int:
         """Bytes of the weights, master weights and moments, on the rank that writes."""
@@ -136,7 +135,7 @@ class TorchLearner(BaseLearner):
 
     def _read(self, folder: Path) -> dict[str, int]:
         named, state = load_file(folder / WEIGHTS), load_file(folder / _OPTIMIZER)
-        counters = json.loads((folder / _COUNTERS).read_text())
+        counters = json.loads((folder / COUNTERS).read_text())
         load_weights(self.network, named)
         self.optimizer.state.clear()
         for name, master in self.masters.items():
