@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -27,7 +28,17 @@ from pipeline.precedence import for_another_python
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
-    """Write task and columns to `folder`, creating it. Texts go to JSON, tensors to safetensors."""
+    """Write task and columns to `folder`, creating it. Texts go to JSON, tensors to safetensors. A disk that is full or
+    fails leaves none: the failure that they are for says more."""
+    from safetensors import SafetensorError
+
+    try:
+        _write(folder, task, columns)
+    except (OSError, SafetensorError):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(folder: Path, task: Task, columns: Columns) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -539,8 +539,11 @@ class Worker:
             raise error
         log = RunDir(self.settings.run_dir).log(self.group.name, self.rank) if self.settings.run_dir else None
         if log:
-            with log.open("a") as file:
-                traceback.print_exception(error, file=file)
+            try:
+                with log.open("a") as file:
+                    traceback.print_exception(error, file=file)
+            except OSError:
+                log = None
         return user_error(error, stage=stage.name, where=str(stage.location), when=when, log=log)
 
 

@@ -57,8 +57,9 @@ def test_only_what_is_there_is_taken() -> None:
         for notice in found:
             scheduler.handle(notice.event)
         return [
-            (notice.event.groups, notice.written.samples, notice.written.size_bytes, notice.event.group_bytes)
+            (notice.event.groups, put.samples, put.size_bytes, notice.event.group_bytes)
             for notice in found
+            for put in notice.written
         ]
 
     assert asked() == [] and not len(handles)
