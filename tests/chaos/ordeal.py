@@ -7,6 +7,7 @@ that is not documented, cannot be resumed, loses or repeats a sample, ends with 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -37,6 +38,7 @@ heartbeat.DEADLINE_S = {BEAT_S}
 from pipeline.run import main
 sys.exit(main())
 """
+EARLY = {-signal.SIGTERM, -signal.SIGHUP}  # of a process that had not begun: Python was loading
 CODES = {2, 3, 4, 5, 6, 128 + signal.SIGTERM, 128 + signal.SIGHUP, -signal.SIGKILL}
 
 
@@ -80,9 +82,9 @@ class Ordeal:
             if "Traceback" in said:
                 raise OrdealError(f"a traceback:\n{said[-3000:]}")
             self._wait_for_the_end()
-            if code == 0:
+            if code == 0 or "nothing is left to do" in said:  # a fault came after the end
                 break
-            if code not in CODES:
+            if code not in (CODES if self._began else CODES | EARLY):
                 raise OrdealError(f"exit code {code}:\n{said[-3000:]}")
             if code == 2 and not self.blows:
                 raise OrdealError(said[-3000:])
@@ -107,6 +109,7 @@ class Ordeal:
             )  # fmt: skip
             scene = Scene(process, self._run_dir, self._rng, self.disk)
             try:
+                self._began = False
                 while process.poll() is None:
                     if calm or len(self.blows) >= self.most:
                         self._until(scene, lambda: False)
@@ -133,6 +136,7 @@ class Ordeal:
             self._until(scene, lambda: self._step() >= min(step, STEPS))
             time.sleep(self._rng.uniform(0.0, 0.3))
         self.sessions |= {session for session in [session_of(scene.process.pid)] if session}
+        self._began = self._began or str(scene.process.pid) in self._locked()
         if scene.process.poll() is not None or not fault.do(scene):
             return
         blow, start_s, step = Blow(fault, self._step()), time.monotonic(), self._step()
@@ -165,11 +169,21 @@ class Ordeal:
                 while os.read(stdout.fileno(), 65536):
                     pass
 
-    def _step(self) -> int:
-        """Return the number of steps in metrics.jsonl."""
+    def _steps(self) -> list[int]:
+        """Return the steps in metrics.jsonl, whose last line may be torn."""
         with suppress(OSError):
-            return self._run_dir.metrics.read_bytes().count(b"\n")
-        return 0
+            lines = self._run_dir.metrics.read_bytes().split(b"\n")[:-1]
+            return [json.loads(line)["step"] for line in lines]
+        return []
+
+    def _step(self) -> int:
+        return max(self._steps(), default=0)
+
+    def _locked(self) -> str:
+        """Return what the lock of the run directory says of the process that has it."""
+        with suppress(OSError):
+            return self._run_dir.lock.read_text()
+        return ""
 
     def _wait_for_the_end(self) -> None:
         """Wait until no process of an ended Ray is left."""
@@ -185,8 +199,8 @@ class Ordeal:
         report = check(self.folder)
         if report:
             raise OrdealError("the record: " + "; ".join(map(str, report)))
-        if self._step() != STEPS:
-            raise OrdealError(f"metrics of {self._step()} of {STEPS} steps")
+        if (steps := self._steps()) != list(range(STEPS + 1)):  # 0 is what runs before the first
+            raise OrdealError(f"metrics of the steps {steps}")
         if digest(self._run_dir) != self.weights:
             raise OrdealError("other weights than those of an undisturbed run")
 
