@@ -33,12 +33,13 @@ without a step or an end that are a hang; seconds for the processes of an ended 
 BEAT_S = 8.0  # a worker that does not answer for so long is lost
 COMMAND = f"""
 import sys
+import pipeline.executors.ray
 from pipeline.executors import heartbeat
 heartbeat.DEADLINE_S = {BEAT_S}
 from pipeline.run import main
 sys.exit(main())
 """
-EARLY = {-signal.SIGTERM, -signal.SIGHUP}  # of a process that had not begun: Python was loading
+OUTSIDE = {-signal.SIGTERM, -signal.SIGHUP}  # of a process that had not begun, or had said how the run ended
 CODES = {2, 3, 4, 5, 6, 128 + signal.SIGTERM, 128 + signal.SIGHUP, -signal.SIGKILL}
 
 
@@ -84,7 +85,7 @@ class Ordeal:
             self._wait_for_the_end()
             if code == 0 or "nothing is left to do" in said:  # a fault came after the end
                 break
-            if code not in (CODES if self._began else CODES | EARLY):
+            if code not in (CODES if self._began and self._step() < STEPS else CODES | OUTSIDE):
                 raise OrdealError(f"exit code {code}:\n{said[-3000:]}")
             if code == 2 and not self.blows:
                 raise OrdealError(said[-3000:])
@@ -169,15 +170,8 @@ class Ordeal:
                 while os.read(stdout.fileno(), 65536):
                     pass
 
-    def _steps(self) -> list[int]:
-        """Return the steps in metrics.jsonl, whose last line may be torn."""
-        with suppress(OSError):
-            lines = self._run_dir.metrics.read_bytes().split(b"\n")[:-1]
-            return [json.loads(line)["step"] for line in lines]
-        return []
-
     def _step(self) -> int:
-        return max(self._steps(), default=0)
+        return max(steps_of(self._run_dir), default=0)
 
     def _locked(self) -> str:
         """Return what the lock of the run directory says of the process that has it."""
@@ -199,7 +193,7 @@ class Ordeal:
         report = check(self.folder)
         if report:
             raise OrdealError("the record: " + "; ".join(map(str, report)))
-        if (steps := self._steps()) != list(range(STEPS + 1)):  # 0 is what runs before the first
+        if (steps := steps_of(self._run_dir)) != list(range(STEPS + 1)):  # 0 is what runs before the first
             raise OrdealError(f"metrics of the steps {steps}")
         if digest(self._run_dir) != self.weights:
             raise OrdealError("other weights than those of an undisturbed run")
@@ -207,6 +201,14 @@ class Ordeal:
     def _say(self, text: str) -> None:
         if self.told:
             print(f"  {text}", flush=True)
+
+
+def steps_of(run_dir: RunDir) -> list[int]:
+    """Return the steps in metrics.jsonl, whose last line may be torn."""
+    with suppress(OSError):
+        lines = run_dir.metrics.read_bytes().split(b"\n")[:-1]
+        return [json.loads(line)["step"] for line in lines]
+    return []
 
 
 def digest(run_dir: RunDir) -> str:

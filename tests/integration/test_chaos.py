@@ -1,0 +1,65 @@
+"""Ten seeded runs that are broken at random end with a sound record and the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import ordeal
+from tests.chaos.__main__ import small_disk
+from tests.chaos.faults import FAULTS, Scene, chosen
+from tests.chaos.ordeal import Ordeal, OrdealError, table, undisturbed
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_local_run_survives(tmp_path, weights, seed):
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk") as disk:
+        blows = Ordeal(seed, "local", (disk or tmp_path) / "run", weights, disk, most=2).run()
+    assert blows
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_on_ray_survives(tmp_path, weights, seed):
+    assert Ordeal(seed, "ray", tmp_path / "run", weights, most=2).run()
+
+
+def test_a_seed_decides_the_faults_and_each_comes_up():
+    drawn = [[chosen(random.Random(seed), "ray", Path("disk")) for seed in range(400)] for _ in range(2)]
+    assert drawn[0] == drawn[1] and set(drawn[0]) == set(FAULTS)
+    local = {chosen(random.Random(seed), "local", None).name for seed in range(200)}
+    assert local == {fault.name for fault in FAULTS if not fault.ray} - {"disk full"}
+
+
+def test_a_run_that_does_not_survive_is_said(tmp_path, monkeypatch):
+    """Other weights, a hang, and a sample that is missing in the record."""
+    with pytest.raises(OrdealError, match="other weights than those of an undisturbed run"):
+        Ordeal(1, "local", tmp_path / "run", "no digest", most=0).run()
+    events = tmp_path / "run/events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(line for line in lines if '"trained"' not in line))
+    found = Ordeal(1, "local", tmp_path / "run", "", most=0)
+    found._run_dir = ordeal.RunDir(tmp_path / "run")
+    with pytest.raises(OrdealError, match="the record: "):
+        found._verdict()
+    monkeypatch.setattr(ordeal, "HANGS_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    with pytest.raises(OrdealError, match=r"no step and no end for 0\.2 s"):
+        found._until(Scene(process, found._run_dir, random.Random(0), None), lambda: False)
+    process.communicate()
+
+
+def test_the_table_counts_faults_and_recoveries():
+    sampler = next(fault for fault in FAULTS if fault.name == "sampler killed")
+    blows = [ordeal.Blow(sampler, 1, recovered_s=3.0), ordeal.Blow(sampler, 2, recovered_s=5.0)]
+    blows.append(ordeal.Blow(sampler, 3, ended=4))
+    assert table(blows) == [{"fault": "sampler killed", "times": 3, "went on": 2, "median s": 5.0, "most s": 5.0}]
