@@ -1,6 +1,6 @@
 """Runs ordeals one after the other for some minutes, and prints a table of their faults.
 
-python -m tests.chaos [--minutes 30] [--seed 1] [--executor ray] [--faults 6] [--out FILE]
+python -m tests.chaos [--minutes 30] [--seed 1] [--executor ray] [--faults 6] [--steps 24] [--out FILE]
 
 Ends with exit code 1 at the first run that does not survive, and says which seed shows it again.
 """
@@ -47,20 +47,22 @@ def main() -> int:
     parser.add_argument("--runs", type=int, help="how many at most")
     parser.add_argument("--executor", choices=("ray", "local"), default="ray")
     parser.add_argument("--faults", type=int, default=6, help="of a run, at most")
+    parser.add_argument("--steps", type=int, default=24, help="of a run")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
     ends_s, seed = time.monotonic() + 60 * options.minutes, options.seed
     blows: list[Blow] = []
     with tempfile.TemporaryDirectory(prefix="chaos") as place, small_disk(Path(place)) as disk:
-        weights = undisturbed(Path(place, "undisturbed"))
+        weights = undisturbed(Path(place, "undisturbed"), options.steps)
         while time.monotonic() < ends_s and (options.runs is None or seed < options.seed + options.runs):
             print(f"seed {seed}", flush=True)
             folder = Path(place, f"seed-{seed}")
-            ordeal = Ordeal(seed, options.executor, folder, weights, disk, options.faults, told=True)
+            ordeal = Ordeal(seed, options.executor, folder, weights, disk, options.faults, options.steps, told=True)
             try:
                 blows += ordeal.run()
             except OrdealError as failed:
-                again = f"--runs 1 --seed {seed} --executor {options.executor} --faults {options.faults}"
+                again = f"--runs 1 --seed {seed} --executor {options.executor}"
+                again += f" --faults {options.faults} --steps {options.steps}"
                 print(f"seed {seed} failed: {failed}\nagain: python -m tests.chaos {again}", file=sys.stderr)
                 shutil.copytree(folder, Path(tempfile.gettempdir(), f"chaos-{seed}"), dirs_exist_ok=True)
                 return 1

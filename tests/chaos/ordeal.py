@@ -27,8 +27,8 @@ from tests.journal.checker import check
 
 ROOT = Path(__file__).parents[2]
 GRAPH = Path(__file__).parent / "small.py"
-STEPS, CALM, HANGS_S, CLEAN_S = 12, 2, 150.0, 30.0
-"""Steps of a run; processes in a row that a fault ended before a step, after which one may go on undisturbed; seconds
+CALM, HANGS_S, CLEAN_S = 2, 150.0, 30.0
+"""Processes in a row that a fault ended before a step, after which one may go on undisturbed; seconds
 without a step or an end that are a hang; seconds for the processes of an ended run to go."""
 BEAT_S = 8.0  # a worker that does not answer for so long is lost
 COMMAND = f"""
@@ -68,6 +68,7 @@ class Ordeal:
     weights: str
     disk: Path | None = None
     most: int = 6  # faults
+    steps: int = 12
     told: bool = False
     blows: list[Blow] = field(default_factory=list)
     sessions: set[int] = field(default_factory=set)
@@ -85,7 +86,7 @@ class Ordeal:
             self._wait_for_the_end()
             if code == 0 or "nothing is left to do" in said:  # a fault came after the end
                 break
-            if code not in (CODES if self._began and self._step() < STEPS else CODES | OUTSIDE):
+            if code not in (CODES if self._began and self._step() < self.steps else CODES | OUTSIDE):
                 raise OrdealError(f"exit code {code}:\n{said[-3000:]}")
             if code == 2 and not self.blows:
                 raise OrdealError(said[-3000:])
@@ -100,7 +101,7 @@ class Ordeal:
 
     def _process(self, resume: bool, *, calm: bool) -> tuple[int, str]:
         """Run the command once, with faults unless `calm`. Returns its exit code and what it said."""
-        command = [sys.executable, "-c", COMMAND, str(GRAPH), "--steps", str(STEPS), "--plain"]
+        command = [sys.executable, "-c", COMMAND, str(GRAPH), "--steps", str(self.steps), "--plain"]
         command += ["--executor", self.executor, "--run-dir", str(self.folder), *(["--resume"] if resume else [])]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         with tempfile.TemporaryFile("w+") as stderr:  # not on the disk that is full at times
@@ -134,7 +135,7 @@ class Ordeal:
             self._until(scene, lambda: time.monotonic() > ends_s)
         else:
             step = self._step() + self._rng.randint(1, 3)
-            self._until(scene, lambda: self._step() >= min(step, STEPS))
+            self._until(scene, lambda: self._step() >= min(step, self.steps))
             time.sleep(self._rng.uniform(0.0, 0.3))
         self.sessions |= {session for session in [session_of(scene.process.pid)] if session}
         self._began = self._began or str(scene.process.pid) in self._locked()
@@ -143,7 +144,7 @@ class Ordeal:
         blow, start_s, step = Blow(fault, self._step()), time.monotonic(), self._step()
         self.blows.append(blow)
         self._say(f"{fault.name} after step {step}")
-        self._until(scene, lambda: self._step() > step or self._step() >= STEPS)
+        self._until(scene, lambda: self._step() > step or self._step() >= self.steps)
         if scene.process.poll() is None:
             blow.recovered_s = time.monotonic() - start_s
         else:
@@ -193,9 +194,9 @@ class Ordeal:
         report = check(self.folder)
         if report:
             raise OrdealError("the record: " + "; ".join(map(str, report)))
-        if (steps := steps_of(self._run_dir)) != list(range(STEPS + 1)):  # 0 is what runs before the first
+        if (steps := steps_of(self._run_dir)) != list(range(self.steps + 1)):  # 0 is what runs before the first
             raise OrdealError(f"metrics of the steps {steps}")
-        if digest(self._run_dir) != self.weights:
+        if digest(self._run_dir, self.steps) != self.weights:
             raise OrdealError("other weights than those of an undisturbed run")
 
     def _say(self, text: str) -> None:
@@ -211,20 +212,20 @@ def steps_of(run_dir: RunDir) -> list[int]:
     return []
 
 
-def digest(run_dir: RunDir) -> str:
+def digest(run_dir: RunDir, steps: int) -> str:
     """Return the digest of a complete run's weights."""
-    return hashlib.sha256((run_dir.checkpoint(STEPS) / "train" / "weights.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((run_dir.checkpoint(steps) / "train" / "weights.safetensors").read_bytes()).hexdigest()
 
 
-def undisturbed(folder: Path) -> str:
+def undisturbed(folder: Path, steps: int) -> str:
     """Return the digest of the weights of a run that nothing breaks."""
-    return _complete(Ordeal(0, "local", folder, "", most=0))
+    return _complete(Ordeal(0, "local", folder, "", most=0, steps=steps))
 
 
 def _complete(ordeal: Ordeal) -> str:
     with suppress(OrdealError):  # there are no weights to compare with yet
         ordeal.run()
-    return digest(RunDir(ordeal.folder))
+    return digest(RunDir(ordeal.folder), ordeal.steps)
 
 
 def table(blows: list[Blow]) -> list[dict[str, object]]:

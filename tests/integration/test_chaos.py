@@ -14,23 +14,25 @@ from tests.chaos.__main__ import small_disk
 from tests.chaos.faults import FAULTS, Scene, chosen
 from tests.chaos.ordeal import Ordeal, OrdealError, table, undisturbed
 
+STEPS = 8
+
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", STEPS)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_local_run_survives(tmp_path, weights, seed):
     (tmp_path / "disk").mkdir()
     with small_disk(tmp_path / "disk") as disk:
-        blows = Ordeal(seed, "local", (disk or tmp_path) / "run", weights, disk, most=2).run()
+        blows = Ordeal(seed, "local", (disk or tmp_path) / "run", weights, disk, most=2, steps=STEPS).run()
     assert blows
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_on_ray_survives(tmp_path, weights, seed):
-    assert Ordeal(seed, "ray", tmp_path / "run", weights, most=2).run()
+    assert Ordeal(seed, "ray", tmp_path / "run", weights, most=2, steps=STEPS).run()
 
 
 def test_a_seed_decides_the_faults_and_each_comes_up():
@@ -40,14 +42,15 @@ def test_a_seed_decides_the_faults_and_each_comes_up():
     assert local == {fault.name for fault in FAULTS if not fault.ray} - {"disk full"}
 
 
+@pytest.mark.journal_expected("I2")
 def test_a_run_that_does_not_survive_is_said(tmp_path, monkeypatch):
     """Other weights, a hang, and a sample that is missing in the record."""
     with pytest.raises(OrdealError, match="other weights than those of an undisturbed run"):
-        Ordeal(1, "local", tmp_path / "run", "no digest", most=0).run()
+        Ordeal(1, "local", tmp_path / "run", "no digest", most=0, steps=STEPS).run()
     events = tmp_path / "run/events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(line for line in lines if '"trained"' not in line))
-    found = Ordeal(1, "local", tmp_path / "run", "", most=0)
+    found = Ordeal(1, "local", tmp_path / "run", "", most=0, steps=STEPS)
     found._run_dir = ordeal.RunDir(tmp_path / "run")
     with pytest.raises(OrdealError, match="the record: "):
         found._verdict()
