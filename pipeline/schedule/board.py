@@ -67,8 +67,8 @@ class Board:
         return len(self._holders)
 
     def room(self, count: int) -> int:
-        """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. If nothing
-        but the pool is in flight, at least those that fill a batch: without a batch, nothing would be cleared.
+        """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. If only
+        the pool is in flight, at least those that fill a batch: without a batch, nothing would be cleared.
 
         With a limit of bytes, one batch is in flight until each field whose size the plan cannot tell was seen once.
         """
