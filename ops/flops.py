@@ -87,6 +87,12 @@ class Transformer:
         return self.hidden * self.vocab
 
 
+def inner_size(config: Mapping[str, Any]) -> str:
+    """Return the name under which a config has the inner size of a feed-forward layer, or of an expert. Raises
+    ValueError for a mixture whose layers differ."""
+    return _experts(config)[1]
+
+
 def _experts(config: Mapping[str, Any]) -> tuple[int, str]:
     """The experts of a layer, 0 without a mixture, and the name under which the config has the size of one."""
     experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)

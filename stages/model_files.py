@@ -1,4 +1,5 @@
-"""Files of a model that run code when they are loaded. Reads names and JSON; loads no model and no torch."""
+"""Files of a model: those that run code when they are loaded, and those that it lacks. Reads names and JSON; loads no
+model and no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pipeline import Model, StageError
 from pipeline.errors import Problem
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
 _NAMES_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -34,6 +36,19 @@ def code_problems(model: Model) -> Iterator[Problem]:
                 why="the code of a folder runs in every worker that loads it",
                 fix="remove auto_map, so that transformers' own class loads, or Model(..., trust_remote_code=True) if "
                 "you trust the folder",
+            )
+
+
+def lacking_problems(model: Model) -> Iterator[Problem]:
+    """Files without which no local folder can be loaded: weights, and those of a tokenizer."""
+    folder = Path(model.source)
+    for what, patterns in (("weights", ("*.safetensors", *_PICKLED)), ("tokenizer", _TOKENIZERS)):
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            yield Problem(
+                where=str(model.location),
+                what=f"the folder {model.source!r} has a config.json and no {what}",
+                why="a model is loaded from its config, weights and tokenizer",
+                fix=f"save_pretrained({model.source!r}) of the {'tokenizer' if what == 'tokenizer' else 'model'} too",
             )
 
 

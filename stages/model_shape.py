@@ -9,6 +9,12 @@ from typing import Any
 
 from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
+from pipeline.declare.parameters import is_whole
+from pipeline.errors import shown
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OPTIONAL = ("num_key_value_heads", "head_dim")
 
 
 def attention_cost(model: Model) -> float:
@@ -29,6 +35,28 @@ def known_config(model: Model) -> Mapping[str, Any]:
         return _config(model)
     except (OSError, ValueError, TypeError):  # of a hub, or reported by `model_problems`
         return {}
+
+
+def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is wrong, and why, with the numbers of a config, of the families that name them so. A number that is
+    left out is not wrong."""
+    if config.get("model_type") not in _FAMILIES:
+        return []
+    given = {name: config[name] for name in (*_NUMBERS, *_OPTIONAL) if name in config}
+    wrong = [
+        (f"{name}={shown(value)}", "it must be a whole number, 1 or more")
+        for name, value in given.items()
+        if not is_whole(value, 1) and not (value is None and name in _OPTIONAL)
+    ]
+    heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if not wrong and heads and groups and heads % groups:
+        wrong.append((f"num_attention_heads={heads}", f"it must be a multiple of num_key_value_heads={groups}"))
+    return wrong
+
+
+def absent_numbers(config: Mapping[str, Any]) -> list[str]:
+    """Return the numbers that a saved config lacks: transformers would take those of another model in their place."""
+    return [name for name in _NUMBERS if name not in config] if config.get("model_type") in _FAMILIES else []
 
 
 def _config(model: Model) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
 from pipeline.declare.parameters import is_whole
 from pipeline.declare.stage import Stage
-from pipeline.errors import DataPlaneError, shown
+from pipeline.errors import DataPlaneError, DataPlaneLost, Problem, shown
 from pipeline.rundir import RunDir, private
 
 if TYPE_CHECKING:
@@ -95,7 +95,17 @@ class OutsideProcess:
             )  # fmt: skip
         self._address = msgspec.json.decode(file.read_bytes(), type=Address)
         address = self._address
-        self._plane = TransferQueuePlane.attach(address.settings)
+        try:
+            self._plane = TransferQueuePlane.attach(address.settings)
+        except DataPlaneLost as lost:
+            raise DataPlaneLost(
+                Problem(
+                    where=str(run_dir),
+                    what=f"its data plane does not answer: {lost.problems[0].what}",
+                    why="the data plane ends with its run",
+                    fix="open the process while the run is on; a resumed run has a data plane once its workers are up",
+                )
+            ) from lost
         self._plane.register(address.partition, address.fields, (*address.readers, READER), address.parts)
         self._handles = {stage: _register_handles(self._plane, address.partition, stage) for stage in address.reads}
 
@@ -118,8 +128,8 @@ class OutsideProcess:
             raise self._no_stage(f"it writes {', '.join(made) or 'nothing'}", "writes", self._address.outside)
         keys = self._keys(group)
         ragged = [field for field in self._address.fields if field.name in made and field.ragged]
-        if ragged or self._address.reads[stage]:  # what is written to a group that was cleared would be left over
-            self._check_lengths(self._handle(group, stage), made, ragged)
+        # there is no handle of a group that was cleared, where what is written would be left over
+        self._check_lengths(self._handle(group, stage), made, ragged)
         self._plane.put(keys, made, partition=self._address.partition, stage=stage)
 
     def close(self) -> None:
@@ -138,7 +148,7 @@ class OutsideProcess:
         if not all(self._plane.presence(partition, keys, [field])[field]):
             reads = ", ".join(self._address.reads[stage])
             raise broken(
-                READER, f"group {group} has no {reads}" if reads else f"group {group} has no lengths of samples",
+                READER, f"group {group} has no {reads}" if reads else f"group {group} has no samples yet, or none now",
                 "they are there up to a second after the last of them was put, and until the group is cleared",
                 "wait for the group's `put` events in events.jsonl",
             )  # fmt: skip

@@ -65,7 +65,7 @@ class Patience:
             except TimeoutError:
                 if future.done():  # it arrived meanwhile, or raised its own TimeoutError
                     return future.result()
-                self._look()
+                self.look()
         raise TimeoutError
 
     async def ask(self, request: Callable[[], Awaitable[T]]) -> T:
@@ -81,7 +81,8 @@ class Patience:
                 pass
         return await request()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise StoreGoneError if a process of the store refuses connections, so it has ended."""
         for name, address in self._addresses.items():
             try:
                 socket.create_connection(address, timeout=CONNECT_S).close()

@@ -22,6 +22,7 @@ import ipaddress
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -133,7 +134,12 @@ class TransferQueuePlane(RowPlane):
 
     @staticmethod
     def attach(settings: Settings) -> TransferQueuePlane:
-        """Connect to a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost on failure."""
+        """Connect to a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost on failure, at
+        once if a process of it has ended."""
+        try:
+            Patience(_addresses(settings), settings.deadline_s).look()
+        except StoreGoneError as gone:
+            raise _gone("attach to TransferQueue", gone) from gone
         return TransferQueuePlane(settings, owns=False)
 
     def _ask(self, what: str, lane: Lane, calls: Sequence[Call]) -> None:
@@ -158,7 +164,7 @@ class TransferQueuePlane(RowPlane):
             return self._patience.wait(future)
         except StoreGoneError as gone:
             future.cancel()
-            raise _lost(what, f"{gone} is lost", "its process, or the machine that it ran on, has ended") from gone
+            raise _gone(what, gone) from gone
         except (TimeoutError, StorageUnitTimeout) as error:
             future.cancel()
             raise _late(what, self.settings.deadline_s) from error
@@ -371,11 +377,12 @@ def _connect(settings: Settings) -> Any:
         zmq_io_threads=1,
     )
     units = {unit: ZMQServerInfo(Role.STORAGE, unit, at, dict(ports)) for unit, at, ports in settings.storage}
+    start_s = time.monotonic()
     config = OmegaConf.create({"zmq_info": units}, flags={"allow_objects": True})
     try:
         client.initialize_storage_manager(manager_type="SimpleStorage", config=config)
-    except TimeoutError as error:
-        raise _late("attach to TransferQueue", settings.deadline_s) from error
+    except TimeoutError as error:  # TransferQueue's own deadline
+        raise _late("attach to TransferQueue", round(time.monotonic() - start_s)) from error
     return client
 
 
@@ -407,6 +414,10 @@ def _late(what: str, deadline_s: float) -> DataPlaneLost:
         what, f"no answer within {deadline_s:g} s",
         "TransferQueue's controller or a storage unit hangs, cannot be reached, or is far too slow",
     )  # fmt: skip
+
+
+def _gone(what: str, gone: StoreGoneError) -> DataPlaneLost:
+    return _lost(what, f"{gone} is lost", "its process, or the machine that it ran on, has ended")
 
 
 def _lost(where: str, what: str, why: str) -> DataPlaneLost:

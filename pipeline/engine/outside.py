@@ -77,11 +77,10 @@ class Outside:
         return found
 
     def _share(self, stage: PlannedStage) -> None:
-        """Share the handles of groups that have what the stage's process reads, and the lengths of what it writes."""
+        """Share the handles of groups that have what the stage's process reads, and the lengths of what it writes. A
+        process that needs neither gets them too: it writes only to groups that were not cleared."""
         reads = [field for field in stage.reads if field not in self._plan.weights_fields]
         dims = {dim for field in stage.writes if field in self._read and (dim := self._fields[field].ragged)}
-        if not reads and not dims:
-            return
         if stage.name not in self._shared:
             self._shared[stage.name] = Shared(self._executor.plane, self._plan.partition, stage.name)
         shared, complete = self._shared[stage.name], self._handles.complete(reads)

@@ -66,16 +66,17 @@ class Board:
         """The number of groups admitted and not yet cleared."""
         return len(self._holders)
 
-    def room(self, count: int, *, least: int) -> int:
-        """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. At least
-        `least` if nothing is in flight.
+    def room(self, count: int) -> int:
+        """Return how many of `count` further groups there is room for: in the plan's groups and in its bytes. If only
+        the pool is in flight, at least those that fill a batch: without a batch, nothing would be cleared.
 
         With a limit of bytes, one batch is in flight until each field whose size the plan cannot tell was seen once.
         """
         budget = self._lives.budget
         capacity = min(self.plan.capacity, self.plan.batch) if budget.unseen else self.plan.capacity
         room = budget.room(min(count, admissible(capacity=capacity, held=self.in_flight)))
-        return room if self._holders else max(room, least)
+        pooled = len(self.pool.groups) if self.pool else 0
+        return room if len(self._holders) > pooled else max(room, min(count, self.plan.batch - pooled))
 
     @property
     def homes(self) -> list[Step]:

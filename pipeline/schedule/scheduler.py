@@ -240,7 +240,7 @@ class Scheduler:
             asked = self._next_batch * batch + len(pool.groups)
             count = askable(version=self.version, ahead=self.plan.ahead, batch=batch, asked=asked)
             count = min(count, self.plan.steps * batch - asked)
-            room = self._board.room(count, least=1)
+            room = self._board.room(count)
             self._starved = room < count
             if count > 0 and room:
                 self._add(pool, room, decisions)
@@ -249,7 +249,7 @@ class Scheduler:
             before = self._board.steps.get(self._next_batch - 1)
             if before and not before.decided:
                 return  # more of its groups may still be admitted, and numbers are consecutive
-            self._starved = self._board.room(batch, least=batch) < batch
+            self._starved = self._board.room(batch) < batch
             if self._starved:
                 return
             if not self._transfers and not self._may_generate(self._next_batch):

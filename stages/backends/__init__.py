@@ -47,8 +47,8 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
-from stages.model_files import code_problems
-from stages.model_shape import known_config
+from stages.model_files import code_problems, lacking_problems
+from stages.model_shape import absent_numbers, known_config, shape_faults
 
 __all__ = [
     "BACKENDS",
@@ -293,7 +293,8 @@ def _import_problems(backend: Backend, group: WorkerGroup) -> Iterator[Problem]:
 
 def _own_checks(backend: Backend, group: WorkerGroup, stage: Stage | None, where: str) -> Iterator[Problem]:
     """What the backend's own checks find, of the group and of the stage's models on it, or that they fail."""
-    configs = [config for model in (stage.uses if stage else ()) if "model_type" in (config := known_config(model))]
+    known = [known_config(model) for model in (stage.uses if stage else ())]
+    configs = [config for config in known if "model_type" in config and not shape_faults(config)]  # reported apart
     functions: tuple[tuple[str, Any, Sequence[tuple[Any, ...]], str], ...] = (
         ("checks", backend.checks, [()], "group, where"),
         ("fits", backend.fits, [(config,) for config in configs], "group, config, where"),
@@ -357,6 +358,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
         if (path / "config.json").is_file():
             yield from _config_problems(path / "config.json", where)
             yield from code_problems(model)
+            yield from lacking_problems(model)
         elif looks_local:
             what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
             yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
@@ -368,6 +370,9 @@ def model_problems(model: Model) -> Iterator[Problem]:
             why="it names the architecture to build",
             fix="config={'model_type': 'qwen3', ...}",
         )
+    for what, why in shape_faults(model.config):
+        said = f"the config of model {model.source!r} has {what}"
+        yield Problem(where=where, what=said, why=why, fix=f"correct {what.partition('=')[0]}")
     if not model.alphabet:
         yield Problem(
             where=where,
@@ -384,13 +389,17 @@ def model_problems(model: Model) -> Iterator[Problem]:
         )
 
 
+_DESCRIBES = "it describes the model"
+
+
 def _config_problems(file: Path, where: str) -> Iterator[Problem]:
     try:
         config = json.loads(file.read_bytes())
-        what = "" if isinstance(config, dict) and "model_type" in config else "it has no 'model_type'"
+        known = isinstance(config, dict) and "model_type" in config
+        absent = absent_numbers(config) if known else ["model_type"]
+        wrong = [(f"it has no {', '.join(map(repr, absent))}", _DESCRIBES)] if absent else []
+        wrong += shape_faults(config) if known else []
     except (OSError, ValueError) as error:
-        what = f"it cannot be read: {error}"
-    if what:
-        yield Problem(
-            where=where, what=f"{file}: {what}", why="it describes the model", fix="save or download the model again"
-        )
+        wrong = [(f"it cannot be read: {error}", _DESCRIBES)]
+    for what, why in wrong:
+        yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ import torch
 
 from pipeline import Field
 from pipeline.data_plane.outside import READER, Address, OutsideProcess, Shared
-from pipeline.data_plane.transfer_queue import TransferQueuePlane
+from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import KVBatchMeta, keys_of
-from pipeline.errors import DataPlaneError
+from pipeline.errors import DataPlaneError, DataPlaneLost
 from pipeline.rundir import RunDir
 
 TEXT, MARKS = Field("text", dtype="str"), Field("marks", dtype="int64", dims="N M")
@@ -79,6 +81,39 @@ def test_a_group_can_be_read_and_written_until_it_is_cleared(
         with pytest.raises(DataPlaneError, match="until the group is cleared"):
             again()
     assert plane.row_count(PARTITION) == 0
+
+
+def test_a_process_that_reads_nothing_writes_only_to_groups_that_are_there(
+    plane: TransferQueuePlane, process: OutsideProcess
+) -> None:
+    shared = Shared(plane, PARTITION, "scout")
+    columns = {"score": torch.ones(2)}
+    handle = KVBatchMeta(keys=keys_of((7,), 2), partition_id=PARTITION, fields=())
+    with pytest.raises(DataPlaneError, match="group 7 has no samples yet, or none now"):
+        process.write(7, columns)
+    shared.share([handle])
+    process.write(7, columns)
+    plane.clear(plane.adopt(PARTITION, handle.keys, ["score"], {}))
+    shared.keep([])
+    with pytest.raises(DataPlaneError, match="group 7 has no samples yet, or none now"):
+        process.write(7, columns)
+    assert plane.row_count(PARTITION) == 0
+
+
+def test_a_run_that_has_ended_is_said_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ports = {"request_handle_socket": port, "handshake_socket": port, "put_get_socket": port}
+    settings = Settings(("controller", "127.0.0.1", ports), (("unit", "127.0.0.1", ports),), 90.0, 0, b"key")
+    run_dir = RunDir(tmp_path / "run").create()
+    address = Address(
+        partition=PARTITION, group_size=2, fields=(), readers=(), parts={}, outside={}, reads={}, settings=settings
+    )
+    run_dir.data_plane.write_bytes(msgspec.json.encode(address))
+    began_s = time.monotonic()
+    with pytest.raises(DataPlaneLost, match=r"TransferQueue's controller is lost.*\n?.*ends with its run"):
+        OutsideProcess(run_dir.path)
+    assert time.monotonic() - began_s < 5
 
 
 def test_what_it_asks_for_wrongly_is_named(process: OutsideProcess) -> None:

@@ -1,5 +1,6 @@
 """Invalid worker groups, models and batch divisions that a check finds."""
 
+import json
 from collections.abc import Mapping
 
 from graphs.quickstart import TINY_QWEN3
@@ -81,6 +82,7 @@ SHAPED = f"Model('tiny', config={TINY_QWEN3!r}, alphabet=task.alphabet)"
 GROUPS = [
     learner("tensor_parallel_does_not_divide", "workers=3, tensor_parallel=2"),
     learner("tensor_parallel_of_torch", "workers=2, tensor_parallel=2"),
+    learner("expert_parallel_of_torch", "workers=2, expert_parallel=2"),
     learner("tensor_parallel_of_0", "tensor_parallel=0"),
     learner("expert_parallel_does_not_divide", "workers=2, expert_parallel=3"),
     learner("expert_tensor_parallel_does_not_divide", "expert_tensor_parallel=2"),
@@ -117,6 +119,21 @@ GROUPS = [
     Case(
         "heads_that_vllm_does_not_divide",
         {"policy": SHAPED, "sampler": 'WorkerGroup("sampler", backend="vllm", workers=3, tensor_parallel=3)'},
+        at=("sampler",),
+        top=IMPORT,
+    ),
+    Case(
+        "heads_that_do_not_fit",
+        {"policy": SHAPED.replace("'num_key_value_heads': 4", "'num_key_value_heads': 3")},
+        at=("policy",),
+        top=IMPORT,
+    ),
+    Case(
+        "an_inner_size_that_vllm_does_not_divide",
+        {
+            "policy": SHAPED.replace("'intermediate_size': 128", "'intermediate_size': 126"),
+            "sampler": 'WorkerGroup("sampler", backend="vllm", workers=4, tensor_parallel=4)',
+        },
         at=("sampler",),
         top=IMPORT,
     ),
@@ -196,8 +213,14 @@ TRANSPORTS = [
     refit("gloo_between_gpus", "gloo", ON_GPUS),
     refit("broadcast_on_the_same_gpus", "broadcast", ON_GPUS | COLOCATED),
 ]
-FOLDER = {"m/config.json": '{"model_type": "qwen3"}'}
-CODED = {"m/config.json": '{"model_type": "qwen3", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}'}
+SAVED = TINY_QWEN3 | {"vocab_size": 16}
+FOLDER = {"m/config.json": json.dumps(SAVED), "m/tokenizer.json": "{}"}
+CODED = {
+    "m/config.json": json.dumps(SAVED | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
+    "m/tokenizer.json": "{}",
+    "m/model.safetensors": "",
+}
+SHAPELESS = json.dumps({name: value for name, value in SAVED.items() if not name.startswith(("hidden", "num"))})
 MODELS = [
     model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
     model("model_of_no_alphabet", '"tiny", config={"model_type": "qwen3"}'),
@@ -205,7 +228,9 @@ MODELS = [
     model("alphabet_without_a_letter_of_the_task", '"tiny", config={"model_type": "qwen3"}, alphabet="0123456789"'),
     model("seed_of_20_digits", '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, seed=10**19'),
     Case("model_folder_without_config", {"policy": "Model('m')"}, files={"m/weights": ""}),
-    Case("model_folder_of_broken_config", {"policy": "Model('m')"}, files={"m/config.json": "{"}),
+    Case("model_folder_of_broken_config", {"policy": "Model('m')"}, files=CODED | {"m/config.json": "{"}),
+    Case("model_folder_of_half_a_config", {"policy": "Model('m')"}, files=CODED | {"m/config.json": SHAPELESS}),
+    Case("model_folder_of_a_config_alone", {"policy": "Model('m')"}, files={"m/config.json": json.dumps(SAVED)}),
     Case("model_folder_of_pickles", {"policy": "Model('m')"}, files=FOLDER | {"m/pytorch_model.bin": b""}),
     Case("model_folder_with_code", {"policy": "Model('m')"}, files=CODED),
     Case(

@@ -176,7 +176,7 @@ MODELS = [
     ),
     trained("vocabulary_is_too_small", {"policy": policy(vocab_size=4)}, at=("policy",)),
     trained("unknown_model_type", {"policy": policy(model_type="qwen9")}, at=("policy",)),
-    trained("heads_that_do_not_fit", {"policy": policy(num_attention_heads=3, num_key_value_heads=2)}, at=("rollout",)),
+    trained("unknown_activation", {"policy": policy(hidden_act="nope")}, at=("policy",)),
     trained(
         "reward_model_reads_less",
         {

@@ -144,11 +144,14 @@ def test_groups_are_admitted_only_where_the_most_that_they_may_take_fits(
     assert scheduler.done
 
 
-def test_without_room_one_batch_is_in_flight_at_a_time() -> None:
-    made = replace(planned(max_staleness=2, on_stale="wait"), capacity_bytes=1)
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("limit, texts", [(1, 0), (24, 0), (40, 100), (80, 100_000)])  # 32 bytes are a batch's least
+def test_without_room_one_batch_is_in_flight_at_a_time(on_stale: str, limit: int, texts: int) -> None:
+    """Also if the batch fills one by one, and if its texts turn out larger than the limit."""
+    made = replace(planned(max_staleness=2, on_stale=on_stale), capacity_bytes=limit)
     scheduler = Scheduler(made)
     most = 0
-    for _ in drive(scheduler, {}):
+    for _ in drive(scheduler, {"prompt": texts}):
         most = max(most, scheduler.in_flight)
     assert most == made.batch and scheduler.done
 

@@ -123,6 +123,46 @@ def test_python_files_that_nothing_names_are_no_code(copied) -> None:
     load(Model(str(folder)))
 
 
+@pytest.mark.parametrize(("files", "says"), [("*.safetensors", "no weights"), ("tokenizer*", "no tokenizer")])
+def test_a_folder_that_lacks_files_is_refused(copied, files: str, says: str) -> None:
+    def remove(folder: Path) -> None:
+        for path in folder.glob(files):
+            path.unlink()
+
+    (problem,) = model_problems(Model(str(copied(remove))))
+    assert says in problem.what
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": ...}, r"config.json: it has no 'hidden_size'"),
+        ({"hidden_size": "64"}, r"config.json: hidden_size='64'; it must be a whole number, 1 or more"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers=-1; it must be a whole number"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads=4; it must be a multiple of num_key_value_heads=3"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"num_attention_heads=0; it must be a whole number"),
+        ({"num_key_value_heads": None, "head_dim": None}, ""),
+        ({"model_type": "gpt2", "hidden_size": ...}, ""),
+    ],
+)  # fmt: skip
+def test_a_config_with_wrong_numbers_is_refused_once(copied, change: dict, says: str) -> None:
+    """By the check of the model alone: a backend's own check does not divide such numbers."""
+
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+    model = Model(str(copied(damage)))
+    found = [str(problem) for problem in model_problems(model)]
+    assert len(found) == bool(says) and all(says in text for text in found)
+    if says and "has no" not in says:
+        group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)
+        assert not list(backend_problems(group, Train(model, on=group, lr=1)))
+        config = json.loads((Path(model.source) / "config.json").read_text())
+        (built,) = model_problems(Model("built", config=config, alphabet="ab"))
+        assert says.split("; ")[1] in built.why
+
+
 @pytest.mark.parametrize("backend", ["vllm", "megatron"])
 def test_backends_with_classes_of_their_own_refuse_to_trust(sound: Path, backend: str) -> None:
     group = WorkerGroup("workers", backend=backend)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from pipeline import KVBatchMeta
@@ -106,3 +107,17 @@ def test_the_process_gets_handles_of_what_its_stage_reads_until_the_group_is_cle
     assert plane.get(found[2], ["marks"], reader="listen")["marks"].values.tolist() == [5]
     handles.forget((1,))
     assert shared().keys() == {2}
+
+
+def test_a_process_that_reads_nothing_gets_handles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes only to groups that have one, so nothing is left of what it writes too late."""
+    plane, handles, scheduler, outside = begun()
+    stage = msgspec.structs.replace(outside.stages[0], reads=(), writes=("score",))
+    monkeypatch.setattr(outside, "stages", [stage])
+    handles.add(plane.put(keys_of((1,), 2), {"prompt": ["1", "1"]}, partition="small", stage="numbers"))
+    for there in (True, False):
+        outside._asked_s = float("-inf")
+        outside.came(scheduler)
+        found = plane.presence("small.external.handles", keys_of((1,), 2), ["handle"])["handle"]
+        assert found == [there, there]
+        handles.forget((1,))

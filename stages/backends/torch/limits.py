@@ -17,6 +17,13 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             why=f"a worker of backend {group.backend!r} holds a whole model, or a share of each layer (fully_sharded)",
             fix="tensor_parallel=1, context_parallel=1, pipeline_parallel=1",
         )
+    if group.expert_parallel > 1:
+        yield Problem(
+            where=where,
+            what=f"worker group {group.name!r} divides experts over {group.expert_parallel} workers",
+            why=f"a worker of backend {group.backend!r} holds all experts, or a share of each layer (fully_sharded)",
+            fix="expert_parallel=1",
+        )
     if group.fully_sharded and group.data_parallel < 2:
         yield Problem(
             where=where,

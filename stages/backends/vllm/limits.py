@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ops.flops import inner_size
 from pipeline import WorkerGroup
 from pipeline.errors import Problem, counted
 
@@ -64,3 +65,21 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
             why="each rank holds whole key-value heads, or equally many ranks hold one",
             fix=f"use a divisor or a multiple of {groups}",
         )
+    if inner := _uneven_inner(config, tensor):
+        yield Problem(
+            where=where,
+            what=f"tensor_parallel={tensor} does not divide the model's {inner} ({config[inner]})",
+            why="all ranks hold equal parts",
+            fix=f"use a divisor of {config[inner]}",
+        )
+
+
+def _uneven_inner(config: Mapping[str, Any], ranks: int) -> str:
+    """The name of the inner size of a feed-forward layer, or of an expert, that ranks cannot divide; "" if they can, or
+    if the config does not say which it is."""
+    try:
+        name = inner_size(config)
+    except (TypeError, ValueError):
+        return ""
+    size = config.get(name)
+    return name if isinstance(size, int) and size % ranks else ""
