@@ -9,6 +9,7 @@ from typing import Any
 
 from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
+from pipeline.reading import BROKEN
 
 
 def attention_cost(model: Model) -> float:
@@ -19,7 +20,7 @@ def attention_cost(model: Model) -> float:
     """
     try:
         return quadratic_cost(Transformer.of(_config(model)))
-    except (OSError, ValueError, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
+    except (*BROKEN, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
         return 0.0
 
 
@@ -27,7 +28,7 @@ def known_config(model: Model) -> Mapping[str, Any]:
     """Return the model's Hugging Face config, as far as it is known before the model is loaded; empty if it is not."""
     try:
         return _config(model)
-    except (OSError, ValueError, TypeError):  # of a hub, or reported by `model_problems`
+    except (*BROKEN, TypeError):  # of a hub, or reported by `model_problems`
         return {}
 
 

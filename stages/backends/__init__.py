@@ -25,6 +25,7 @@ from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
+from pipeline.reading import BROKEN, reason
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -388,8 +389,8 @@ def _config_problems(file: Path, where: str) -> Iterator[Problem]:
     try:
         config = json.loads(file.read_bytes())
         what = "" if isinstance(config, dict) and "model_type" in config else "it has no 'model_type'"
-    except (OSError, ValueError) as error:
-        what = f"it cannot be read: {error}"
+    except BROKEN as error:
+        what = f"it cannot be read: {reason(error)}"
     if what:
         yield Problem(
             where=where, what=f"{file}: {what}", why="it describes the model", fix="save or download the model again"
