@@ -28,7 +28,7 @@ from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
 from pipeline.record import trace
-from pipeline.record.runs import OpenedRun, open_run
+from pipeline.record.runs import OpenedRun, consistent, open_run
 from pipeline.simulation.hints import Hints, hints
 from pipeline.simulation.recording import recording_of
 
@@ -48,6 +48,11 @@ def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     run = open_run(Path(options.run))
+    with consistent(run.path):
+        return _analyse(run, options)
+
+
+def _analyse(run: OpenedRun, options: argparse.Namespace) -> int:
     if options.compare:
         comparison = compare(run, open_run(Path(options.compare)))
         if options.json:

@@ -31,7 +31,7 @@ from pipeline.cli.model_folder import export_model
 from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
-from pipeline.record.runs import open_run
+from pipeline.record.runs import consistent, open_run
 
 __all__ = ["kept_samples", "main", "metrics_csv", "perfetto", "spans_csv", "tables"]
 
@@ -62,11 +62,12 @@ def _main(argv: list[str]) -> int:
             )
         )
     run = Path(options.run)
-    if options.perfetto:
-        _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
-    if options.csv:
-        for name, table in tables(run).items():
-            _write(Path(options.csv) / name, map(str.encode, table), f"--csv {options.csv}")
+    with consistent(run):
+        if options.perfetto:
+            _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
+        if options.csv:
+            for name, table in tables(run).items():
+                _write(Path(options.csv) / name, map(str.encode, table), f"--csv {options.csv}")
     if options.samples:
         _write(Path(options.samples), _saved(run), f"--samples {options.samples}")
     if options.model:

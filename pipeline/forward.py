@@ -27,7 +27,7 @@ from pipeline.cli.command import Parser, exit_code
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.precedence import typed
-from pipeline.record.runs import UNFINISHED, Metrics, run_json, state_on_disk, tail_metrics
+from pipeline.record.runs import UNFINISHED, Metrics, of_a_run, run_json, state_on_disk, tail_metrics
 from pipeline.rundir import RunDir
 
 EVERY_S = 1.0
@@ -45,15 +45,16 @@ class Tail:
         self._path, self._offset = path, 0
 
     def lines(self) -> Iterator[Metrics]:
-        """Yield the lines that have arrived since the last call."""
+        """Yield the lines that have arrived since the last call. Raises GraphError if one cannot be read."""
         size = self._path.stat().st_size if self._path.is_file() else 0
         if size < self._offset:
             self._offset = 0
         try:
             yield from self._read()
-        except msgspec.DecodeError:  # truncated and grown again: the offset is inside a line
+        except (msgspec.DecodeError, OSError):  # truncated and grown again: the offset is inside a line
             self._offset = 0
-            yield from self._read()
+            with of_a_run(self._path):
+                yield from self._read()
 
     def _read(self) -> Iterator[Metrics]:
         for offset, line in tail_metrics(self._path, self._offset):

@@ -36,6 +36,7 @@ from pipeline.forwarders.beside import beside
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
+from pipeline.reading import readable
 from pipeline.record.lock import held
 from pipeline.rundir import RunDir
 
@@ -160,7 +161,9 @@ def _runs_in(folder: str) -> Path:
 def _replay(graph: Graph, folder: Path) -> int:
     from pipeline.executors import replay
 
-    task, columns = replay.load_inputs(folder)
+    why, fix = "the failed run wrote the saved inputs completely", "replay another failure, or run the graph again"
+    with readable(f"--replay {folder}", GraphError, why=why, fix=fix):
+        task, columns = replay.load_inputs(folder)
     output = replay.run_again(graph, folder, task, columns)
     for name, value in sorted(output.metrics.items()):
         print(f"{name} {value:g}")

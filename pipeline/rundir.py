@@ -12,6 +12,7 @@ that exist keep their mode.
 from __future__ import annotations
 
 import datetime
+import errno
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
 
 def private(path: Path) -> Path:
-    """Make an empty file that only its owner can read, or take others' access to it if it exists. Returns its path."""
+    """Make an empty file that only its owner can read, or take others' access to it if it exists. Returns its path.
+    Raises OSError if something else than a file has that name: a pipe would let its writer wait."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     path.touch(mode=0o600)
     if path.stat().st_mode & 0o077:
         with suppress(PermissionError):  # of a file system without modes

@@ -27,6 +27,7 @@ from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
+from pipeline.record.runs import consistent
 from pipeline.simulation.distributions import GRAMMAR
 from pipeline.simulation.durations import Durations
 from pipeline.simulation.recording import Recording, recorded, simulated
@@ -69,9 +70,13 @@ def _main(argv: list[str]) -> int:
     if path.is_dir():
         if rest:
             _parser().parse_args(argv)  # reports what is wrong with them
-        recording = recorded(path, cores=options.cores)
-    else:
-        recording = Recording(plan=_planned(path, argv, options, rest), durations=Durations({}), cores=options.cores)
+        with consistent(path):
+            return _simulate(recorded(path, cores=options.cores), changes, options)
+    planned = _planned(path, argv, options, rest)
+    return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
+
+
+def _simulate(recording: Recording, changes: Changes, options: argparse.Namespace) -> int:
     changed = simulated(recording, changes, seed=options.seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem
+from pipeline.reading import BROKEN
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
@@ -62,7 +63,7 @@ def _named_code(file: Path) -> str:
     """The first code that a configuration names; "" if none, or if it cannot be read, which is reported elsewhere."""
     try:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except (OSError, ValueError):
+    except BROKEN:
         return ""
     named = found.get("auto_map") if isinstance(found, dict) else None
     named = named.values() if isinstance(named, dict) else [named] if named else []

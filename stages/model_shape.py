@@ -11,6 +11,7 @@ from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import shown
+from pipeline.reading import BROKEN
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -25,7 +26,7 @@ def attention_cost(model: Model) -> float:
     """
     try:
         return quadratic_cost(Transformer.of(_config(model)))
-    except (OSError, ValueError, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
+    except (*BROKEN, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
         return 0.0
 
 
@@ -33,7 +34,7 @@ def known_config(model: Model) -> Mapping[str, Any]:
     """Return the model's Hugging Face config, as far as it is known before the model is loaded; empty if it is not."""
     try:
         return _config(model)
-    except (OSError, ValueError, TypeError):  # of a hub, or reported by `model_problems`
+    except (*BROKEN, TypeError):  # of a hub, or reported by `model_problems`
         return {}
 
 

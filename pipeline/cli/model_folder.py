@@ -9,8 +9,11 @@ Reads only files that the checkpoint's manifest lists, after their sha256 was ch
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ import msgspec
 from pipeline.cli import console
 from pipeline.declare.saved_model import MODEL, TENSORS, Pieces, read_tensors_json
 from pipeline.errors import CheckpointError, GraphError, Problem, counted
+from pipeline.reading import reason
 from pipeline.record import checkpoint
 from pipeline.record.checkpoint import Manifest
 from pipeline.record.runs import open_run
@@ -55,7 +59,8 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
         for one in described:
             made = partial if len(described) == 1 else partial / one.parts[0]
             made.mkdir(parents=True)
-            _write(folder, one, manifest, made)
+            with _whole(folder / one):
+                _write(folder, one, manifest, made)
         checkpoint.sync_all(partial)
         partial.rename(target)
     except OSError as error:
@@ -159,6 +164,38 @@ def _lots(tensors: dict[str, Pieces], saved: _Saved) -> Iterator[dict[str, torch
     yield lot
 
 
+@contextmanager
+def _whole(described: Path) -> Iterator[None]:
+    """Turn the errors of reading a saved model into a CheckpointError. Those of the disk pass."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if found := re.search(r"os error (\d+)", str(error)):  # while a file was written
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise CheckpointError(
+            Problem(
+                where=str(described.parent),
+                what=f"the saved model cannot be read: {reason(error)}",
+                why="a stage writes its weights, and a description of them, completely",
+                fix="export another step",
+            )
+        ) from error
+
+
+def _covered(whole: Pieces) -> bool:
+    """Return whether the pieces lie in the tensor and have no more numbers than it has."""
+    inside = all(
+        len(piece.box) == len(whole.shape)
+        and piece.at >= 0
+        and all(0 <= start <= stop <= size for (start, stop), size in zip(piece.box, whole.shape))
+        for piece in whole.pieces
+    )
+    sizes = (prod(stop - start for start, stop in piece.box) for piece in whole.pieces)
+    return inside and sum(sizes) <= prod(whole.shape)
+
+
 def _part(number: int) -> str:
     return f"part-{number}.safetensors"
 
@@ -176,7 +213,7 @@ class _Saved:
         import torch
 
         made, filled = None, 0
-        for piece in whole.pieces:
+        for piece in whole.pieces if _covered(whole) else ():
             sizes = [stop - start for start, stop in piece.box]
             flat = self._flat(piece.file, piece.tensor)
             if flat is not None and piece.at + prod(sizes) <= len(flat):

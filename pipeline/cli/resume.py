@@ -17,7 +17,9 @@ from pipeline.cli.load import GraphFile
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
+from pipeline.reading import decode, readable
 from pipeline.rundir import RunDir, private
+from pipeline.writing import recording, replace
 
 PACKAGES = ("torch", "ray", "TransferQueue", "tensordict", "transformers", "numpy", "networkx", "msgspec")
 
@@ -68,8 +70,9 @@ def describe(
         git=_git(file.path.parent),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    private(run_dir.run_json).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    shutil.copyfile(file.path, private(run_dir.graph))
+    replace(run_dir.run_json, msgspec.json.format(msgspec.json.encode(record)))
+    with recording(run_dir.graph):
+        shutil.copyfile(file.path, private(run_dir.graph))
 
 
 def recorded(path: str | None) -> RunRecord:
@@ -93,12 +96,8 @@ def recorded(path: str | None) -> RunRecord:
                 fix="name a folder that a run created",
             )
         )
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=RunRecord)
-    except msgspec.DecodeError as error:
-        raise GraphError(
-            Problem(where=str(record), what=f"it cannot be read: {error}", why="a run wrote it", fix="restore the file")
-        ) from error
+    with readable(record, GraphError, why="a run wrote it", fix="restore the file"):
+        return decode(record.read_bytes(), RunRecord)
 
 
 def resume_step(text: str) -> int | None:
@@ -139,7 +138,8 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
         )
     if not run_dir.plan.is_file():  # the run ended before its workers started
         return
-    before = msgspec.json.decode(run_dir.plan.read_bytes(), type=_Sizes)
+    with readable(run_dir.plan, GraphError, why="a run wrote it", fix="restore the file"):
+        before = decode(run_dir.plan.read_bytes(), _Sizes)
     if (before.batch, before.group_size) != (planned.batch, planned.group_size):
         raise GraphError(
             Problem(
@@ -156,9 +156,11 @@ def cut_metrics(run_dir: RunDir, start: int) -> None:
     """Drop the lines of steps after the checkpoint from metrics.jsonl; these steps run again."""
     if run_dir.metrics.is_file():
         kept = []
-        for number, line in enumerate(run_dir.metrics.read_bytes().splitlines(keepends=True), start=1):
+        with readable(run_dir.metrics, GraphError, why="the resumed run appends to this file", fix="restore the file"):
+            lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, start=1):
             try:
-                done = msgspec.json.decode(line, type=_MetricsLine).step
+                done = decode(line, _MetricsLine).step
             except msgspec.DecodeError as error:
                 if not line.endswith(b"\n"):  # the run ended while it wrote this line
                     continue
@@ -172,7 +174,7 @@ def cut_metrics(run_dir: RunDir, start: int) -> None:
                 ) from error
             if line.endswith(b"\n") and done <= start:
                 kept.append(line)
-        run_dir.metrics.write_bytes(b"".join(kept))
+        replace(run_dir.metrics, b"".join(kept))
 
 
 def _version(package: str) -> str:

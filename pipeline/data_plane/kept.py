@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pipeline.data_plane.tensordicts import as_tensordict
 from pipeline.declare.columns import Column, Ragged
 from pipeline.errors import GraphError, Problem
+from pipeline.reading import decode, readable
 from pipeline.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -35,21 +34,24 @@ def kept_samples(run: Path) -> TensorDict:
             )
         )
     shared = [name for name in rows[0] if all(name in row for row in rows)]
-    return as_tensordict({name: _column([row[name] for row in rows]) for name in shared}, len(rows))
+    columns: dict[str, Column] = {}
+    for name in shared:
+        why, fix = "a field has values of one type and shape in all samples", "delete the lines that have another one"
+        with readable(
+            run_dir.samples(0).parent, GraphError, why=why, fix=fix, also=(TypeError, RuntimeError, OverflowError)
+        ):
+            columns[name] = _column([row[name] for row in rows])
+    return as_tensordict(columns, len(rows))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [msgspec.json.decode(line, type=dict[str, Any]) for line in path.read_bytes().splitlines()]
-    except msgspec.DecodeError as error:
-        raise GraphError(
-            Problem(
-                where=str(path),
-                what=f"a line is not a sample: {error}",
-                why="each line is a JSON object with the fields of a sample",
-                fix="delete the broken line",
-            )
-        ) from error
+    rows, why = [], "each line is a JSON object with the fields of a sample"
+    with readable(path, GraphError, why=why, fix="restore the file, or remove it"):
+        lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        with readable(f"{path}:{number}", GraphError, why=why, fix="delete the broken line"):
+            rows.append(decode(line, dict[str, Any]))
+    return rows
 
 
 def _column(values: Sequence[Any]) -> Column:

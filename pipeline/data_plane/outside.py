@@ -20,6 +20,7 @@ import msgspec
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.checks import broken
+from pipeline.data_plane.signed import KEY_BYTES
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.declare.columns import Columns, Ragged
@@ -28,12 +29,15 @@ from pipeline.declare.handle import KVBatchMeta, group_of, keys_of
 from pipeline.declare.parameters import is_whole
 from pipeline.declare.stage import Stage
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem, shown
-from pipeline.rundir import RunDir, private
+from pipeline.reading import decode, readable
+from pipeline.rundir import RunDir
+from pipeline.writing import replace
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
 READER = "outside process"
+LONGEST_S = 86_400.0  # of a deadline
 HANDLE = Field("handle", dtype="str")  # of a group, as JSON: in the text of its first sample
 
 
@@ -93,7 +97,10 @@ class OutsideProcess:
                 "a run on Ray with an External stage writes it once its workers are up",
                 "name the directory of such a run, or wait for its first step",
             )  # fmt: skip
-        self._address = msgspec.json.decode(file.read_bytes(), type=Address)
+        why = "a run on Ray writes it completely"
+        with readable(file, DataPlaneError, why=why, fix="wait for its first step, or start the run again"):
+            self._address = decode(file.read_bytes(), Address)
+            _check(self._address)
         address = self._address
         try:
             self._plane = TransferQueuePlane.attach(address.settings)
@@ -183,6 +190,25 @@ class OutsideProcess:
         return broken(READER, what, f"an outside process {verb} {count} of one External stage", f"choose from {every}")
 
 
+def _check(address: Address) -> None:
+    """Raise ValueError if no run has such an address."""
+    settings = address.settings
+    if not 0 < settings.deadline_s <= LONGEST_S or settings.cache_bytes < 0 or address.group_size < 1:
+        raise ValueError(f"it has deadline_s={settings.deadline_s:g} and group_size={address.group_size}")
+    if len(settings.key) != KEY_BYTES or address.reads.keys() != address.outside.keys():
+        raise ValueError("its key is of another length, or its stages differ")
+    for name, host, ports in (settings.controller, *settings.storage):
+        if not (name and host) or not all(0 < port < 1 << 16 for port in ports.values()):
+            raise ValueError(f"it has no address of {name!r}")
+    needed = {"request_handle_socket"}, *({"put_get_socket"} for _ in settings.storage)
+    if not all(names <= ports.keys() for names, (*_, ports) in zip(needed, (settings.controller, *settings.storage))):
+        raise ValueError("a port is missing")
+    names = {field.name for field in address.fields}
+    for fields in (*address.parts.values(), *address.outside.values(), *address.reads.values()):
+        if not names.issuperset(fields):
+            raise ValueError(f"it names fields that it does not describe: {', '.join(fields)}")
+
+
 def _register_handles(plane: DataPlane, partition: str, stage: str) -> str:
     """Declare the partition with the handles for one `External` stage's process; returns its name."""
     name = f"{partition}.{stage}.handles"
@@ -216,4 +242,4 @@ def publish(
         reads={s.name: tuple(f.name for f in s.reads if not f.per_step) for s in stages if s.shape == "external"},
         settings=plane.settings,
     )
-    private(run_dir.data_plane).write_bytes(msgspec.json.encode(address))  # it has the key of the run
+    replace(run_dir.data_plane, msgspec.json.encode(address))  # it has the key of the run

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from pipeline.errors import naming
+from pipeline.reading import decode
 
 MODEL, TENSORS = "model", "tensors.json"  # the folder inside the stage's, and the file there
 
@@ -56,4 +57,4 @@ def write_tensors_json(folder: Path, tensors: Mapping[str, Pieces]) -> None:
 
 def read_tensors_json(folder: Path) -> dict[str, Pieces]:
     """Read what `write_tensors_json` wrote. Raises msgspec.DecodeError."""
-    return msgspec.json.decode((folder / TENSORS).read_bytes(), type=dict[str, Pieces])
+    return decode((folder / TENSORS).read_bytes(), dict[str, Pieces])

@@ -32,8 +32,9 @@ from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.record import checkpoint, trace
-from pipeline.rundir import RunDir, private
+from pipeline.rundir import RunDir
 from pipeline.schedule.scheduler import Scheduler
+from pipeline.writing import replace
 
 
 class Engine:
@@ -103,9 +104,9 @@ class Engine:
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
-            private(self.run_dir.plan).write_bytes(msgspec.json.format(msgspec.json.encode(self.plan)))
+            replace(self.run_dir.plan, msgspec.json.format(msgspec.json.encode(self.plan)))
             mark = secrets.token_hex(8)
-            private(self.run_dir.mark).write_text(mark)
+            replace(self.run_dir.mark, mark.encode())
         settings = WorkerSettings(
             partition=self.plan.partition,
             parts={partition.name: partition.fields for partition in self.plan.partitions},

@@ -14,6 +14,7 @@ from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir, private
+from pipeline.writing import recording
 
 if TYPE_CHECKING:
     from pipeline.executors.worker import TaskResult
@@ -91,7 +92,7 @@ class Numbers:
     def close(self, step: int, version: int, now_s: float) -> tuple[dict[str, float], tuple[float, float]]:
         metrics = self._tally.close(step, now_s) | self._stored.peaks()
         if self._metrics:
-            with private(self._metrics).open("ab") as file:
+            with recording(self._metrics), private(self._metrics).open("ab") as file:
                 line = {"step": step + 1, "version": version, **trace.finite(metrics)}
                 file.write(msgspec.json.encode(line) + b"\n")
         return metrics, self._usage.read()

@@ -18,6 +18,7 @@ from pipeline.declare.handle import sample_key
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Per, StageContext, Task
 from pipeline.rundir import RunDir
+from pipeline.writing import recording, replace
 
 REWARD = "reward"
 DIGITS = 3  # decimal places of kept per-token numbers
@@ -55,7 +56,8 @@ class KeepSamples(Stage):
             if run_dir and columns:
                 rows = _rows(columns, task, context.group_size)
                 path = run_dir.samples(task.step)
-                path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+                with recording(path):
+                    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
             return {}
 
         return run
@@ -66,9 +68,7 @@ def keep_vocabulary(run_dir: RunDir, pieces: Sequence[bytes]) -> None:
 
     The file is a JSON list by token id. In its strings, each character stands for one byte.
     """
-    partial = run_dir.vocabulary.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))
-    partial.rename(run_dir.vocabulary)
+    replace(run_dir.vocabulary, msgspec.json.encode([piece.decode("latin-1") for piece in pieces]))
 
 
 def _values(column: Column) -> list[Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.errors import CheckpointError, Problem, naming
+from pipeline.reading import Count, decode, reason
 from pipeline.rundir import RunDir
 
 FORMAT = 1
@@ -32,7 +33,7 @@ _UNFINISHED = ".step_"  # how the names of folders begin that are being written 
 class SavedFile(msgspec.Struct, frozen=True):
     """A file of a checkpoint."""
 
-    size_bytes: int
+    size_bytes: Count
     sha256: str
 
 
@@ -45,12 +46,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     graph: str
-    steps: int
-    version: int
-    next_group: int
+    steps: Count
+    version: Count
+    next_group: Count
     seed: int
     files: dict[str, SavedFile]
-    pending: tuple[int, ...] = ()
+    pending: tuple[Count, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -151,7 +152,7 @@ def last_bytes(run: RunDir) -> int:
     for steps in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(steps)
         if _damage(folder, hashed=False) is None:
-            return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest).size_bytes
+            return _manifest(folder).size_bytes
     return 0
 
 
@@ -189,7 +190,7 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
         folder = run.checkpoint(number)
         problem = _damage(folder)
         if problem is None:
-            return folder, msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest), damaged
+            return folder, _manifest(folder), damaged
         damaged.append(problem)
     raise CheckpointError(
         *(
@@ -213,10 +214,10 @@ def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
         return Problem(where=str(folder), what="manifest.json does not exist", why=why, fix=fix)
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
+        manifest = _manifest(folder)
+    except (msgspec.DecodeError, OSError) as error:
         return Problem(
-            where=str(folder / MANIFEST), what=f"it cannot be read: {error}", why="its format is fixed", fix=fix
+            where=str(folder / MANIFEST), what=f"it cannot be read: {reason(error)}", why="its format is fixed", fix=fix
         )
     if manifest.format != FORMAT:
         return Problem(
@@ -225,16 +226,36 @@ def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
             why=f"this version reads format {FORMAT}",
             fix=fix,
         )
+    if manifest.steps != int(folder.name.rpartition("_")[2]):
+        return Problem(
+            where=str(folder / MANIFEST),
+            what=f"it is of step {manifest.steps}",
+            why="a checkpoint's folder has the name of its step",
+            fix=fix,
+        )
     for name, file in manifest.files.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            return Problem(where=str(folder / MANIFEST), what=f"it names {name!r}", why="that lies outside it", fix=fix)
-        if not path.is_file():
-            return Problem(where=str(path), what="the file does not exist", why="the manifest lists it", fix=fix)
-        if path.stat().st_size != file.size_bytes or (hashed and _sha256(path) != file.sha256):
-            return Problem(
-                where=str(path), what="size or sha256 differ from the manifest", why="the file is damaged", fix=fix
-            )
+        try:
+            where, what, why = _difference(folder, name, file, hashed=hashed) or ("", "", "")
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in its name, or links in a circle
+            where, what, why = MANIFEST, f"it names {name!r}: {reason(error)}", "it lists files that can be read"
+        if what:
+            return Problem(where=str(folder / where), what=what, why=why, fix=fix)
+    return None
+
+
+def _manifest(folder: Path) -> Manifest:
+    return decode((folder / MANIFEST).read_bytes(), Manifest)
+
+
+def _difference(folder: Path, name: str, file: SavedFile, *, hashed: bool) -> tuple[str, str, str] | None:
+    """Return where, what and why something is wrong with a file of a checkpoint."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return MANIFEST, f"it names {name!r}", "that lies outside it"
+    if not path.is_file():
+        return name, "the file does not exist", "the manifest lists it"
+    if path.stat().st_size != file.size_bytes or (hashed and _sha256(path) != file.sha256):
+        return name, "size or sha256 differ from the manifest", "the file is damaged"
     return None
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import msgspec
 
 from pipeline.errors import GraphError, Problem
+from pipeline.reading import decode
 from pipeline.rundir import RunDir, private
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # flock's answer, and that of file systems that emulate it
@@ -59,7 +60,7 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
 
 def _written(where: str, content: bytes) -> Problem:
     try:
-        holder = msgspec.json.decode(content, type=Holder)
+        holder = decode(content, Holder)
         by = f"process {holder.pid} on {holder.host}"
     except msgspec.DecodeError:  # it has just taken the lock
         by = "another process"

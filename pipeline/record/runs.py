@@ -9,15 +9,19 @@ An incomplete last line is skipped. Nothing here writes.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeline.errors import GraphError, Problem
+from pipeline.errors import GraphError, Problem, message_of, shown
 from pipeline.plan.plan import Plan
+from pipeline.plan.recorded import contradictions
+from pipeline.reading import decode, readable
 from pipeline.record import trace
 from pipeline.record.history import last_run
 from pipeline.rundir import RunDir
@@ -26,6 +30,7 @@ Metrics = dict[
     str, Any
 ]  # a line of metrics.jsonl: "step", counted from 1 (0 is before the first), "version", and values
 UNFINISHED = "unfinished"
+LARGEST = 10**18  # a step
 LAST_BYTES = 1 << 20  # read from the end of a file to find its last line
 
 
@@ -73,27 +78,51 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
                     fix="name a run directory",
                 )
             )
-    file = run_dir.plan
-    try:
-        planned = msgspec.json.decode(file.read_bytes(), type=Plan)
-        file = run_dir.events
-        events = _events(file, recent_bytes)
-        file = run_dir.metrics
-        metrics = list(read_metrics(file))
-    except msgspec.DecodeError as error:
-        raise GraphError(
-            Problem(
-                where=str(file),
-                what=f"it cannot be read: {error}",
-                why="a run of this version wrote it",
-                fix="read it with the version that run.json names",
-            )
-        ) from error
+    planned = open_plan(path)
+    with of_a_run(run_dir.events):
+        events = _events(run_dir.events, recent_bytes)
+    with of_a_run(run_dir.metrics):
+        metrics = list(read_metrics(run_dir.metrics))
     described = run_json(path)
     return OpenedRun(
         path=path, plan=planned, events=events, metrics=metrics, described=described,
         state=state_of(events[-1] if events else None),
     )  # fmt: skip
+
+
+def open_plan(path: Path) -> Plan:
+    """Read the plan of a run directory. Raises GraphError if it cannot be read."""
+    file = RunDir(path).plan
+    with of_a_run(file):
+        planned = decode(file.read_bytes(), Plan)
+        if wrong := next(contradictions(planned), None):
+            raise ValueError(wrong)
+        return planned
+
+
+def of_a_run(file: Path) -> AbstractContextManager[None]:
+    """Turn the errors of reading a file of a run into a GraphError."""
+    fix = "read it with the version that run.json names"
+    return readable(file, GraphError, why="a run of this version wrote it", fix=fix)
+
+
+@contextmanager
+def consistent(path: Path) -> Iterator[None]:
+    """Turn an error of code that computes with the events of a run directory into a GraphError. Each line of the record
+    can be read, and what they say together cannot be."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise GraphError(
+            Problem(
+                where=str(RunDir(path).events),
+                what=f"its events contradict each other or plan.json: {message_of(error)} ({Path(last.filename).name}:"
+                f"{last.lineno})",
+                why="a run of this version wrote both files",
+                fix="restore both from a copy",
+            )
+        ) from error
 
 
 def _events(path: Path, recent_bytes: int | None) -> list[trace.TraceEvent]:
@@ -138,15 +167,22 @@ def tail_metrics(path: Path, offset: int = 0) -> Iterator[tuple[int, Metrics]]:
             for line in file:
                 if line.endswith(b"\n"):
                     offset += len(line)
-                    yield offset, msgspec.json.decode(line, type=Metrics)
+                    yield offset, _metrics(line)
+
+
+def _metrics(line: bytes) -> Metrics:
+    found: Metrics = decode(line, Metrics)
+    if type(found.get("step")) is not int or not 0 <= found["step"] <= LARGEST:
+        raise msgspec.ValidationError(f"a line has step {shown(found.get('step'))}")
+    return found
 
 
 def run_json(path: Path) -> dict[str, Any]:
     """Return the contents of run.json; empty if missing or unreadable."""
     file = RunDir(path).run_json
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
-    except msgspec.DecodeError:
+        return decode(file.read_bytes(), dict[str, Any]) if file.is_file() else {}
+    except (msgspec.DecodeError, OSError):
         return {}
 
 
@@ -165,17 +201,18 @@ def _summary(path: Path) -> RunSummary:
     steps = None
     if run_dir.plan.is_file():
         try:
-            steps = msgspec.json.decode(run_dir.plan.read_bytes(), type=_Steps).steps
-        except msgspec.DecodeError:
+            steps = decode(run_dir.plan.read_bytes(), _Steps).steps
+        except (msgspec.DecodeError, OSError):
             steps = None
     last_line = _last_line(run_dir.metrics)
+    step = last_line.get("step") if isinstance(last_line, dict) else None
     return RunSummary(
         name=path.resolve().name,
         path=path,
         graph=str(described.get("graph", "")),
         started=str(described.get("started", "")),
         state=state_on_disk(run_dir.events),
-        step=int(last_line.get("step", 0)) if isinstance(last_line, dict) else 0,
+        step=step if type(step) is int else 0,
         steps=steps,
     )
 
@@ -184,13 +221,13 @@ def _last_line(path: Path) -> Any:
     """Return the last complete line of a file, decoded; None if there is none or it is not JSON."""
     if not path.is_file():
         return None
-    end = trace.whole_lines(path)
-    with path.open("rb") as file:
-        file.seek(max(0, end - LAST_BYTES))
-        line = file.read(min(end, LAST_BYTES)).removesuffix(b"\n").rpartition(b"\n")[2]
     try:
-        return msgspec.json.decode(line) if line else None
-    except msgspec.DecodeError:
+        end = trace.whole_lines(path)
+        with path.open("rb") as file:
+            file.seek(max(0, end - LAST_BYTES))
+            line = file.read(min(end, LAST_BYTES)).removesuffix(b"\n").rpartition(b"\n")[2]
+        return decode(line, Any) if line else None
+    except (msgspec.DecodeError, OSError):
         return None
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from pipeline.declare.task import Task
-from pipeline.errors import CheckpointError, Problem
+from pipeline.reading import decode
 from pipeline.rundir import private
+from pipeline.writing import recording
 
 
 class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, gc=False):
@@ -352,9 +353,11 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file: BufferedWriter | None = private(path).open("ab") if path else None
-        if path and self._file:
-            self._file.truncate(whole_lines(path))
+        self._file: BufferedWriter | None = None
+        if path:
+            with recording(path):
+                self._file = private(path).open("ab")
+                self._file.truncate(whole_lines(path))
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 
@@ -384,20 +387,14 @@ class TraceWriter:
     @contextmanager
     def _writing(self) -> Iterator[BufferedWriter]:
         assert self._file is not None
-        try:
-            yield self._file
-        except OSError as error:
-            file, self._file = self._file, None
-            with suppress(OSError):
-                file.close()
-            raise CheckpointError(
-                Problem(
-                    where=file.name,
-                    what=f"the record could not be written: {error.strerror}",
-                    why="a run goes on only while it is recorded; its checkpoints are complete",
-                    fix="free disk space, or repair the disk, then --resume",
-                )
-            ) from error
+        with recording(self._file.name):
+            try:
+                yield self._file
+            except OSError:
+                file, self._file = self._file, None
+                with suppress(OSError):
+                    file.close()
+                raise
 
 
 def whole_lines(path: Path) -> int:
@@ -415,8 +412,8 @@ def whole_lines(path: Path) -> int:
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
     """Yield the events of complete lines from byte `offset`, each with the offset at which to continue.
 
-    A last line without newline is still being written and is left for the next call. Raises msgspec.ValidationError
-    for a line that is not an event.
+    A last line without newline is still being written and is left for the next call. Raises msgspec.DecodeError for
+    a line that is not an event.
     """
     with path.open("rb") as file:
         file.seek(offset)
@@ -424,4 +421,4 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield offset, _DECODER.decode(line)
+            yield offset, decode(line, _DECODER)

@@ -16,9 +16,8 @@ from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.perfetto import Starts
 from pipeline.analysis.report import summary
 from pipeline.errors import GraphError
-from pipeline.plan.plan import Plan
 from pipeline.record import trace
-from pipeline.record.runs import list_runs, open_run, read_metrics, run_json
+from pipeline.record.runs import consistent, list_runs, of_a_run, open_plan, open_run, read_metrics, run_json
 from pipeline.rundir import RunDir
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
@@ -68,19 +67,16 @@ def about(path: Path, query: Query) -> dict[str, Any]:
 
 def _wall(path: Path) -> float:
     """Return the wall-clock time of the run's first start; 0 if it is not recorded."""
-    first = next((event for _, event in islice(trace.read(RunDir(path).events), 1)), None)
+    events = RunDir(path).events
+    with of_a_run(events):
+        first = next((event for _, event in islice(trace.read(events), 1)), None)
     return first.wall_s if isinstance(first, trace.Started) else 0.0
 
 
-def open_plan(path: Path) -> Plan:
-    """Read the plan of a run."""
-
-    return msgspec.json.decode(RunDir(path).plan.read_bytes(), type=Plan)
-
-
 def _metric_names(path: Path) -> list[str]:
-
-    lines = islice(read_metrics(RunDir(path).metrics), 200)
+    file = RunDir(path).metrics
+    with of_a_run(file):
+        lines = [*islice(read_metrics(file), 200)]
     return in_order(name for line in lines for name in line if name not in ("step", "version"))
 
 
@@ -187,11 +183,14 @@ class _Kept:
 
 
 _KEPT = _Kept()
-PAGES: dict[str, Callable[[Path, Query], Any]] = {
-    "about": about,
-    "findings": findings,
-    "advice": advice,
-    "samples": samples,
-    "prompts": prompts,
-    "comparison": comparison,
-}
+
+
+def _page(make: Callable[[Path, Query], Any]) -> Callable[[Path, Query], Any]:
+    def page(path: Path, query: Query) -> Any:
+        with consistent(path):
+            return make(path, query)
+
+    return page
+
+
+PAGES = {make.__name__: _page(make) for make in (about, findings, advice, samples, prompts, comparison)}

@@ -114,13 +114,14 @@ class Server:
             raise web.HTTPBadRequest(reason="Last-Event-ID is a byte offset")
         if sum(len(one.queues) for one in self._records.values()) >= STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are open; close one")
+        await followed.opened()
         answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
         await answer.prepare(request)
         try:
             async for piece in followed.stream(int(given)):
                 await answer.write(piece)
-        except ConnectionResetError:
-            pass  # the page disconnected
+        except (ConnectionResetError, SluiceError):
+            pass  # the page disconnected, or the record is damaged from here on
         return answer
 
     def _path(self, name: str) -> Path:
@@ -155,7 +156,7 @@ class _Followed:
     async def stream(self, offset: int) -> AsyncIterator[bytes]:
         """Yield the rows from a byte offset, then everything new."""
         queue: asyncio.Queue[_Piece] = asyncio.Queue(QUEUE)
-        record = await self._opened()
+        record = await self.opened()
         if offset > record.offset:
             offset = 0  # the record was truncated or replaced: the page starts from the beginning
             yield _event("again", {}, None)
@@ -183,8 +184,8 @@ class _Followed:
         finally:
             self.queues.discard(queue)
 
-    async def _opened(self) -> Record:
-        """Return the record, read to its end. The first caller reads it for all."""
+    async def opened(self) -> Record:
+        """Return the record, read to its end. The first caller reads it for all. Raises GraphError if it is damaged."""
         async with self._opening:
             if self._record is None:
                 self._record = await asyncio.to_thread(Record.read, self._path)
@@ -201,8 +202,12 @@ class _Followed:
         """Follow the record while pages are connected."""
         shown: Any = None
         while self.queues:
-            while block := await asyncio.to_thread(record.advance):
-                self._send((block.offset, _rows(block)))
+            try:
+                while block := await asyncio.to_thread(record.advance):
+                    self._send((block.offset, _rows(block)))
+            except SluiceError:  # the record is damaged from here on
+                self._send((None, b""))
+                return
             now = record.now()
             if now != shown:
                 shown = now

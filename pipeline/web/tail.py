@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from pipeline.analysis.perfetto import Starts
-from pipeline.plan.plan import Plan
 from pipeline.record import trace
+from pipeline.record.runs import consistent, of_a_run, open_plan
 from pipeline.rundir import RunDir
 from pipeline.web.live import Live, Picture
 from pipeline.web.page_rows import PageRows, Seconds, page_rows
@@ -40,7 +40,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._run_dir = RunDir(path)
-        self.plan = msgspec.json.decode(self._run_dir.plan.read_bytes(), type=Plan)
+        self.plan = open_plan(path)
         self.offset = 0
         self._starts = Starts()
         self._shifts: list[tuple[int, float]] = []  # (byte, seconds to add to monotonic times from there on)
@@ -58,16 +58,17 @@ class Record:
         return record
 
     def advance(self) -> Block | None:
-        """Read the next block; None if nothing new was written. Raises msgspec.ValidationError for a line that is not
-        an event."""
+        """Read the next block; None if nothing new was written. Raises GraphError for a line that is not an
+        event, or whose stage or group is not in the plan."""
         before = behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
-        for offset, event in islice(trace.read(self._run_dir.events, self.offset), EVENTS):
+        for offset, event in self._read(self.offset):
             if isinstance(event, trace.Started):
                 self._begin(event, behind)
             elif isinstance(event, trace.Placed):
                 self._place(event)
-            self._live.apply(event)
+            with consistent(self._run_dir.path):
+                self._live.apply(event)
             events.append((behind, event))
             behind = offset
         if not events:
@@ -82,7 +83,7 @@ class Record:
         last = self._marks[-1][1]
         events = []
         behind = offset
-        for at, event in islice(trace.read(self._run_dir.events, offset), EVENTS):
+        for at, event in self._read(offset):
             if at > self.offset:
                 break
             events.append((behind, event))
@@ -92,9 +93,14 @@ class Record:
         mark = self._marks[bisect_right(self._marks, (behind, 1 << 62)) - 1]
         return Block(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
 
+    def _read(self, offset: int) -> list[tuple[int, trace.TraceEvent]]:
+        with of_a_run(self._run_dir.events):
+            return [*islice(trace.read(self._run_dir.events, offset), EVENTS)]
+
     def picture(self) -> Picture:
         """Return the current state of the run."""
-        return self._live.picture(self._starts.seconds)
+        with consistent(self._run_dir.path):
+            return self._live.picture(self._starts.seconds)
 
     def now(self) -> dict[str, Any]:
         """Return the current state as plain values, and as `gone` whether the run was killed: it has not ended, but its
@@ -138,7 +144,7 @@ class Record:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.reading import decode
 from pipeline.rundir import RunDir
 
 FILE_BYTES = 8 << 20  # maximum bytes read from a sample file
@@ -95,7 +96,7 @@ def _lines(path: Path, kind: type[T]) -> list[T]:
     decoder, rows = msgspec.json.Decoder(kind), []
     for line in text.split(b"\n"):
         with suppress(msgspec.DecodeError):
-            rows.append(decoder.decode(line))
+            rows.append(decode(line, decoder))
     return rows
 
 
@@ -119,7 +120,7 @@ def _vocabulary(path: Path) -> list[bytes]:
 @functools.lru_cache(maxsize=4)
 def _read_vocabulary(path: Path, changed: int) -> list[bytes]:
     try:
-        return [text.encode("latin-1") for text in msgspec.json.decode(path.read_bytes(), type=list[str])]
+        return [text.encode("latin-1") for text in decode(path.read_bytes(), list[str])]
     except (msgspec.MsgspecError, UnicodeEncodeError, OSError):
         return []
 

@@ -25,6 +25,7 @@ from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
+from pipeline.reading import BROKEN, reason
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -399,7 +400,7 @@ def _config_problems(file: Path, where: str) -> Iterator[Problem]:
         absent = absent_numbers(config) if known else ["model_type"]
         wrong = [(f"it has no {', '.join(map(repr, absent))}", _DESCRIBES)] if absent else []
         wrong += shape_faults(config) if known else []
-    except (OSError, ValueError) as error:
-        wrong = [(f"it cannot be read: {error}", _DESCRIBES)]
+    except BROKEN as error:
+        wrong = [(f"it cannot be read: {reason(error)}", _DESCRIBES)]
     for what, why in wrong:
         yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")

@@ -25,9 +25,11 @@ from ops.refit.share import Share
 from ops.refit.transports import Transport
 from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
+from pipeline.declare.parameters import is_whole
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
-from pipeline.errors import CheckpointError, Problem, naming
+from pipeline.errors import CheckpointError, Problem, naming, shown
+from pipeline.reading import BROKEN, reason
 from stages.backends.device import Parking, bytes_in_use
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
@@ -168,16 +170,21 @@ class BaseLearner(Learner, ABC):
         self.parking.arrive()
         try:
             counters = self._read(folder)
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            self.updates, self.skipped = counters["updates"], counters["skipped"]
+            if not (is_whole(self.updates, 0) and is_whole(self.skipped, 0)):
+                raise ValueError(f"{COUNTERS} counts {shown(self.updates)} updates, {shown(self.skipped)} skipped ones")
+        except torch.OutOfMemoryError:
+            raise
+        except (*BROKEN, SafetensorError, LookupError, TypeError, RuntimeError) as error:  # RuntimeError: other shapes
+            what = f"{error} is missing" if isinstance(error, KeyError) else reason(error)
             raise CheckpointError(
                 Problem(
                     where=str(folder),
-                    what=f"the learner's state cannot be read: {error}",
+                    what=f"the learner's state cannot be read: {what}",
                     why="it is learner.json and safetensors files, all complete",
                     fix="resume from another checkpoint",
                 )
             ) from error
-        self.updates, self.skipped = counters["updates"], counters["skipped"]
 
     @abstractmethod
     def _read(self, folder: Path) -> dict[str, int]:

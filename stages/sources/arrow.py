@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pipeline import StageError
 from pipeline.errors import Problem
+from pipeline.reading import decode, readable
 from stages.sources.dataset import Dataset, Hub, Saved, split_choice
 from stages.sources.schema import Schema, missing
 
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _AT_ONCE = 1000  # rows checked at a time
+
+
+class _Info(msgspec.Struct):
+    """The part of dataset_info.json that names the columns."""
+
+    features: dict[str, Any] | None = None
 
 
 class ArrowTable:
@@ -102,11 +111,13 @@ def hub(located: Hub, dataset: Dataset, layout: Schema) -> ArrowTable:
 
 def saved_problems(located: Saved, layout: Schema) -> Iterator[Problem]:
     """Report columns that the folder's description lacks, without loading any data."""
-    import json
-
     folder = located.folder / (located.split or "")
     info = folder / "dataset_info.json"
-    features = (json.loads(info.read_text()).get("features") if info.is_file() else None) or {}
+    features = None
+    if info.is_file():
+        with readable(info, StageError, why="save_to_disk of `datasets` wrote it", fix="save the data set again"):
+            features = decode(info.read_bytes(), _Info).features
+    features = features or {}
     for column in layout.columns if features else ():
         if column not in features and column.partition(".")[0] not in features:
             yield missing(str(folder), column, list(features), "the data set has")
@@ -140,7 +151,7 @@ def _parquet_columns(path: Path, layout: Schema) -> list[str]:
 
     try:
         schema = pq.read_schema(path)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StageError(
             Problem(
                 where=str(path),

@@ -9,7 +9,6 @@ A path that exists on disk is never looked up on the hub.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -19,8 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline import StageError
 from pipeline.errors import Problem
+from pipeline.reading import decode, readable
 from stages.sources.columns import template_problems
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -68,6 +70,12 @@ class Files(NamedTuple):
     """Data files of one kind, in row order."""
 
     paths: tuple[Path, ...]
+
+
+class _Listing(msgspec.Struct):
+    """dataset_dict.json."""
+
+    splits: list[str]
 
 
 class Saved(NamedTuple):
@@ -185,7 +193,11 @@ def _of_split(files: Sequence[Path], split: str, label: str, where: str) -> list
 
 def _saved_split(folder: Path, dataset: Dataset, where: str) -> str | None:
     listing = folder / "dataset_dict.json"
-    splits = json.loads(listing.read_text())["splits"] if listing.is_file() else []
+    fix = "save the data set again"
+    splits: list[str] = []
+    if listing.is_file():
+        with readable(listing, StageError, why="save_to_disk of `datasets` wrote it", fix=fix):
+            splits = decode(listing.read_bytes(), _Listing).splits
     if dataset.split in splits or (not splits and dataset.split is None):
         return dataset.split
     if dataset.split is None and len(splits) == 1:

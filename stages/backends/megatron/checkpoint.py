@@ -20,9 +20,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from safetensors import safe_open
 
 from ops.lots import lots
+from pipeline.declare.parameters import is_whole
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.saved_model import Piece, Pieces
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, shown
 from stages.backends.megatron.folder import holders
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.network import Network
@@ -30,6 +31,7 @@ from stages.backends.megatron.parts import Part
 from stages.backends.trainer import COUNTERS, File
 
 _FILE_BYTES = 2 << 30  # size of one file; the host holds one at a time
+_MOST_RANKS = 10**6
 _WEIGHT, _MASTER, _MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 
 
@@ -161,6 +163,8 @@ class _Found:
 
 def _check_layout(folder: Path, layout: list[int], network: Network) -> None:
     part = network.part
+    if len(layout) != 5 or not all(is_whole(size, 1) and size <= _MOST_RANKS for size in layout):
+        raise CheckpointError(_problem(folder, f"it has the layout {shown(layout)}", "that is no division of a model"))
     now = [part.tensors, part.stages, part.experts, part.expert_tensors]
     if layout[1:] != now:
         raise CheckpointError(

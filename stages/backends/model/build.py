@@ -37,7 +37,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     refuse_code(model)
     try:
         return AutoTokenizer.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever is in the folder
         raise StageError(not_loaded(model, error)) from error
 
 
@@ -58,7 +58,7 @@ def load_network(
             network = AutoModelForCausalLM.from_pretrained(
                 model.source, dtype=first, attn_implementation="sdpa", **trust(model)
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
     network = network.to(device=device, dtype=first).eval()
     if model.warm_start is not None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import Problem, StageError
+from pipeline.reading import decode, readable
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class _Index(msgspec.Struct):
+    """The part of an index that says which file has a tensor."""
+
+    weight_map: dict[str, str]
 
 
 class Shards:
@@ -20,9 +28,10 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if (folder / INDEX).is_file():
-            self.files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            with _readable(folder / INDEX):
+                self.files = decode((folder / INDEX).read_bytes(), _Index).weight_map
         elif (folder / _SINGLE).is_file():
-            with safe_open(folder / _SINGLE, "pt") as file:
+            with _readable(folder / _SINGLE), safe_open(folder / _SINGLE, "pt") as file:
                 self.files = dict.fromkeys(file.keys(), _SINGLE)
         else:
             raise StageError(
@@ -40,9 +49,10 @@ class Shards:
         found = None
         if name in self.files:
             file = self.files[name]
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, "pt")
-            found = self._open[file].get_slice(name)
+            with _readable(self.folder / file):
+                if file not in self._open:
+                    self._open[file] = safe_open(self.folder / file, "pt")
+                found = self._open[file].get_slice(name)
         if found is None or tuple(found.get_shape()) != shape:
             held = "no such tensor" if found is None else f"one of shape {found.get_shape()}"
             raise StageError(
@@ -54,3 +64,8 @@ class Shards:
                 )
             )
         return found[box]
+
+
+def _readable(file: Path) -> AbstractContextManager[None]:
+    fix = "save or download the model again"
+    return readable(file, StageError, why="it is part of the model's folder", fix=fix, also=(SafetensorError,))
