@@ -102,8 +102,6 @@ class Placement:
             variables["OMP_NUM_THREADS"] = str(group.threads)
         if not group.gpus and "OMP_WAIT_POLICY" not in os.environ:
             variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        if ray.util.get_node_ip_address() == LOOPBACK:
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
         own: dict[str, str] = {}
         if group.interpreter is not None:
             own["py_executable"] = shlex.quote(group.interpreter)

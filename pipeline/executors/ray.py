@@ -341,7 +341,8 @@ class RayExecutor:
         received = [
             (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
         ]
-        return _Running(task, leading=dict(received), others=dict([*sent, *carried]), offer=offer)
+        others = dict([*sent, *carried])
+        return _Running(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
 
     def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
         """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
@@ -414,6 +415,9 @@ class RayExecutor:
         if isinstance(result.error, Unfit):
             return self._instead(task, (running.leading | running.others)[ref], result.error)
         running.results[ref] = result
+        if result.error and running.meeting and not running.error:
+            running.error = result.error
+            self._meetings.fail(running.meeting.name, str(result.error))
         if result.error and not isinstance(result.error, PeerLost):
             # other ranks may wait for this one; the run ends before their deadline
             return self._lost_among((running.leading | running.others).values(), task) or result
@@ -535,13 +539,16 @@ class _Offer:
 class _Running:
     """A running task: calls whose results count, and calls that only must not fail, each with its actor.
 
-    `offer` belongs to a transfer. An error caused by a lost peer counts only after all calls have returned.
+    `offer` belongs to a transfer, and `meeting` to a two-sided one. An error caused by a lost peer counts only after
+    all calls have returned; in a meeting it is the first one, `error`, which ended it for all.
     """
 
     task: Task
     leading: dict[ray.ObjectRef, Any]
     others: dict[ray.ObjectRef, Any]
     offer: _Offer | None = None
+    meeting: Meeting | None = None
+    error: SluiceError | None = None
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
@@ -552,4 +559,5 @@ class _Running:
         for other in others:
             result.metrics = other.metrics | result.metrics
             result.error = result.error or other.error
+        result.error = self.error or result.error
         return result

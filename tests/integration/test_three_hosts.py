@@ -1,0 +1,86 @@
+"""Runs that span three machines, none of which knows the name of another: refits, failures, the cluster's token."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+from tests.conftest import REPOSITORY
+from tests.hosts import Machine, hosts
+
+GRAPH = str(Path(__file__).with_name("hosts_graph.py"))
+ROOM = 2, 5, 4  # CPUs by machine: the columns on the first, the sampler on the second, the learner on the third
+PORT = 6379
+RUN_S = 120.0
+
+
+@dataclass
+class Cluster:
+    """A Ray cluster on three machines; commands run on the first."""
+
+    machines: list[Machine]
+    environment: dict[str, str]
+
+    @property
+    def address(self) -> str:
+        """The address of the cluster."""
+        return f"{self.machines[0].address}:{PORT}"
+
+    def command(self, folder: Path, *flags: str) -> tuple[str, ...]:
+        """Return the command line of a run that joins the cluster."""
+        run = (sys.executable, "-m", "pipeline.run", GRAPH, "--address", self.address, "--trusted-network", "--plain")
+        return (*run, "--run-dir", str(folder), *flags)
+
+    def run(self, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the graph to its end."""
+        words = self.command(folder, *flags)
+        return self.machines[0].run(*words, env=self.environment | variables, timeout=RUN_S, cwd=folder.parent)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three machines whose Ray nodes share a token."""
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "PYTHONPATH": REPOSITORY}
+    with hosts(len(ROOM)) as machines:
+        made = Cluster(machines, os.environ | own)
+        ray = str(Path(sys.executable).with_name("ray"))
+
+        def start(machine: Machine, cpus: int, *words: str) -> None:
+            small = f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}"
+            done = machine.run(ray, "start", *words, *small, env=made.environment)
+            assert done.returncode == 0, done.stderr
+
+        start(machines[0], ROOM[0], "--head", f"--port={PORT}", "--include-dashboard=false")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(start, machines[1:], ROOM[1:], [f"--address={made.address}"] * 2))
+        yield made
+
+
+def test_a_refit_uses_rays_addresses_whatever_the_machines_names_lead_to(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.run(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    run_dir = RunDir(tmp_path / "run")
+    nodes = {event.group: event.node for _, event in trace.read(run_dir.events) if isinstance(event, trace.Placed)}
+    assert nodes == {"sampler": cluster.machines[1].address, "learner": cluster.machines[2].address}
+    assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["refit/path_gloo"] == 1
+
+
+def test_a_failed_end_of_a_refit_ends_it_for_all_and_is_the_error(cluster: Cluster, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    done = cluster.run(tmp_path / "run", "--interface", "gone0")
+    assert done.returncode == 3 and time.monotonic() - begun_s < RUN_S / 2
+    assert "rank 1 did not meet the other 1" in done.stderr and "gone0" in done.stderr
+    waited = (tmp_path / "run" / "logs" / "learner-0.log").read_text()
+    assert "rank 0 did not meet the other 1" in waited and "gone0" in waited, "it knows why it need not wait"
