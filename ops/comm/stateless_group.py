@@ -84,7 +84,7 @@ class StatelessGroup:
         deadline_s: float = DEADLINE_S, where: str = "their store", reason: Callable[[], str] = lambda: "",
     ) -> StatelessGroup:  # fmt: skip
         """Join at a store that is already served. While joining, the store's own timeout applies too. `reason`, polled
-        every `LOOK_S` by whoever waits for the others, returns why that is pointless, or ""."""
+        every `LOOK_S` while a rank waits for others, returns why that is pointless, or ""."""
         try:
             own = dist.PrefixStore(f"group {name}", store)
             if device.type == "cuda":

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Ray reads these once, at import. If Ray was imported before, the choice was made there.
-if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray reads this once, at import. If Ray was imported before, the choice was made there.
+if "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 from ray import cloudpickle
@@ -41,6 +41,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
+from pipeline.executors.admission import check_admission
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
@@ -266,6 +267,10 @@ class RayExecutor:
             "env_vars": dict(PRIORITY),  # Ray adds to it
             "worker_process_setup_hook": worker_hook(user_folders(self._modules)),
         }
+        if self._address:
+            check_admission(self._address, os.environ)
+        elif os.environ.get("RAY_AUTH_MODE") == "token":
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         try:
             if self._address is None:
                 self._keeper = Keeper.start(options | self._own(plan))

@@ -84,3 +84,12 @@ def test_a_failed_end_of_a_refit_ends_it_for_all_and_is_the_error(cluster: Clust
     assert "rank 1 did not meet the other 1" in done.stderr and "gone0" in done.stderr
     waited = (tmp_path / "run" / "logs" / "learner-0.log").read_text()
     assert "rank 0 did not meet the other 1" in waited and "gone0" in waited, "it knows why it need not wait"
+
+
+def test_the_cluster_refuses_another_token_in_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    done = cluster.run(tmp_path / "run", RAY_AUTH_TOKEN="another")
+    error, way_on = done.stderr.splitlines()
+    assert done.returncode == 2 and time.monotonic() - begun_s < RUN_S / 4
+    assert error.startswith(f"--address {cluster.address}: the cluster refuses the token of RAY_AUTH_TOKEN;")
+    assert f"--address {cluster.address} --trusted-network --run-dir" in way_on and "--resume" in way_on

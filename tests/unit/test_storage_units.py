@@ -85,10 +85,12 @@ def test_the_flag(text, value):
     assert storage_units(text) == value
 
 
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
 @pytest.mark.parametrize("units", [1, 3, PER_NODE])
-def test_a_resumed_run_has_as_many(units):
-    words = "" if units == 1 else f" --storage-units {units}"
-    options = SimpleNamespace(executor="ray", storage_units=units)
+def test_a_resumed_run_has_as_many_and_joins_the_same_cluster(units, address):
+    words = f" --address {address} --trusted-network" if address else ""
+    words += "" if units == 1 else f" --storage-units {units}"
+    options = SimpleNamespace(executor="ray", storage_units=units, address=address, trusted_network=bool(address))
     asked = SimpleNamespace(options=options, file=SimpleNamespace(path=Path("graph.py")))
     command = run._resume_command(asked, RunDir(Path("run")))  # type: ignore[arg-type]
     assert command.endswith(f"graph.py --executor ray{words} --run-dir run --resume")
