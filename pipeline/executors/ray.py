@@ -93,6 +93,7 @@ class RayExecutor:
         self._storage_units = storage_units
         self.plane: Any = None
         self._owns_ray = False
+        self._controller_resource: str | None = None  # of the node of TransferQueue's controller
         self._keeper: Keeper | None = None  # of the Ray that it starts
         self._actors: dict[str, list[Any]] = {}
         self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
@@ -307,6 +308,7 @@ class RayExecutor:
             raise GraphError(*problems)
         if units:
             self._placement.reserve(units.bundles(plan, nodes))
+            self._controller_resource = units.controller_resource(plan, nodes)
         return units
 
     def _open_plane(self, units: Units | None) -> TransferQueuePlane:
@@ -317,7 +319,7 @@ class RayExecutor:
         self._placement.release()
         create = partial(
             TransferQueuePlane.create, trusted_network=self._trusted_network, storage_units=units.count,
-            storage_resource=units.resource,
+            storage_resource=units.resource, controller_resource=self._controller_resource,
         )  # fmt: skip
         for _ in range(PLANE_ATTEMPTS):
             try:

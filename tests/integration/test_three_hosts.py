@@ -75,6 +75,11 @@ def test_a_refit_uses_rays_addresses_whatever_the_machines_names_lead_to(cluster
     nodes = {event.group: event.node for _, event in trace.read(run_dir.events) if isinstance(event, trace.Placed)}
     assert nodes == {"sampler": cluster.machines[1].address, "learner": cluster.machines[2].address}
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["refit/path_gloo"] == 1
+    logs = [
+        machine.run("grep", "-rhoE", "actor_name:.*", "/tmp/ray/session_latest/logs") for machine in cluster.machines
+    ]
+    actors = [{line.removeprefix("actor_name:") for line in found.stdout.splitlines()} for found in logs]
+    assert actors == [{"TransferQueueController", "SimpleStorageUnit"}, {"StreamActor"}, {"Actor"}]
 
 
 def test_a_failed_end_of_a_refit_ends_it_for_all_and_is_the_error(cluster: Cluster, tmp_path: Path) -> None:
@@ -93,3 +98,27 @@ def test_the_cluster_refuses_another_token_in_one_line(cluster: Cluster, tmp_pat
     assert done.returncode == 2 and time.monotonic() - begun_s < RUN_S / 4
     assert error.startswith(f"--address {cluster.address}: the cluster refuses the token of RAY_AUTH_TOKEN;")
     assert f"--address {cluster.address} --trusted-network --run-dir" in way_on and "--resume" in way_on
+
+
+def test_a_group_that_fits_no_machine_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    done = cluster.run(tmp_path / "run", "--learner-cpus", "5.5", "--sampler-cpus", "1")
+    assert done.returncode == 2 and time.monotonic() - begun_s < RUN_S / 4
+    assert "worker group 'learner' asks for 1 x 5.5 CPUs, and 0 of them fit on the cluster's machines;" in done.stderr
+    assert "10.77.0.1 has 2 CPUs; 10.77.0.2 has 5 CPUs; 10.77.0.3 has 4 CPUs" in done.stderr
+
+
+def test_a_group_that_waits_for_room_says_so_soon(cluster: Cluster, tmp_path: Path) -> None:
+    """Both groups fit on the second machine only, and not beside each other."""
+    flags = "--learner-cpus", "4.5", "--sampler-cpus", "4.5"
+    with cluster.machines[0].start(
+        *cluster.command(tmp_path / "run", *flags), env=cluster.environment, stderr=subprocess.PIPE, text=True
+    ) as running:
+        begun_s = time.monotonic()
+        assert running.stderr
+        said = running.stderr.readline()
+        assert time.monotonic() - begun_s < RUN_S / 4
+        assert "worker group 'learner' has found no room for 5 s; it asks for 1 x 4.5 CPUs; free are: " in said
+        assert "10.77.0.2 has 0.5 CPUs; 10.77.0.3 has 4 CPUs" in said and "the run waits for 300 s" in said
+        running.terminate()
+        running.terminate()
