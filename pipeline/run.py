@@ -22,7 +22,7 @@ import msgspec
 from pipeline import view
 from pipeline.cli import console
 from pipeline.cli.command import Parser, above_0, exit_code, graph_named, natural
-from pipeline.cli.executor_flags import add_executor_flags, executor_problems
+from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
@@ -269,9 +269,8 @@ def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
 
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
     options = asked.options
-    command = [*typed("pipeline.run"), str(asked.file.path), "--executor", options.executor]
-    units = ["--storage-units", str(options.storage_units)] if options.storage_units != 1 else []
-    return shlex.join([*command, *units, "--run-dir", str(run_dir.path), "--resume"])
+    command = [*typed("pipeline.run"), str(asked.file.path), *executor_words(options)]
+    return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
 
 
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:

@@ -39,7 +39,7 @@ pytest_plugins = [
 ]
 
 STORAGE_UNITS = 2  # of the TransferQueue that tests share
-STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes")
+STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes|\bhosts\(")
 
 
 def starts_ray(test: str) -> bool:

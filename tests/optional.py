@@ -2,7 +2,7 @@
 
     trl = need("trl", "trl")
 
-SLUICE_REQUIRE is a comma-separated list of parts, such as `web,vllm,megatron,gpu`.
+SLUICE_REQUIRE is a comma-separated list of parts, such as `web,vllm,megatron,gpu,hosts`.
 """
 
 from __future__ import annotations

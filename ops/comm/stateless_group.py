@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -52,8 +52,12 @@ class StatelessGroup:
     """One rank's view. The sends and receives inside one `together` complete at its end, so no order of them deadlocks.
     Every rank must issue its `together` blocks in the same order."""
 
-    def __init__(self, wire: Wire, store: dist.Store, rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, wire: Wire, store: dist.Store, rank: int, ranks: int, device: torch.device,
+        reason: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
         self.wire, self.store, self.rank, self.ranks, self.device = wire, store, rank, ranks, device
+        self._reason = reason
 
     @classmethod
     def join(
@@ -77,18 +81,19 @@ class StatelessGroup:
     @classmethod
     def over(
         cls, store: dist.Store, *, rank: int, ranks: int, device: torch.device, name: str = "", interface: str = "",
-        deadline_s: float = DEADLINE_S, where: str = "their store",
+        deadline_s: float = DEADLINE_S, where: str = "their store", reason: Callable[[], str] = lambda: "",
     ) -> StatelessGroup:  # fmt: skip
-        """Join at a store that is already served. While joining, the store's own timeout applies too."""
+        """Join at a store that is already served. While joining, the store's own timeout applies too. `reason`, polled
+        every `LOOK_S` while a rank waits for others, returns why that is pointless, or ""."""
         try:
             own = dist.PrefixStore(f"group {name}", store)
             if device.type == "cuda":
-                wire: Wire = _Nccl(own, rank, ranks, interface, device, deadline_s)
+                wire: Wire = _Nccl(own, rank, ranks, interface, device, deadline_s, reason)
             else:
-                wire = _Gloo(own, rank, ranks, timedelta(seconds=deadline_s), interface)
+                wire = _Gloo(own, rank, ranks, interface, deadline_s, reason)
         except RuntimeError as error:
             raise _not_met(rank, ranks, where, error) from error
-        group = cls(wire, own, rank, ranks, device)
+        group = cls(wire, own, rank, ranks, device, reason)
         group.check(deadline_s)
         return group
 
@@ -123,9 +128,9 @@ class StatelessGroup:
                 f"{wanted} under {CHECKED!r}; weights would be wrong too"
             )
 
-    def finish(self, deadline_s: float, over: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, deadline_s: float) -> None:
         """Wait until all transfers on the current CUDA stream are done; on the CPU they already are. Raises GroupError
-        after the deadline (a dead peer would block forever), or once `over`, polled every `LOOK_S`, returns True."""
+        after the deadline (a dead peer would block forever), or once there is a reason not to wait."""
         if self.device.type != "cuda":
             return
         begun_s = time.monotonic()
@@ -136,8 +141,8 @@ class StatelessGroup:
                 raise GroupError(f"rank {self.rank} of {self.ranks}: a transfer was not done within {deadline_s} s")
             if now_s - looked_s > LOOK_S:
                 looked_s = now_s
-                if over():
-                    raise GroupError(f"rank {self.rank} of {self.ranks}: a peer is gone in the middle of a transfer")
+                if reason := self._reason():
+                    raise GroupError(f"rank {self.rank} of {self.ranks}, in the middle of a transfer: {reason}")
             time.sleep(POLL_S)
 
     def close(self) -> None:
@@ -158,14 +163,16 @@ class StatelessGroup:
 class _Gloo:
     """torch's gloo without a default group. Sends and receives inside one `together` run concurrently."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, deadline: timedelta, interface: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int, interface: str, deadline_s: float, reason: Callable[[], str]
+    ) -> None:
+        deadline = timedelta(seconds=deadline_s)
+        how: Any = deadline
         if interface:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = deadline
-            options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-            self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, ranks, deadline)
+            how = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            how._timeout = deadline
+            how._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        self._group: Any = _within(deadline_s, lambda: dist.ProcessGroupGloo(store, rank, ranks, how), reason)
         self._open: list[Any] | None = None
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -220,8 +227,9 @@ class _Nccl:
 
     @_nccl_errors()
     def __init__(
-        self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float
-    ) -> None:
+        self, store: dist.Store, rank: int, ranks: int, interface: str, device: torch.device, deadline_s: float,
+        reason: Callable[[], str],
+    ) -> None:  # fmt: skip
         if interface:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # an exact match; otherwise it is a prefix
         import nccl.core as nccl
@@ -238,7 +246,7 @@ class _Nccl:
             with torch.cuda.device(index):
                 return nccl.Communicator.init(ranks, rank, unique_id)
 
-        self._communicator = _within(deadline_s, connected, late=lambda communicator: communicator.abort())
+        self._communicator = _within(deadline_s, connected, reason, late=lambda communicator: communicator.abort())
 
     @_nccl_errors()
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -264,9 +272,13 @@ class _Nccl:
         self._communicator.abort()
 
 
-def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any], None]) -> Any:
-    """Call `connected`, which blocks forever if a peer dies, with a deadline. Raises its exception, or RuntimeError
-    after the deadline; `late` is called with a result that arrives after that."""
+def _within(
+    deadline_s: float, connected: Callable[[], Any], reason: Callable[[], str],
+    late: Callable[[Any], None] = lambda made: None,
+) -> Any:  # fmt: skip
+    """Call `connected`, which waits for a lost peer far too long, with a deadline. Raises its exception, or
+    RuntimeError after the deadline or once there is a reason not to wait; `late` is called with a result that arrives
+    after that."""
     made: Future[Any] = Future()
 
     def run() -> None:
@@ -277,11 +289,14 @@ def _within(deadline_s: float, connected: Callable[[], Any], late: Callable[[Any
             made.set_exception(error)
 
     threading.Thread(target=run, name="connects", daemon=True).start()
-    try:
-        return made.result(deadline_s)
-    except TimeoutError:
-        made.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
-        raise RuntimeError(f"they did not connect within {deadline_s:g} s; one of them may be gone") from None
+    ends_s = time.monotonic() + deadline_s
+    why = ""
+    while not why and (left_s := ends_s - time.monotonic()) > 0:
+        if wait([made], timeout=min(left_s, LOOK_S)).done:
+            return made.result()
+        why = reason()
+    made.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
+    raise RuntimeError(why or f"they did not connect within {deadline_s:g} s; one of them may be gone")
 
 
 def _not_met(rank: int, ranks: int, where: str, error: RuntimeError) -> GroupError:

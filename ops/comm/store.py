@@ -41,9 +41,14 @@ class Asking(dist.Store):
         ends_s = time.monotonic() + (timeout or self._deadline).total_seconds()
         pause_s = SHORTEST_S
         while not self._client.check(keys):
-            if self._over and self._client.check([self._over]):
-                raise dist.DistStoreError(bytes(self._client.get(self._over)).decode())
+            if reason := self.reason():
+                raise dist.DistStoreError(reason)
             if time.monotonic() > ends_s:
                 raise dist.DistStoreError(f"{' and '.join(keys)} did not arrive in time")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_S)
+
+    def reason(self) -> str:
+        """Return why waiting is pointless, or "" if it is not."""
+        is_over = bool(self._over) and self._client.check([self._over])
+        return bytes(self._client.get(self._over)).decode() if is_over else ""

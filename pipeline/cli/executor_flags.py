@@ -26,6 +26,14 @@ def add_executor_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def executor_words(options: argparse.Namespace) -> list[str]:
+    """Return the words of a command line that choose the same executor."""
+    address = ["--address", options.address] if options.address else []
+    trusted = ["--trusted-network"] if options.trusted_network else []
+    units = ["--storage-units", str(options.storage_units)] if options.storage_units != 1 else []
+    return ["--executor", options.executor, *address, *trusted, *units]
+
+
 def storage_units(text: str) -> int | str:
     """Parse the value of --storage-units."""
     if text != PER_NODE and not (text.isdecimal() and int(text) > 0):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+A_BIT = 0.001  # of a node's own resource, of which each node has 1
 KEY_BYTES = 32
 _UNSIGNED: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # of the message class, as it came
 
@@ -56,15 +57,18 @@ def sign_messages(key: bytes) -> None:
 
 
 @contextmanager
-def signing_actors(key: bytes) -> Iterator[None]:
-    """Inside this context, TransferQueue starts actors that sign and check from before they open a socket."""
+def signing_actors(key: bytes, controller_resource: str | None = None) -> Iterator[None]:
+    """Inside this context, TransferQueue starts actors that sign and check from before they open a socket; its
+    controller on a node with this Ray resource, if it is given."""
     from transfer_queue import interface
     from transfer_queue.storage.bootstrap import simple_storage_bootstrap as storage
 
     places: tuple[tuple[Any, str], ...] = (interface, "TransferQueueController"), (storage, "SimpleStorageUnit")
     before = [getattr(module, name) for module, name in places]
-    for (module, name), actor in zip(places, before):
-        setattr(module, name, interface.ray.remote(num_cpus=1)(_signing(actor.__ray_metadata__.modified_class, key)))
+    resources = {controller_resource: A_BIT} if controller_resource else {}
+    for (module, name), actor, wanted in zip(places, before, (resources, {})):
+        remote = interface.ray.remote(num_cpus=1, resources=wanted)
+        setattr(module, name, remote(_signing(actor.__ray_metadata__.modified_class, key)))
     try:
         yield
     finally:

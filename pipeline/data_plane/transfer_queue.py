@@ -102,11 +102,12 @@ class TransferQueuePlane(RowPlane):
     @staticmethod
     def create(
         *, deadline_s: float = DEADLINE_S, storage_units: int = 1, trusted_network: bool = False,
-        cache_bytes: int = CACHE_BYTES, storage_resource: str | None = None,
+        cache_bytes: int = CACHE_BYTES, storage_resource: str | None = None, controller_resource: str | None = None,
     ) -> TransferQueuePlane:  # fmt: skip
         """Start TransferQueue in the Ray cluster that this process is connected to (with CPUs for 1 + storage_units).
 
-        Storage units are spread over the nodes with the Ray resource `storage_resource`, or over all nodes.
+        Storage units are spread over the nodes with the Ray resource `storage_resource`, or over all nodes; the
+        controller is on a node with `controller_resource`, or on any.
 
         Raises DataPlaneError if the cluster already has one, or if it would bind a non-loopback address on an untrusted
         network; DataPlaneLost if it does not come up.
@@ -117,7 +118,9 @@ class TransferQueuePlane(RowPlane):
         try:
             settings = within(
                 START_DEADLINE_S, "start TransferQueue",
-                lambda: _start(deadline_s, storage_units, trusted_network, cache_bytes, storage_resource),
+                lambda: _start(
+                    deadline_s, storage_units, trusted_network, cache_bytes, storage_resource, controller_resource
+                ),
             )  # fmt: skip
             started = True
             return TransferQueuePlane(settings, owns=True)
@@ -316,8 +319,9 @@ def _load(deadline_s: float, key: bytes) -> None:
 
 
 def _start(
-    deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None
-) -> Settings:
+    deadline_s: float, storage_units: int, trusted_network: bool, cache_bytes: int, storage_resource: str | None,
+    controller_resource: str | None,
+) -> Settings:  # fmt: skip
     key = secrets.token_bytes(KEY_BYTES)
     _load(deadline_s, key)
     import transfer_queue
@@ -340,7 +344,7 @@ def _start(
             },
         }
     )
-    with signing_actors(key):
+    with signing_actors(key, controller_resource):
         config = transfer_queue.init(asked)
     if config is asked or config.controller.zmq_info is None:  # it attached to one that started meanwhile
         transfer_queue.get_client().close()

@@ -18,6 +18,7 @@ from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Meeting, Task
 from pipeline.errors import SluiceError
+from pipeline.executors.interface import bind
 from pipeline.executors.meetings import End
 from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
 from pipeline.precedence import search_last
@@ -38,6 +39,7 @@ class Hosted:
     """Exposes a `Worker` to Ray calls."""
 
     def __init__(self, rank: int, hosted: bytes, stages: bytes, settings: WorkerSettings) -> None:
+        bind(ray.util.get_node_ip_address())
         search_last(settings.folders)  # Ray puts the driver's working directory first, and knows no graph's folder
         group, mine = cloudpickle.loads(hosted)
         if settings.run_dir:

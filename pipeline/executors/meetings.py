@@ -3,6 +3,7 @@
     meetings = Meetings(lambda: "127.0.0.1", deadline_s=600.0)
     meeting = meetings.of("refit", ["learner.0"], "sampler", [0, 1])
     meetings.lose("sampler.1", "it died")          # everyone who waits in a meeting with it is released
+    meetings.fail(meeting.name, "no route")        # everyone who waits in this one
 
 Knows worker names and how often each was restarted; no Ray.
 """
@@ -45,6 +46,12 @@ class Meetings:
         for name, members in list(self._members.items()):
             if worker in members:
                 self.end(name, reason)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Release all ranks that wait in this meeting, because one of them failed. If a lost worker turns out to be the
+        cause, that replaces the first reason."""
+        if name in self._members:
+            self._store.set(name, reason)
 
     def end(self, name: str, reason: str) -> None:
         """Release all ranks that wait in this meeting."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -16,6 +18,7 @@ from pipeline.data_plane.transfer_queue import DEADLINE_S, environment
 from pipeline.declare.group import HOST, WorkerGroup
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.answers import START_DEADLINE_S, get_all
+from pipeline.executors.storage import bundle_of, described
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup
 from pipeline.precedence import for_another_python
@@ -24,6 +27,7 @@ LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 with the address of the network
 # By default Ray's workers yield to everything else on the machine (niceness 15). But they do the actual work, and a
 # data plane that other programs slow down would be declared lost.
 PRIORITY = MappingProxyType({"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")})  # noqa: SIM112 - Ray's
+SOON_S = 5.0  # after which a group that waits for room says so
 SPINS = "2000"  # for threads that wait for others in their process: workers share cores, and spinning wastes them
 
 
@@ -83,18 +87,13 @@ class Placement:
             strategies, visible = _beside(group, beside)
             gpus = 0
         else:
-            bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+            bundle = bundle_of(cpus, gpus)
             placed = placement_group([bundle] * count, strategy="PACK")
             self._held.append(placed)
-            if not placed.wait(START_DEADLINE_S):
-                raise GraphError(
-                    Problem(
-                        where=str(group.location),
-                        what=f"worker group {group.name!r} could not be placed within {START_DEADLINE_S:g} s",
-                        why=f"it asks for {count} x {bundle}, free are {ray.available_resources()}",
-                        fix="use fewer workers, or a larger cluster",
-                    )
-                )
+            if not placed.wait(min(SOON_S, START_DEADLINE_S)):
+                print(_without_room(group, count, bundle, SOON_S, is_final=False), file=sys.stderr, flush=True)
+                if not placed.wait(START_DEADLINE_S):
+                    raise GraphError(_without_room(group, count, bundle, START_DEADLINE_S, is_final=True))
             strategies = [
                 PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=i) for i in range(count)
             ]
@@ -102,8 +101,6 @@ class Placement:
             variables["OMP_NUM_THREADS"] = str(group.threads)
         if not group.gpus and "OMP_WAIT_POLICY" not in os.environ:
             variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        if ray.util.get_node_ip_address() == LOOPBACK:
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
         own: dict[str, str] = {}
         if group.interpreter is not None:
             own["py_executable"] = shlex.quote(group.interpreter)
@@ -124,9 +121,30 @@ class Placement:
         self._held.clear()
 
 
-def placed_first(group: PlacedGroup) -> int:
-    """Return the placement order: the host group needs the driver's node, and a colocated group follows its partner."""
-    return 0 if group.name == HOST else 2 if group.colocated else 1
+def placed_first(group: PlacedGroup) -> tuple[int, float, float]:
+    """Return the placement order: the host group needs the driver's node, and a colocated group follows its partner.
+    In between, large workers come first: small ones find room beside them, not the other way round."""
+    return 0 if group.name == HOST else 2 if group.colocated else 1, -group.gpus / group.workers, -group.cpus
+
+
+def _without_room(
+    group: WorkerGroup, count: int, bundle: dict[str, float], waited_s: float, *, is_final: bool
+) -> Problem:
+    """Return the problem, or the warning, that a group waits for room."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    free = [
+        f"{addresses[node]} has {described(left) or 'nothing'}"
+        for node, left in available_resources_per_node().items()
+        if node in addresses
+    ]
+    return Problem(
+        where=str(group.location),
+        what=f"worker group {group.name!r} has found no room for {waited_s:g} s",
+        why=f"it asks for {count} x {described(bundle)}; free are: {'; '.join(sorted(free))}",
+        fix="end other jobs on the cluster, use fewer or smaller workers, or add machines"
+        + ("" if is_final else f"; the run waits for {START_DEADLINE_S:g} s"),
+        warning=not is_final,
+    )
 
 
 def _beside(group: WorkerGroup, owners: Sequence[Any]) -> tuple[list[Any], list[dict[str, str]]]:

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Ray reads these once, at import. If Ray was imported before, the choice was made there.
-if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray reads this once, at import. If Ray was imported before, the choice was made there.
+if "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 from ray import cloudpickle
@@ -41,6 +41,7 @@ from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import merged, shards
 from pipeline.executors.actors import Actor, StreamActor
+from pipeline.executors.admission import check_admission
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
@@ -92,6 +93,7 @@ class RayExecutor:
         self._storage_units = storage_units
         self.plane: Any = None
         self._owns_ray = False
+        self._controller_resource: str | None = None  # of the node of TransferQueue's controller
         self._keeper: Keeper | None = None  # of the Ray that it starts
         self._actors: dict[str, list[Any]] = {}
         self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
@@ -266,6 +268,10 @@ class RayExecutor:
             "env_vars": dict(PRIORITY),  # Ray adds to it
             "worker_process_setup_hook": worker_hook(user_folders(self._modules)),
         }
+        if self._address:
+            check_admission(self._address, os.environ)
+        elif os.environ.get("RAY_AUTH_MODE") == "token":
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         try:
             if self._address is None:
                 self._keeper = Keeper.start(options | self._own(plan))
@@ -302,6 +308,7 @@ class RayExecutor:
             raise GraphError(*problems)
         if units:
             self._placement.reserve(units.bundles(plan, nodes))
+            self._controller_resource = units.controller_resource(plan, nodes)
         return units
 
     def _open_plane(self, units: Units | None) -> TransferQueuePlane:
@@ -312,7 +319,7 @@ class RayExecutor:
         self._placement.release()
         create = partial(
             TransferQueuePlane.create, trusted_network=self._trusted_network, storage_units=units.count,
-            storage_resource=units.resource,
+            storage_resource=units.resource, controller_resource=self._controller_resource,
         )  # fmt: skip
         for _ in range(PLANE_ATTEMPTS):
             try:
@@ -341,7 +348,8 @@ class RayExecutor:
         received = [
             (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
         ]
-        return _Running(task, leading=dict(received), others=dict([*sent, *carried]), offer=offer)
+        others = dict([*sent, *carried])
+        return _Running(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
 
     def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
         """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
@@ -414,6 +422,9 @@ class RayExecutor:
         if isinstance(result.error, Unfit):
             return self._instead(task, (running.leading | running.others)[ref], result.error)
         running.results[ref] = result
+        if result.error and running.meeting and not running.error:
+            running.error = result.error
+            self._meetings.fail(running.meeting.name, str(result.error))
         if result.error and not isinstance(result.error, PeerLost):
             # other ranks may wait for this one; the run ends before their deadline
             return self._lost_among((running.leading | running.others).values(), task) or result
@@ -535,13 +546,16 @@ class _Offer:
 class _Running:
     """A running task: calls whose results count, and calls that only must not fail, each with its actor.
 
-    `offer` belongs to a transfer. An error caused by a lost peer counts only after all calls have returned.
+    `offer` belongs to a transfer, and `meeting` to a two-sided one. An error caused by a lost peer counts only after
+    all calls have returned; in a meeting it is the first one, `error`, which ended it for all.
     """
 
     task: Task
     leading: dict[ray.ObjectRef, Any]
     others: dict[ray.ObjectRef, Any]
     offer: _Offer | None = None
+    meeting: Meeting | None = None
+    error: SluiceError | None = None
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
     def whole(self) -> TaskResult:
@@ -552,4 +566,5 @@ class _Running:
         for other in others:
             result.metrics = other.metrics | result.metrics
             result.error = result.error or other.error
+        result.error = self.error or result.error
         return result

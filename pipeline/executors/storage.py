@@ -45,8 +45,14 @@ class Units:
         The controller's are on the driver's node if that has room beside its units and the host group: elsewhere they
         could take the room of a worker that needs nearly a whole node.
         """
+        controller = _bundle(self.here) if self.controller_resource(plan, nodes) else {"CPU": CPUS}
+        return [controller, *map(_bundle, self.addresses)]
+
+    def controller_resource(self, plan: Plan, nodes: Nodes) -> str | None:
+        """Return the Ray resource of the driver's node, if that has room for the controller: the loss of another node
+        then does not end it. None is any node."""
         room = _cpus_at(self.here, nodes) - self._asked_here(plan) >= CPUS
-        return [_bundle(self.here) if room else {"CPU": CPUS}, *map(_bundle, self.addresses)]
+        return f"node:{self.here}" if room else None
 
     def shortage_here(self, plan: Plan, nodes: Nodes) -> Iterator[Problem]:
         """Yield that the driver's node lacks CPUs for its units and for the host group."""
@@ -85,7 +91,8 @@ def cpus_of(groups: Iterable[PlacedGroup]) -> float:
 
 
 def shortages(plan: Plan, units: Units | None, nodes: Nodes) -> Iterator[Problem]:
-    """Yield what a run with these units asks for and these nodes do not have: in all, and on the driver's node."""
+    """Yield what a run with these units asks for and these nodes do not have: in all, on the driver's node, and on any
+    one node."""
     store = units.cpus if units else 0.0
     for kind, asked in (("GPU", plan.gpus), ("CPU", cpus_of(plan.groups) + store)):
         have = sum(node["Resources"].get(kind, 0.0) for node in nodes if node["Alive"])
@@ -99,6 +106,41 @@ def shortages(plan: Plan, units: Units | None, nodes: Nodes) -> Iterator[Problem
             return
     if units:
         yield from units.shortage_here(plan, nodes)
+    yield from _too_large(plan, nodes)
+
+
+def bundle_of(cpus: float, gpus: float) -> dict[str, float]:
+    """Return the resources of a worker."""
+    return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+
+
+def described(resources: Mapping[str, float]) -> str:
+    """Return CPUs and GPUs as text."""
+    return ", ".join(f"{resources.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU") if resources.get(kind))
+
+
+def _too_large(plan: Plan, nodes: Nodes) -> Iterator[Problem]:
+    """Yield the worker groups whose workers do not fit on the nodes even if nothing else runs there."""
+    alive = [node for node in nodes if node["Alive"]]
+    for group in plan.groups:
+        bundle = bundle_of(group.cpus, 0 if group.colocated else group.gpus / group.workers)
+        fit = sum(_times(bundle, node["Resources"], group.workers) for node in alive)
+        if fit < group.workers and group.name != HOST:
+            have = "; ".join(
+                sorted(f"{node['NodeManagerAddress']} has {described(node['Resources'])}" for node in alive)
+            )
+            yield Problem(
+                where=plan.name,
+                what=f"worker group {group.name!r} asks for {group.workers} x {described(bundle)}, and {fit} of them "
+                "fit on the cluster's machines",
+                why=f"a worker runs on one machine: {have}",
+                fix="fewer or smaller workers, or larger machines",
+            )
+
+
+def _times(bundle: Mapping[str, float], resources: Mapping[str, float], most: int) -> int:
+    """Return how many times the bundle fits, at most `most`."""
+    return int(min([most, *(resources.get(kind, 0.0) // asked for kind, asked in bundle.items() if asked)]))
 
 
 def _bundle(address: str) -> dict[str, float]:

@@ -90,6 +90,33 @@ def test_a_rank_that_dies_while_they_connect_is_told_and_what_comes_late_is_left
     assert len(Communicator.aborted) == 1
 
 
+@pytest.mark.parametrize("device", [CUDA, torch.device("cpu")])
+def test_nobody_connects_to_the_deadline_once_the_others_have_failed(
+    store: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    store.set("group /rank 1", "")
+    asking = Asking(store, 60.0, over="failed")
+    connecting = threading.Event()
+
+    def connect(*_: Any) -> None:
+        connecting.set()
+        assert Communicator.ended.wait(60)
+
+    monkeypatch.setattr(Communicator, "init", connect)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connect)
+    with ThreadPoolExecutor(1) as pool:
+        group = pool.submit(
+            StatelessGroup.over, asking, rank=0, ranks=2, device=device, deadline_s=60.0, reason=asking.reason
+        )
+        assert connecting.wait(20) and not group.done()
+        failed_s = time.monotonic()
+        store.set("failed", "rank 1 has no network")
+        with pytest.raises(GroupError, match="rank 0 did not meet the other 1 at their store: rank 1 has no network"):
+            group.result(20)
+        assert time.monotonic() - failed_s < 5
+        Communicator.ended.set()
+
+
 def test_ranks_see_at_once_that_one_left_after_a_failed_transfer() -> None:
     """Rank 1 leaves while rank 0 sends to it and to rank 2. Rank 0 keeps the error and leaves too; rank 2, which comes
     later, must not wait for rank 0 until the deadline."""

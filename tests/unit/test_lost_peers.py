@@ -76,6 +76,16 @@ def test_where_nobody_died_it_is_the_error(executor: Any, monkeypatch: pytest.Mo
     assert report.error is APART and not executor._served
 
 
+def test_the_first_failed_end_ends_the_meeting_and_is_the_error(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = PeerLost(Problem(where="refit", what="it waited in vain", why="w", fix="f"))
+    next(iter(executor._pending.values())).meeting = executor.meeting  # all calls share it
+    assert not told(executor, monkeypatch, learner_0=result(APART))
+    store = reach_store(executor.meeting.host, executor.meeting.port, 1, deadline_s=30.0)
+    assert b"the transfer failed" in store.get(executor.meeting.name)
+    (report,) = told(executor, monkeypatch, sampler_0=result(later), sampler_1=result(later))
+    assert report.error is APART and b"the transfer failed" in store.get(executor.meeting.name)
+
+
 def test_one_that_gives_up_is_replaced(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = told(executor, monkeypatch, learner_0=result(), sampler_1=result(UNFIT), sampler_0=result(APART))
     assert (report.lost, report.error) == ("worker sampler.1 gave up: its engine died", None)

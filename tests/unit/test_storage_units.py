@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from pipeline import run
 from pipeline.cli.executor_flags import storage_units
 from pipeline.errors import GraphError
+from pipeline.executors.placement import placed_first
 from pipeline.executors.storage import PER_NODE, data_plane_cpus, shortages, units_of
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.planner import plan
@@ -66,6 +68,40 @@ def test_a_cluster_without_cpus_for_the_units_is_refused():
     assert "the run asks for 6 CPUs, the cluster has 5;" in short(PER_NODE, a=2, b=3, x=9)
 
 
+def large(cluster: list[dict], **flags: float) -> list[str]:
+    """Return which groups are too large for any node of a cluster, and why."""
+    groups = tuple(msgspec.structs.replace(group, **flags) for group in PLAN.groups if group.name == "learner")
+    asked = msgspec.structs.replace(PLAN, groups=groups)
+    return [f"{problem.what}; {problem.why}" for problem in shortages(asked, None, cluster)]
+
+
+def test_workers_that_fit_on_no_node_are_refused():
+    assert large(nodes(a=4, b=4), cpus=4.0) == []
+    assert large(nodes(a=3, b=3, x=9), cpus=4.0) == [
+        "worker group 'learner' asks for 1 x 4 CPUs, and 0 of them fit on the cluster's machines; a worker runs on one "
+        "machine: node-a has 3 CPUs; node-b has 3 CPUs"
+    ]
+    assert large(nodes(a=4, b=2), workers=2, cpus=2.0) == []
+    (problem,) = large(nodes(a=3, b=3), workers=3, cpus=2.0)
+    assert "3 x 2 CPUs, and 2 of them fit" in problem
+    with_gpus = nodes(a=4, b=4)
+    with_gpus[0]["Resources"]["GPU"] = 2
+    assert large(with_gpus, workers=2, gpus=2) == []
+    (problem,) = large(with_gpus, workers=2, gpus=2, cpus=3.0)
+    assert "2 x 3 CPUs, 1 GPUs, and 1 of them fit" in problem and "node-a has 4 CPUs, 2 GPUs; node-b has" in problem
+
+
+def test_large_workers_are_placed_before_small_ones_and_after_the_host():
+    cpus = {"host": 1.0, "sampler": 2.0, "learner": 9.0}
+    groups = [msgspec.structs.replace(group, cpus=cpus[group.name]) for group in PLAN.groups]
+    assert [group.name for group in sorted(groups, key=placed_first)] == ["host", "learner", "sampler"]
+
+
+def test_the_controller_is_on_the_drivers_node_if_that_has_room():
+    assert units_of(1, nodes(a=3, b=8), "node-a").controller_resource(PLAN, nodes(a=3, b=8)) == "node:node-a"
+    assert units_of(1, nodes(a=2, b=8), "node-a").controller_resource(PLAN, nodes(a=2, b=8)) is None
+
+
 def test_a_driver_without_cpus_for_the_units_is_refused():
     assert short(3, a=3, b=9) == (
         "toy: the run asks for 4 CPUs on the driver's machine, which has 3; the host group and 3 of TransferQueue's "
@@ -85,10 +121,12 @@ def test_the_flag(text, value):
     assert storage_units(text) == value
 
 
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
 @pytest.mark.parametrize("units", [1, 3, PER_NODE])
-def test_a_resumed_run_has_as_many(units):
-    words = "" if units == 1 else f" --storage-units {units}"
-    options = SimpleNamespace(executor="ray", storage_units=units)
+def test_a_resumed_run_has_as_many_and_joins_the_same_cluster(units, address):
+    words = f" --address {address} --trusted-network" if address else ""
+    words += "" if units == 1 else f" --storage-units {units}"
+    options = SimpleNamespace(executor="ray", storage_units=units, address=address, trusted_network=bool(address))
     asked = SimpleNamespace(options=options, file=SimpleNamespace(path=Path("graph.py")))
     command = run._resume_command(asked, RunDir(Path("run")))  # type: ignore[arg-type]
     assert command.endswith(f"graph.py --executor ray{words} --run-dir run --resume")

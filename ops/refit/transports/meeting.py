@@ -221,14 +221,14 @@ class Meeting:
             self._groups[ranks] = group = StatelessGroup.over(
                 self._asking, rank=ranks.index(self.rank), ranks=len(ranks), device=self.device,
                 name=f"{where.name} {ranks}", interface=choose(interfaces), deadline_s=where.deadline_s,
-                where=f"{where.host}:{where.port}",
+                where=f"{where.host}:{where.port}", reason=self._asking.reason,
             )  # fmt: skip
             self._leaving.append(group.abandon)
         return self._groups[ranks]
 
     def finish(self, group: StatelessGroup) -> None:
         """Wait until this rank's sends and receives in a group are done, unless a rank is known to be lost."""
-        group.finish(self._joined.deadline_s, over=lambda: bool(self.store.check([self._joined.name])))
+        group.finish(self._joined.deadline_s)
 
     def on_leaving(self, call: Callable[[], None]) -> None:
         """Register a function to call when this rank leaves without the others."""
