@@ -172,7 +172,8 @@ def user_error(error: BaseException, *, stage: str, where: str, when: str, log: 
     `when` says when it happened; `log` is the file or folder with the traceback, if any.
     """
     if isinstance(error, SluiceError):
-        if all(_LINE.search(problem.where) for problem in error.problems):
+        added = _LINE.search(where) and not is_user_file(_LINE.sub("", where))  # a stage that a run adds by itself
+        if added or all(_LINE.search(problem.where) for problem in error.problems):
             return error
         placed = (
             problem if _LINE.search(problem.where) else structs.replace(problem, where=f"{where}, {problem.where}")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,18 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
+def check_file(path: Path) -> None:
+    """Raise OSError if a path is a pipe or a device: who opens a pipe may wait for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError if a folder holds a pipe or a device."""
+    for path in folder.iterdir():
+        check_file(path)
+
+
 @contextmanager
 def readable(
     path: Path | str, kind: type[SluiceError], *, why: str, fix: str, also: tuple[type[Exception], ...] = ()
@@ -59,6 +72,8 @@ def readable(
     """Turn the errors of reading a damaged file, and those in `also`, into one of this kind with one problem."""
     caught: tuple[type[Exception], ...] = (*BROKEN, *also)
     try:
+        if isinstance(path, Path):
+            check_file(path)
         yield
     except caught as error:
         raise kind(Problem(where=str(path), what=f"it cannot be read: {reason(error)}", why=why, fix=fix)) from error

@@ -168,7 +168,8 @@ class _Kept:
         """Return the result of `make` for a run."""
         key = (path, make.__name__)
         with self._making.setdefault(make.__name__, threading.Lock()):
-            size = RunDir(path).events.stat().st_size
+            with of_a_run(RunDir(path).events):
+                size = RunDir(path).events.stat().st_size
             if key in self._made:
                 before, until_s, made = self._made[key]
                 if before == size or time.monotonic() < until_s:

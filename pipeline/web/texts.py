@@ -88,11 +88,14 @@ def prompts(run: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the valid lines of a sample file. Skips lines that cannot be decoded and everything over the limit."""
+    """Return the valid lines of a sample file. Skips what cannot be read and everything over the limit."""
     if not path.is_file() or path.is_symlink():
         return []
-    with path.open("rb") as file:
-        text = file.read(FILE_BYTES)
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES)
+    except OSError:
+        return []
     decoder, rows = msgspec.json.Decoder(kind), []
     for line in text.split(b"\n"):
         with suppress(msgspec.DecodeError):

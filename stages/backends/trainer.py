@@ -29,7 +29,7 @@ from pipeline.declare.parameters import is_whole
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
 from pipeline.errors import CheckpointError, Problem, naming, shown
-from pipeline.reading import BROKEN, reason
+from pipeline.reading import BROKEN, check_files, reason
 from stages.backends.device import Parking, bytes_in_use
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
@@ -169,6 +169,7 @@ class BaseLearner(Learner, ABC):
         """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
         self.parking.arrive()
         try:
+            check_files(folder)
             counters = self._read(folder)
             self.updates, self.skipped = counters["updates"], counters["skipped"]
             if not (is_whole(self.updates, 0) and is_whole(self.skipped, 0)):

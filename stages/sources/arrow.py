@@ -7,6 +7,7 @@ what `datasets` saved or cached is memory-mapped, so it may be larger than memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,11 @@ class ArrowTable:
         self.name, self.folder, self._count, self._cut = name, folder or Path(), count, cut
         self._arrays = layout.arrays
         for start in range(0, count, _AT_ONCE):
-            for i, row in enumerate(_texts(cut(start, min(start + _AT_ONCE, count)), layout)):
+            with _intact(name):
+                piece = cut(start, min(start + _AT_ONCE, count))
+                piece.validate(full=True)  # Arrow follows wrong offsets out of its memory
+                rows = _texts(piece, layout)
+            for i, row in enumerate(rows):
                 layout.read(row, self.where(start + i), arrays=False)
 
     def __len__(self) -> int:
@@ -64,7 +69,7 @@ def parquet(path: Path, layout: Schema) -> ArrowTable:
     import pyarrow.parquet as pq
 
     names = _parquet_columns(path, layout)
-    with pq.ParquetFile(path, memory_map=True) as file:
+    with _intact(path), pq.ParquetFile(path, memory_map=True) as file:
         table = file.read(columns=names)
     return ArrowTable(
         str(path), len(table), lambda start, stop: table.slice(start, stop - start), layout, folder=path.parent
@@ -76,7 +81,7 @@ def first_rows(path: Path, layout: Schema, count: int) -> Iterator[tuple[str, di
     import pyarrow.parquet as pq
 
     names = _parquet_columns(path, layout)
-    with pq.ParquetFile(path) as file:
+    with _intact(path), pq.ParquetFile(path) as file:
         batch = next(file.iter_batches(batch_size=count, columns=names), None)
     if batch is not None:
         import pyarrow as pa
@@ -84,6 +89,14 @@ def first_rows(path: Path, layout: Schema, count: int) -> Iterator[tuple[str, di
         table = pa.Table.from_batches([batch])
         for i in range(len(table)):
             yield f"{path}[{i}]", _row(table.slice(i, 1), layout.arrays)
+
+
+def _intact(place: Path | str) -> AbstractContextManager[None]:
+    """Turn the errors of reading damaged rows into a StageError. Those of Arrow are ValueErrors, OSErrors or others."""
+    import pyarrow as pa
+
+    also = (pa.ArrowException, LookupError, TypeError, OverflowError)
+    return readable(place, StageError, why="its rows are read before the first step", fix="write it again", also=also)
 
 
 def saved(located: Saved, layout: Schema) -> ArrowTable:
@@ -128,7 +141,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
 
     try:
         return load()
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, DatasetsError) as error:
         raise StageError(
             Problem(
                 where=name,

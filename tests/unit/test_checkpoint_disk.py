@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import resource
 import shutil
@@ -308,6 +310,33 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, mo
     assert code == 6
     assert err.splitlines()[0].startswith("run/events.jsonl: the record could not be written: No space left on device;")
     assert command(tmp_path, *LOCAL[:-1], "5", "--resume")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "step_000002.jsonl", ".plan.json.partial", ".metrics.jsonl.partial"])
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file_and_the_run_resumes(tmp_path, monkeypatch, name):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL[:-1], "1")[0] == 0
+    real = io.open
+
+    def opened(file, mode="r", *rest, **named):
+        made = real(file, mode, *rest, **named)
+        if Path(str(file)).name != name or "r" in mode:
+            return made
+        made.close()
+        return real("/dev/full", mode, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", opened)
+        code, _, err = command(tmp_path, *LOCAL, "--resume")
+    assert code == 6
+    assert "Traceback" not in err
+    shown = name.removeprefix(".").removesuffix(".partial")
+    problem = err.splitlines()[0]
+    assert f"{shown}: the record could not be written: No space left on device;" in problem
+    assert PROBLEM.fullmatch(problem)["where"].startswith("run/")
+    assert command(tmp_path, *LOCAL[:-1], "5", "--resume")[0] == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0] == 1 and steps[-3:] == [3, 4, 5]
 
 
 class Full:

@@ -94,14 +94,14 @@ COMMANDS = (
 )
 
 
-@examples(140)
+@examples(80)
 @given(st.sampled_from(RECORD), st.sampled_from(COMMANDS), damages())
 def test_the_record_of_a_run(trained: Path, name: str, words: tuple[str, ...], how: tuple[str, int]) -> None:
     with damaged(trained / "run" / name, how):
         answered(trained, *words[1:], program=words[0])
 
 
-@examples(80)
+@examples(40)
 @given(
     st.sampled_from((*RECORD, "samples/vocabulary.json")), st.sampled_from([*pages.PAGES, "runs", "offline"]), damages()
 )
@@ -119,7 +119,7 @@ def test_the_pages_of_the_view(trained: Path, name: str, page: str, how: tuple[s
             assert error.problems
 
 
-@examples(40)
+@examples(20)
 @given(st.sampled_from(("metrics.jsonl", "run.json", "events.jsonl")), damages())
 def test_what_is_forwarded(trained: Path, name: str, how: tuple[str, int]) -> None:
     with damaged(trained / "run" / name, how), bounded():
@@ -130,7 +130,7 @@ def test_what_is_forwarded(trained: Path, name: str, how: tuple[str, int]) -> No
             assert error.problems
 
 
-@examples(60)
+@examples(24)
 @given(
     st.sampled_from(
         ("run.json", "plan.json", "metrics.jsonl", "events.jsonl", "lock", "checkpoints/step_000002/manifest.json",
@@ -146,7 +146,7 @@ def test_a_resume(counted: Path, tmp_path_factory: pytest.TempPathFactory, name:
     shutil.rmtree(folder)
 
 
-@examples(40)
+@examples(10)
 @given(st.sampled_from(("task.json", "columns.json", "columns.safetensors")), damages())
 def test_a_replay(counted: Path, name: str, how: tuple[str, int]) -> None:
     (folder,) = (counted / "failed" / "failures").iterdir()
@@ -167,7 +167,7 @@ def signed(folder: Path) -> None:
 MODEL_FILES = ("train/model/tensors.json", "train/model/config.json", "train/weights.safetensors", "manifest.json")
 
 
-@examples(50)
+@examples(20)
 @given(st.sampled_from(MODEL_FILES), damages(), st.booleans())
 def test_the_model_of_a_checkpoint(trained: Path, name: str, how: tuple[str, int], sign: bool) -> None:
     folder = trained / "run" / "checkpoints" / "step_000002"
@@ -192,7 +192,7 @@ def learner():
     return TorchLearner(network, Optimization(lr=1e-2), pad=0)
 
 
-@examples(60)
+@examples(30)
 @given(st.sampled_from(("learner.json", "weights.safetensors", "optimizer.safetensors")), damages())
 def test_the_state_of_a_learner(trained: Path, learner: TorchLearner, name: str, how: tuple[str, int]) -> None:
     folder = trained / "run" / "checkpoints" / "step_000002" / "train"
@@ -223,7 +223,7 @@ def model(trained: Path) -> Path:
     return trained
 
 
-@examples(60)
+@examples(16)
 @given(
     st.sampled_from(("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json",
                      "model-1.safetensors", "generation_config.json")),
@@ -281,7 +281,7 @@ DATA_FILES = {
 }
 
 
-@examples(120)
+@examples(24)
 @given(st.sampled_from([*DATA_FILES]), damages())
 def test_a_data_set(data: Path, name: str, how: tuple[str, int]) -> None:
     source = DATA_FILES[name]
@@ -295,7 +295,7 @@ def test_a_data_set(data: Path, name: str, how: tuple[str, int]) -> None:
             assert error.problems
 
 
-@examples(60)
+@examples(20)
 @given(damages())
 def test_a_graph_file(counted: Path, how: tuple[str, int]) -> None:
     with damaged(counted / "graph.py", how):
@@ -316,7 +316,7 @@ WORDS = st.one_of(
 )
 
 
-@examples(120)
+@examples(50)
 @given(st.lists(WORDS, max_size=5), st.sampled_from(("run", "simulate")))
 def test_the_command_line(counted: Path, words: list[str], program: str) -> None:
     last = "--check" if program == "run" else "--steps=2"
@@ -338,7 +338,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@examples(60)
+@examples(40)
 @given(damages())
 def test_where_the_data_plane_is(address: Path, how: tuple[str, int]) -> None:
     with (
