@@ -79,6 +79,11 @@ class Machine:
         here = f"--wd={os.getcwd()}"
         return ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid", here, "--", *words]
 
+    @staticmethod
+    def send(number: int, started: subprocess.Popen[Any]) -> None:
+        """Send a signal to a command that `start` began, which is the child of the one that entered the machine."""
+        os.kill(_child(started), number)
+
     def unplug(self) -> None:
         """Pull the cable: from now on no packet comes in or goes out."""
         _checked(*self.command("ip", "link", "set", "eth0", "down"))
@@ -107,7 +112,7 @@ def _booted(ends: ExitStack, folder: Path, number: int, switch: int) -> Machine:
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
     own = ["--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child"]
     holder = _held(ends, folder / "booted", "unshare", *own, "bash", "-c", MACHINE, "bash", name, str(folder))
-    pid = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text())
+    pid = _child(holder)
     machine = Machine(name, address, holder, pid)
     at_switch = ["nsenter", f"--target={switch}", "--net", "ip", "link"]
     _checked(*at_switch, "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
@@ -131,6 +136,10 @@ def _held(ends: ExitStack, up: Path, *words: str) -> subprocess.Popen[bytes]:
             raise OSError(f"the namespaces of {up} did not come up")
         time.sleep(0.01)
     return holder
+
+
+def _child(parent: subprocess.Popen[Any]) -> int:
+    return int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text())
 
 
 def _ended(holder: subprocess.Popen[bytes]) -> None:

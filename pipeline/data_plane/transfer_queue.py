@@ -60,6 +60,13 @@ class Settings:
     cache_bytes: int
     key: bytes = dataclasses.field(repr=False)
 
+    @property
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """The addresses of TransferQueue's processes, by their name in errors."""
+        _, controller, ports = self.controller
+        units = {f"TransferQueue's storage unit {name}": (at, own["put_get_socket"]) for name, at, own in self.storage}
+        return {"TransferQueue's controller": (controller, ports["request_handle_socket"])} | units
+
 
 def environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     """Return environment variables for every process of the run; TransferQueue reads them at import.
@@ -91,7 +98,7 @@ class TransferQueuePlane(RowPlane):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="data-plane")
         self._thread.start()
-        self._patience = Patience(_addresses(settings), settings.deadline_s)
+        self._patience = Patience(settings.addresses, settings.deadline_s)
         self._wire = TransferQueueWire(self._client, self._patience, self.counts)
         exchange, deadline_s = Exchange(self._wire), settings.deadline_s
         self._writes: Lane[Write] = Lane(self._loop, exchange.write, deadline_s)
@@ -388,13 +395,6 @@ def _connect(settings: Settings) -> Any:
     except TimeoutError as error:  # TransferQueue's own deadline
         raise _late("attach to TransferQueue", round(time.monotonic() - start_s)) from error
     return client
-
-
-def _addresses(settings: Settings) -> dict[str, tuple[str, int]]:
-    """Return the addresses of TransferQueue's processes, by their name in errors."""
-    _, controller, ports = settings.controller
-    units = {f"TransferQueue's storage unit {name}": (at, own["put_get_socket"]) for name, at, own in settings.storage}
-    return {"TransferQueue's controller": (controller, ports["request_handle_socket"])} | units
 
 
 def _check_address(address: str, trusted_network: bool) -> None:

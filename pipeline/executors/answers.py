@@ -9,10 +9,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from pipeline.errors import Problem, SluiceError, StageError, WorkerLost, is_user_file
+from pipeline.errors import Problem, SluiceError, StageError, WorkerLost, is_user_file, message_of
 from pipeline.executors.heartbeat import dead
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
+_HEADER = re.compile(r"ray::(?:\w+\.)?(?P<call>\w+)\(\)[^(]*\(pid=\d+, ip=(?P<machine>[^,)]+)")  # and colors between
 START_DEADLINE_S = 300.0  # to place and set up all workers, model loading included
 
 
@@ -56,9 +57,16 @@ def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> S
 
 
 def one_line(error: Exception) -> str:
-    """Return the first informative line; Ray's messages can be pages long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
-    return lines[0] if lines else type(error).__name__
+    """Return the first informative line; Ray's messages can be pages long. For an exception in a worker, whose first
+    line is Ray's header of the traceback, it is the cause, with the call and the machine."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip(" .")]
+    header = _HEADER.search(lines[0]) if lines else None
+    if header is None:
+        return lines[0].strip() if lines else type(error).__name__
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    said = message_of(cause) if isinstance(cause, Exception) else " ".join(lines[max(frames, default=0) + 1 :])
+    return f"{said or lines[-1].strip()} (in {header['call']} on {header['machine']})"
 
 
 def not_started(what: str, error: RayActorError) -> StageError:

@@ -46,6 +46,7 @@ from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_star
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
+from pipeline.executors.machines import Machines
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.sent import user_folders
@@ -101,9 +102,11 @@ class RayExecutor:
         self._restarts: Counter[str] = Counter()
         self._retired: dict[Any, tuple[str, int]] = {}  # dead actors that were replaced
         self._heartbeat = Heartbeat()
+        self._machines = Machines()
         self._served: dict[tuple[str, str], _Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
+        self._there: dict[str, list[str]] = {}  # by machine: the names of the processes there, for messages
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
         self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
@@ -156,6 +159,7 @@ class RayExecutor:
         if restore:
             get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         self._heartbeat.watch(actors)
+        self._watch_machines([placed_at for placed_at, _ in joined])
         return [placed_at for placed_at, _ in joined]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
@@ -187,6 +191,7 @@ class RayExecutor:
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
+        self._machines.look()
         waiting = [*self._pending, *self._streams]
         if not waiting:
             time.sleep(timeout_s)
@@ -228,6 +233,7 @@ class RayExecutor:
 
     def close(self) -> None:
         """End the workers, the data plane and, if the run started it, Ray; without its help if it does not answer."""
+        self._machines.close()
         try:
             in_thread(self._let_go, CLOSE_S, "Ray")
         except AbandonedError:
@@ -364,6 +370,18 @@ class RayExecutor:
         return self._meetings.of(
             stage.name, [f"{source}.{rank}" for rank in range(len(self._actors[source]))], target, ranks
         )
+
+    def _watch_machines(self, placed: Iterable[Placed]) -> None:
+        """Watch the machines of these workers, and those of TransferQueue's processes, but the driver's own."""
+        there = [(at.node, f"{at.group}.{at.worker}") for at in placed]
+        there += [(address, name) for name, (address, _) in self.plane.settings.addresses.items()]
+        for address, name in there:
+            names = self._there.setdefault(address, [])
+            names += [name] * (name not in names)
+        here = ray.util.get_node_ip_address()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] != here]
+        ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in nodes}
+        self._machines.watch({address: ports[address] for address in ports.keys() & self._there}, self._there)
 
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""
@@ -520,6 +538,7 @@ class RayExecutor:
                         raise result.error
         self._actors[name][rank] = actor
         self._heartbeat.watch([actor])
+        self._watch_machines([placed])
         return placed
 
 

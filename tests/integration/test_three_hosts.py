@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,20 +70,6 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def test_a_refit_uses_rays_addresses_whatever_the_machines_names_lead_to(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.run(tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    run_dir = RunDir(tmp_path / "run")
-    nodes = {event.group: event.node for _, event in trace.read(run_dir.events) if isinstance(event, trace.Placed)}
-    assert nodes == {"sampler": cluster.machines[1].address, "learner": cluster.machines[2].address}
-    assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["refit/path_gloo"] == 1
-    logs = [
-        machine.run("grep", "-rhoE", "actor_name:.*", "/tmp/ray/session_latest/logs") for machine in cluster.machines
-    ]
-    actors = [{line.removeprefix("actor_name:") for line in found.stdout.splitlines()} for found in logs]
-    assert actors == [{"TransferQueueController", "SimpleStorageUnit"}, {"StreamActor"}, {"Actor"}]
-
-
 def test_a_failed_end_of_a_refit_ends_it_for_all_and_is_the_error(cluster: Cluster, tmp_path: Path) -> None:
     begun_s = time.monotonic()
     done = cluster.run(tmp_path / "run", "--interface", "gone0")
@@ -120,5 +108,51 @@ def test_a_group_that_waits_for_room_says_so_soon(cluster: Cluster, tmp_path: Pa
         assert time.monotonic() - begun_s < RUN_S / 4
         assert "worker group 'learner' has found no room for 5 s; it asks for 1 x 4.5 CPUs; free are: " in said
         assert "10.77.0.2 has 0.5 CPUs; 10.77.0.3 has 4 CPUs" in said and "the run waits for 300 s" in said
-        running.terminate()
-        running.terminate()
+        cluster.machines[0].send(signal.SIGKILL, running)
+
+
+@pytest.fixture(scope="module")
+def long_run(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], RunDir]]:
+    """A run that is in its fourth step or later, and does not end by itself; after it, no other run has room."""
+    run_dir = RunDir(tmp_path_factory.mktemp("long") / "run")
+    words = cluster.command(run_dir.path, "--steps", "5000")
+    with cluster.machines[0].start(
+        *words, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as running:
+        until_s = time.monotonic() + RUN_S
+        while not (run_dir.metrics.exists() and run_dir.metrics.read_text().count("\n") > 3):
+            if running.poll() is not None or time.monotonic() > until_s:
+                running.kill()
+                pytest.fail(f"the run has come to no fourth step: {running.poll()}")
+            time.sleep(0.1)
+        yield running, run_dir
+        if running.poll() is None:
+            cluster.machines[0].send(signal.SIGKILL, running)
+
+
+def test_a_refit_uses_rays_addresses_whatever_the_machines_names_lead_to(cluster: Cluster, long_run: Any) -> None:
+    _, run_dir = long_run
+    nodes = {event.group: event.node for _, event in trace.read(run_dir.events) if isinstance(event, trace.Placed)}
+    assert nodes == {"sampler": cluster.machines[1].address, "learner": cluster.machines[2].address}
+    assert json.loads(run_dir.metrics.read_text().splitlines()[1])["refit/path_gloo"] == 1
+
+
+def test_the_columns_stay_on_the_drivers_machine(cluster: Cluster, long_run: Any) -> None:
+    shown = [machine.run("ps", "-axo", "args").stdout for machine in cluster.machines]
+    assert all(f"ray::{name}" in shown[0] for name in ("TransferQueueController", "SimpleStorageUnit"))
+    assert "ray::StreamActor" in shown[1] and "ray::Actor" in shown[2]
+
+
+def test_a_lost_machine_is_said_within_10_s_and_ends_the_run(cluster: Cluster, long_run: Any) -> None:
+    """The last test: the machine does not come back."""
+    running, _ = long_run
+    learner = cluster.machines[2]
+    learner.power_off()
+    lost_s = time.monotonic()
+    said = next(line for line in running.stderr if line.startswith("machine "))
+    assert time.monotonic() - lost_s < 10 and "there: learner.0;" in said
+    assert said.startswith(f"machine {learner.address}: warning: it has not answered for 6 s")
+    assert running.wait(RUN_S) == 3 and time.monotonic() - lost_s < 40
+    assert f"machine {learner.address}: it has not answered for 20 s" in running.stderr.read()
