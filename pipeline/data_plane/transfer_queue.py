@@ -147,7 +147,7 @@ class TransferQueuePlane(RowPlane):
         """Connect to a TransferQueue that another process created. Needs no Ray. Raises DataPlaneLost on failure, at
         once if a process of it has ended."""
         try:
-            Patience(_addresses(settings), settings.deadline_s).look()
+            Patience(settings.addresses, settings.deadline_s).look()
         except StoreGoneError as gone:
             raise _gone("attach to TransferQueue", gone) from gone
         return TransferQueuePlane(settings, owns=False)

@@ -14,6 +14,7 @@ import torch
 
 from pipeline import Field
 from pipeline.data_plane.outside import READER, Address, OutsideProcess, Shared
+from pipeline.data_plane.signed import KEY_BYTES
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import KVBatchMeta, keys_of
@@ -104,7 +105,7 @@ def test_a_run_that_has_ended_is_said_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ports = {"request_handle_socket": port, "handshake_socket": port, "put_get_socket": port}
-    settings = Settings(("controller", "127.0.0.1", ports), (("unit", "127.0.0.1", ports),), 90.0, 0, b"key")
+    settings = Settings(("controller", "127.0.0.1", ports), (("unit", "127.0.0.1", ports),), 90.0, 0, bytes(KEY_BYTES))
     run_dir = RunDir(tmp_path / "run").create()
     address = Address(
         partition=PARTITION, group_size=2, fields=(), readers=(), parts={}, outside={}, reads={}, settings=settings

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("pipeline", "stages", "ops", "graphs")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGE_OF = {  # module -> package, where the names differ
+    "grpc": "grpcio",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "nccl": "nccl4py",

@@ -168,9 +168,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
     assert told[:4] == [("Trained", 0), ("Trained", 1), ("Held", 1), ("Trained", 2)]
     assert told[-2:] == [("Held", 3), ("Checkpointed", 3)]
     monkeypatch.setattr(saving, "free_bytes", lambda: 0)
-    at_once, events = run(tmp_path / "at once", **checkpoints)
-    told = kinds(events, trace.Held, trace.Trained, trace.Checkpointed)
-    assert told.index(("Checkpointed", 1)) == told.index(("Held", 1)) + 1
+    at_once, _ = run(tmp_path / "at once", **checkpoints)
     for step in (2, 4):
         assert files(slow, step) == files(at_once, step)
         assert checkpoint.read(slow, step)

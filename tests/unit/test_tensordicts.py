@@ -155,7 +155,7 @@ def test_the_kept_samples_are_exported_as_one(tmp_path: Any, capsys: pytest.Capt
     assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 2
     shutil.rmtree(tmp_path / "run" / "samples")
     assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 2
-    assert "a line is not a sample" in (said := capsys.readouterr().err) and "it has no kept samples" in said
+    assert "step_000001.jsonl:1: it cannot be" in (said := capsys.readouterr().err) and "it has no kept samples" in said
     assert torch.load(file)["step"].tolist() == [0] * 4, "the file of the first export"
 
 
