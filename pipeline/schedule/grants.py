@@ -272,6 +272,8 @@ class Grants:
         """Start what can start. Returns whether the remaining free workers are reserved for this stage."""
         if reader.stage.shape == "transfer":
             return self._start_transfer(workers, reader, tasks)
+        if workers.late:
+            return False  # a lost transfer comes again: its version is published, and some replica lacks it
         if not reader.stage.path and workers.streams and self._can_wait(reader):
             return False
         if reader.stage.sharding is not None:

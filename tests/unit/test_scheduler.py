@@ -363,6 +363,17 @@ def test_what_waits_for_a_replica_waits_for_the_transfer_that_comes_again(refit)
     world.run(lambda count: 0).check_end()
 
 
+def test_a_task_that_is_no_stream_waits_for_the_transfer_that_comes_again_too():
+    sampler = WorkerGroup("sampler", backend="torch", workers=2)
+    changes = {name: {"on": sampler} for name in ("rollout", "evaluate")} | {"refit": {"to": sampler}}
+    world = World(build(batch=2, changes=changes))
+    rest(world, "prompts", "samples")
+    world.serve(world.job("refit"), 1)
+    world.fail(world.job("refit"))
+    assert world.running("rollout", "refit") == [("refit", -1, ())], "a replica has older weights"
+    world.run(lambda count: 0).check_end()
+
+
 def test_a_sampler_that_dies_beside_a_transfer_that_is_lost_too_goes_on_with_what_was_served():
     world = published(build(batch=1, streaming={}, schedule={"max_staleness": 2, "refit": "in_flight"}))
     world.finish(world.job("prompts", 0))
