@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem
-from pipeline.reading import BROKEN
+from pipeline.reading import BROKEN, check_files, readable
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
@@ -54,7 +54,10 @@ def lacking_problems(model: Model) -> Iterator[Problem]:
 
 
 def refuse_code(model: Model) -> None:
-    """Raise StageError if loading the model would run code that comes with it."""
+    """Raise StageError if loading the model would run code that comes with it, or wait for a pipe."""
+    if model.config is None and (folder := Path(model.source)).is_dir():
+        with readable(folder, StageError, why="a model is a folder of files", fix="save or download the model again"):
+            check_files(folder)
     if problems := list(code_problems(model)):
         raise StageError(*problems)
 

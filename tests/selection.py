@@ -28,6 +28,7 @@ SLOW = {  # modules of these folders that take more than two seconds
     "contract/test_merged_calls.py", "contract/test_transfer_queue_plane.py", "errors/test_failing_run.py",
     "journal/test_checker.py", "journal/test_live_runs.py", "numerics/test_metamorphic.py",
     "numerics/test_mutations.py", "numerics/test_refit_rules.py", "numerics/test_trl.py", "unit/test_colocated.py",
+    "unit/test_damaged_files.py",
     "unit/test_findings.py", "unit/test_forwarders.py", "unit/test_imports.py", "unit/test_in_flight.py",
     "unit/test_math_reward.py", "unit/test_patience.py", "unit/test_refit_agreement.py", "unit/test_refit_kernels.py",
     "unit/test_refit_plan.py", "unit/test_refit_sums.py", "unit/test_refit_transports.py", "unit/test_refit_tree.py",

@@ -15,7 +15,7 @@ import msgspec
 
 from pipeline import StageError
 from pipeline.errors import Problem
-from pipeline.reading import decode, readable
+from pipeline.reading import check_files, decode, readable
 from stages.sources.dataset import Dataset, Hub, Saved, split_choice
 from stages.sources.schema import Schema, missing
 
@@ -103,8 +103,15 @@ def saved(located: Saved, layout: Schema) -> ArrowTable:
     """The rows of a folder written by `save_to_disk`."""
     from datasets import load_from_disk
 
+    with _intact(located.folder):
+        for folder in {located.folder, located.folder / (located.split or "")}:
+            check_files(folder)
     loaded = _loaded(str(located.folder), lambda: load_from_disk(str(located.folder)))
-    return _table(str(located.folder), loaded if located.split is None else loaded[located.split], layout)
+    parts = loaded if isinstance(loaded, dict) else {None: loaded}
+    if located.split not in parts:  # dataset_dict.json and the folders differ
+        what, why, fix = split_choice(str(located.folder), located.split, [str(name) for name in parts])
+        raise StageError(Problem(where=str(located.folder), what=what, why=why, fix=fix))
+    return _table(str(located.folder), parts[located.split], layout)
 
 
 def hub(located: Hub, dataset: Dataset, layout: Schema) -> ArrowTable:
