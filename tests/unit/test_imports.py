@@ -29,7 +29,7 @@ HEAVY = (
     "pyarrow",
 )
 LIGHT = ("declare", "plan", "schedule", "record", "analysis", "engine")  # packages that load nothing heavy on import
-PUBLIC_TO_STAGES = {"declare", "errors"}  # besides `pipeline`
+PUBLIC_TO_STAGES = {"declare", "errors", "reading"}  # besides `pipeline`
 DISTRIBUTIONS = {
     "transfer_queue": "TransferQueue",
     "megatron": "megatron-core",
