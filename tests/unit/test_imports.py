@@ -33,6 +33,7 @@ PUBLIC_TO_STAGES = {"declare", "errors", "reading"}  # besides `pipeline`
 DISTRIBUTIONS = {
     "transfer_queue": "TransferQueue",
     "megatron": "megatron-core",
+    "grpc": "grpcio",
     "nccl": "nccl4py",
     "mlflow": "mlflow-skinny",
 }
