@@ -7,6 +7,7 @@ each, and end the command with an exit code that is not 0.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sysconfig
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+_OS_ERROR = re.compile(r"os error (\d+)")
 _LINE = re.compile(r"(:\d+|\[\d+\])$")  # of a file, or of a table
 _LIBRARY = ("stdlib", "platstdlib", "purelib", "platlib")
 _NOT_THE_USERS = (
@@ -76,6 +78,18 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def as_os_error(path: Path) -> Iterator[None]:
+    """Turn an error of a library in Rust that the system caused into an OSError. One that names no path names this."""
+    try:
+        with naming(path):
+            yield
+    except Exception as error:
+        if isinstance(error, OSError) or not (found := _OS_ERROR.search(str(error))):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 def problems_of(

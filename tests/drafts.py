@@ -13,10 +13,8 @@ from pipeline.rundir import RunDir
 def write_checkpoint(run: RunDir, *, steps: int, save: Callable[[Path], object], **rest: Any) -> tuple[Path, Manifest]:
     """Let `save` fill the folder. Returns the checkpoint and its manifest."""
     draft = Draft(run, steps)
-    try:
+    with draft.kept():
         save(draft.folder)
         manifest = draft.finish(**rest)
         draft.put()
-    finally:
-        draft.discard()
     return draft.final, manifest

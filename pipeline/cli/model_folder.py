@@ -9,8 +9,6 @@ Reads only files that the checkpoint's manifest lists, after their sha256 was ch
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ import msgspec
 
 from pipeline.cli import console
 from pipeline.declare.saved_model import MODEL, TENSORS, Pieces, read_tensors_json
-from pipeline.errors import CheckpointError, GraphError, Problem, counted
+from pipeline.errors import CheckpointError, GraphError, Problem, as_os_error, counted
 from pipeline.reading import reason
 from pipeline.record import checkpoint
 from pipeline.record.checkpoint import Manifest
@@ -59,7 +57,7 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
         for one in described:
             made = partial if len(described) == 1 else partial / one.parts[0]
             made.mkdir(parents=True)
-            with _whole(folder / one):
+            with _whole(folder / one, target):
                 _write(folder, one, manifest, made)
         checkpoint.sync_all(partial)
         partial.rename(target)
@@ -165,15 +163,15 @@ def _lots(tensors: dict[str, Pieces], saved: _Saved) -> Iterator[dict[str, torch
 
 
 @contextmanager
-def _whole(described: Path) -> Iterator[None]:
-    """Turn the errors of reading a saved model into a CheckpointError. Those of the disk pass."""
+def _whole(described: Path, target: Path) -> Iterator[None]:
+    """Turn the errors of reading a saved model into a CheckpointError. Those of the disk pass, and name the target if
+    they name no file."""
     from safetensors import SafetensorError
 
     try:
-        yield
+        with as_os_error(target):
+            yield
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        if found := re.search(r"os error (\d+)", str(error)):  # while a file was written
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
         raise CheckpointError(
             Problem(
                 where=str(described.parent),

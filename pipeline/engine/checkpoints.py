@@ -7,9 +7,9 @@ for `checkpoint_every` slows the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeline.declare.graph import Graph
@@ -63,9 +63,9 @@ class Folders:
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
             checkpoint.check_room(run_dir, checkpoint.last_bytes(run_dir) or self._executor.saved_bytes())
-            with self._named(run_dir):
+            with checkpoint.writing(run_dir.checkpoints):
                 draft = checkpoint.Draft(run_dir, decision.step + 1)
-                with self._kept(draft):
+                with draft.kept():
                     self._executor.hold(draft.folder)
             self._journal.held(decision.step, start_s)
             self._written = _Written(decision, draft, start_s, self._thread.submit(self._finish, decision, draft))
@@ -77,7 +77,7 @@ class Folders:
         if not written or not run_dir or not (wait or written.done.done()):
             return
         self._written = None
-        with self._named(run_dir), self._kept(written.draft):
+        with checkpoint.writing(run_dir.checkpoints), written.draft.kept():
             manifest = written.done.result()
             written.draft.put()
         step, folder = written.decision.step, written.draft.final
@@ -98,23 +98,6 @@ class Folders:
             pending=decision.pending,
             seed=self._schedule.seed,
         )
-
-    @contextmanager
-    def _kept(self, draft: checkpoint.Draft) -> Iterator[None]:
-        """Discard the draft if this fails."""
-        try:
-            yield
-        except BaseException:
-            draft.discard()
-            raise
-
-    @contextmanager
-    def _named(self, run_dir: RunDir) -> Iterator[None]:
-        """Turn an OSError into the error of a checkpoint that could not be written."""
-        try:
-            yield
-        except OSError as error:
-            raise checkpoint.unwritten(error, run_dir.checkpoints) from error
 
     def _remove_old(self, run_dir: RunDir, newest: int) -> None:
         keep, every = self._schedule.keep_checkpoints, self._schedule.keep_every

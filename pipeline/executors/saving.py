@@ -8,33 +8,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.declare.held import Copies, Saves, Weighs
-from pipeline.errors import SluiceError, naming
+from pipeline.errors import SluiceError
 from pipeline.executors.host_memory import free_bytes
-from pipeline.record.checkpoint import unwritten
+from pipeline.record.checkpoint import writing
 
 ROOM = 0.8  # of the free memory of a host: the most that copies take
 Fails = Callable[[str, Exception], SluiceError]
 
 
 class Saving:
-    """The checkpoints of one worker; `fails` makes the error of a stage that could not save its state.
+    """The checkpoints of one worker; `fails` makes the error of a stage that could not save its state."""
 
-    All ranks of a group may lie on one host and copy at the same time, so each asks for room for `ranks` copies.
-    """
-
-    def __init__(self, ranks: int, fails: Fails) -> None:
-        self._ranks, self._fails = ranks, fails
+    def __init__(self, fails: Fails) -> None:
+        self._fails = fails
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
 
-    def hold(self, runners: Mapping[str, Saves], folder: Path) -> None:
+    def hold(self, runners: Mapping[str, Saves], folder: Path, ranks: int) -> None:
         """Copy the state of each stage's runner and begin to write the copy below `folder`, or write the state if there
-        is no room or the runner makes no copies."""
+        is no room or the runner makes no copies. All `ranks` of a group may lie on one host and copy at the same time,
+        so each asks for room for all of them."""
         for name, runner in runners.items():
             place = folder / name
             with self._named(name, place):
                 place.mkdir(parents=True, exist_ok=True)
-                write = runner.copied() if isinstance(runner, Copies) and self._has_room(runner) else None
+                write = runner.copied() if isinstance(runner, Copies) and _has_room(runner, ranks) else None
                 if write is None:
                     runner.save(place)
                 else:
@@ -50,9 +48,6 @@ class Saving:
         """Write no more."""
         self._disk.shutdown(wait=False, cancel_futures=True)
 
-    def _has_room(self, runner: Weighs) -> bool:
-        return self._ranks * runner.saved_bytes() <= ROOM * free_bytes()
-
     def _write(self, name: str, place: Path, write: Callable[[Path], None]) -> None:
         with self._named(name, place):
             write(place)
@@ -60,10 +55,14 @@ class Saving:
     @contextmanager
     def _named(self, name: str, place: Path) -> Iterator[None]:
         """Raise CheckpointError if the disk is full or fails, and the stage's error for everything else."""
-        try:
-            with naming(place):
+        with writing(place):
+            try:
                 yield
-        except OSError as error:
-            raise unwritten(error, place) from error
-        except Exception as error:
-            raise self._fails(name, error) from error
+            except OSError:
+                raise
+            except Exception as error:
+                raise self._fails(name, error) from error
+
+
+def _has_room(runner: Weighs, ranks: int) -> bool:
+    return ranks * runner.saved_bytes() <= ROOM * free_bytes()

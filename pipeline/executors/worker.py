@@ -129,7 +129,7 @@ class Worker:
         self._plane: DataPlane | None = None
         self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
-        self._saving: Saving | None = None
+        self._saving = Saving(self._unsaved)
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
         """Open the store where the ranks of this group meet. Returns its port on `host`. For rank 0, before `join`."""
@@ -280,13 +280,11 @@ class Worker:
         A sharded stage's runner is called on every rank, because gathering needs all of them, and rank 0 writes. Other
         runners are called on rank 0 only. Raises CheckpointError if the disk is full or fails.
         """
-        self._saving = self._saving or Saving(self.ranks.layout.size, self._unsaved)
-        self._saving.hold(self._stateful(), folder)
+        self._saving.hold(self._stateful(), folder, self.ranks.layout.size)
 
     def saved(self) -> None:
         """Wait until everything held is written; may be called from another thread. Raises as `hold` does."""
-        if self._saving:
-            self._saving.finish()
+        self._saving.finish()
 
     def _unsaved(self, stage: str, error: Exception) -> SluiceError:
         return self._error(self.stages[stage], error, "failed to save its state")
@@ -331,8 +329,7 @@ class Worker:
 
     def close(self) -> None:
         """Release shared resources, the data plane and the other ranks."""
-        if self._saving:
-            self._saving.close()
+        self._saving.close()
         for held in self._shared.values():
             if isinstance(held, Closes):
                 held.close()

@@ -12,6 +12,8 @@ import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -62,12 +64,13 @@ class Draft:
     """A checkpoint that is being written.
 
     draft = Draft(run, steps=100)
-    ...                               # fill draft.folder
-    manifest = draft.finish(graph="quickstart", next_group=3200, seed=0)
-    draft.put()
+    with draft.kept():
+        ...                           # fill draft.folder
+        manifest = draft.finish(graph="quickstart", next_group=3200, seed=0)
+        draft.put()
 
     The folder has another name until `put` renames it, so a checkpoint that exists is complete. An OSError of any of
-    these names its file. `discard` removes what was written, which may be what filled the disk.
+    these names its file.
     """
 
     def __init__(self, run: RunDir, steps: int) -> None:
@@ -116,21 +119,31 @@ class Draft:
         if aside:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def discard(self) -> None:
-        """Remove what was not put."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Remove what was written if this block fails: it may be what filled the disk."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
 
-def unwritten(error: OSError, where: Path) -> CheckpointError:
-    """Return the error of a checkpoint that could not be written; `where` is its place if `error` names no file."""
-    return CheckpointError(
-        Problem(
-            where=str(error.filename or where),
-            what=f"a checkpoint could not be written: {error.strerror or error}",
-            why="the run must be able to resume; earlier checkpoints are complete",
-            fix=f"{_FIXES.get(error.errno or 0, 'make the folder writable')}, then --resume",
-        )
-    )
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Turn an OSError of this block into the error of a checkpoint that could not be written; `where` is its place if
+    the OSError names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            Problem(
+                where=str(error.filename or where),
+                what=f"a checkpoint could not be written: {error.strerror or error}",
+                why="the run must be able to resume; earlier checkpoints are complete",
+                fix=f"{_FIXES.get(error.errno or 0, 'make the folder writable')}, then --resume",
+            )
+        ) from error
 
 
 def check_room(run: RunDir, needed_bytes: int) -> None:

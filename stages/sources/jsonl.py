@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from pipeline.reading import readable
 from stages.sources.schema import Schema
 
 EXAMPLE = 'write lines such as {"prompt": "1+1=", "answer": "2"}'
@@ -26,15 +27,15 @@ class JsonlTable:
         self.path, self.folder = path, path.parent
         self._starts = array("Q")
         start = 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with readable(path, StageError, why="its rows are read before the first step", fix="make it readable"):
+            self._file = path.open("rb")
+            for number, line in enumerate(self._file, start=1):
                 if line.strip():
                     where = f"{path}:{number}"
                     layout.read(parse(line, where), where, arrays=False)
                     self._starts.append(start)
                 start += len(line)
         self._end = start
-        self._file = path.open("rb")
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.executors.keeper import members
 from pipeline.record import trace
 from pipeline.rundir import RunDir
-from tests.integration.test_stopping import session_of
+from tests.sessions import session_of
 
 SHORT_S = (0.05, 2.0)  # of a process that stops and goes on
 

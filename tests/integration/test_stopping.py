@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from pipeline.rundir import RunDir
 from tests.integration.test_async import NUMBERS, QUICKSTART, SLOW_TAIL, events, execute, lines, weights
 from tests.integration.test_lost_workers import FLAGS
 from tests.journal.checker import check
+from tests.sessions import session_of, wait_until_empty
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES: list[dict[str, Any]] = [{}, {"max_staleness": 2}]
@@ -112,25 +112,6 @@ def started(folder: Path, *flags: str, steps: int = 3, run: Sequence[str] = COMM
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     return process, run_dir
-
-
-def session_of(driver: int) -> int:
-    """Return the session of the Ray that a driver has started, or 0 before it has."""
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"keeper.py" in (entry / "cmdline").read_bytes():
-                return os.getsid(int(entry.name))
-    return 0
-
-
-def wait_until_empty(session: int, within_s: float = 15.0) -> None:
-    """Wait until no process is left in a session."""
-    assert session
-    deadline_s = time.monotonic() + within_s
-    while left := list(members(session)):
-        assert time.monotonic() < deadline_s, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-        time.sleep(0.05)
 
 
 @pytest.fixture

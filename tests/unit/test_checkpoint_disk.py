@@ -20,7 +20,7 @@ from transformers import configuration_utils
 
 from pipeline.engine.checkpoints import Folders
 from pipeline.engine.journal import Journal, WallClock
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, Problem, as_os_error
 from pipeline.executors import answers
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.worker import WorkerSettings
@@ -30,7 +30,6 @@ from pipeline.rundir import RunDir
 from pipeline.schedule.events import Save
 from stages.backends.model import tensor_files
 from stages.backends.model.build import character_tokenizer
-from stages.backends.model.tensor_files import as_os_error
 from tests.errors.harness import PROBLEM, command, live_text
 from tests.unit import tiny_graph
 

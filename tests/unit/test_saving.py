@@ -55,8 +55,8 @@ def failed(stage, error):
 
 
 def test_a_copy_is_written_while_the_state_changes(tmp_path):
-    runner, worker = Runner(), Saving(1, failed)
-    worker.hold({"train": runner}, tmp_path)
+    runner, worker = Runner(), Saving(failed)
+    worker.hold({"train": runner}, tmp_path, 1)
     runner.state = "new"
     assert not (tmp_path / "train/state").exists()
     runner.may_write.set()
@@ -70,9 +70,9 @@ def test_without_room_for_the_copies_of_all_ranks_it_is_written_at_once(tmp_path
     monkeypatch.setattr(saving, "free_bytes", lambda: 1000)
     fits = int(1000 * saving.ROOM) // ranks
     for size_bytes, copies in ((fits, True), (fits + 1, False)):
-        runner, worker = Runner(size_bytes), Saving(ranks, failed)
+        runner, worker = Runner(size_bytes), Saving(failed)
         place = tmp_path / str(size_bytes)
-        worker.hold({"train": runner}, place)
+        worker.hold({"train": runner}, place, ranks)
         assert (place / "train/state").exists() is not copies
         runner.may_write.set()
         worker.finish()
@@ -80,9 +80,9 @@ def test_without_room_for_the_copies_of_all_ranks_it_is_written_at_once(tmp_path
 
 
 def test_a_runner_that_makes_no_copy_is_saved_at_once(tmp_path, monkeypatch):
-    runner, worker = Runner(), Saving(1, failed)
+    runner, worker = Runner(), Saving(failed)
     monkeypatch.setattr(runner, "copied", lambda: None)
-    worker.hold({"train": runner}, tmp_path)
+    worker.hold({"train": runner}, tmp_path, 1)
     assert (tmp_path / "train/state").read_text() == "old"
 
 
@@ -94,8 +94,8 @@ def test_a_runner_that_makes_no_copy_is_saved_at_once(tmp_path, monkeypatch):
     ],
 )
 def test_a_write_that_fails_is_the_error_of_whoever_waits(tmp_path, error, kind, text):
-    runner, worker = Runner(fails=error), Saving(1, failed)
-    worker.hold({"train": runner}, tmp_path)
+    runner, worker = Runner(fails=error), Saving(failed)
+    worker.hold({"train": runner}, tmp_path, 1)
     runner.may_write.set()
     with pytest.raises(kind, match=text):
         worker.finish()

@@ -23,9 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
-from pipeline.errors import Problem
+from pipeline.errors import Problem, as_os_error
 from stages.backends.model.build import load_network, load_tokenizer
-from stages.backends.model.tensor_files import as_os_error
 from stages.backends.model.text import identity
 from stages.backends.model.weights import weights
 from stages.model_files import refuse_code
