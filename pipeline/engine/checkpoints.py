@@ -1,12 +1,14 @@
 """Writes checkpoints that a run can resume from. Chooses the folder; the workers write its contents.
 
 Training waits until the workers have copied their state. They write the copies, and a thread of the driver the
-manifest, while the run goes on; the driver gives the folder its name. One checkpoint at a time: a disk that is too slow
-for `checkpoint_every` slows the run.
+manifest, while the run goes on. The driver gives the folder its name once all files are written and every step that the
+checkpoint covers is recorded: a resume repeats no step, so what is not recorded by then would be lost. The disk writes
+one checkpoint at a time: if it is too slow for `checkpoint_every`, it slows the run.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,12 +32,12 @@ class Checkpoints(Protocol):
         """Save the workers' state after a step. Returns `Saved` once it may change, or nothing if that is reported
         later."""
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Record the checkpoint that is written by now, or with `wait` the one that is being written. Raises the error
-        of one that failed."""
+    def settle(self, complete: int, *, wait: bool = False) -> None:
+        """Record the checkpoints of steps before `complete` that are written by now, or with `wait` all of them. Raises
+        the error of one that failed."""
 
     def end(self, *, wait: bool) -> None:
-        """Settle the last one and ignore how it ends; without `wait`, only if it is written by now. Idempotent."""
+        """Settle up to the same step as before, ignore how that ends, and give up the others. Idempotent."""
 
 
 class _Written(NamedTuple):
@@ -54,12 +56,16 @@ class Folders:
         self._graph, self._schedule = graph.name, graph.schedule
         self._run_dir, self._executor, self._journal = run_dir, executor, journal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: _Written | None = None
+        self._written: deque[_Written] = deque()
+        self._complete = 0
 
     def save(self, decision: Save) -> Sequence[Event]:
-        """Begin a checkpoint. Raises CheckpointError if the disk is full or not writable, for the last one too."""
+        """Begin a checkpoint. Raises CheckpointError if the disk is full or not writable, for earlier ones too."""
         if run_dir := self._run_dir:
-            self.settle(wait=True)
+            for written in self._written:
+                self._manifest(written)
+            if not self._written:
+                checkpoint.clean(run_dir)
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
             checkpoint.check_room(run_dir, checkpoint.last_bytes(run_dir) or self._executor.saved_bytes())
@@ -68,27 +74,35 @@ class Folders:
                 with draft.kept():
                     self._executor.hold(draft.folder)
             self._journal.held(decision.step, start_s)
-            self._written = _Written(decision, draft, start_s, self._thread.submit(self._finish, decision, draft))
+            self._written.append(_Written(decision, draft, start_s, self._thread.submit(self._finish, decision, draft)))
         return [Saved(decision.step)]
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Name and record the checkpoint whose files are written, then remove those that need not stay."""
-        written, run_dir = self._written, self._run_dir
-        if not written or not run_dir or not (wait or written.done.done()):
-            return
-        self._written = None
+    def settle(self, complete: int, *, wait: bool = False) -> None:
+        """Name and record the checkpoints, then remove those that need not stay."""
+        self._complete = complete
+        while self._written and self._written[0].decision.step < complete and (wait or self._written[0].done.done()):
+            self._put(self._written.popleft())
+
+    def end(self, *, wait: bool) -> None:
+        with suppress(SluiceError):
+            self.settle(self._complete, wait=wait)
+        self._thread.shutdown(wait=False)
+
+    def _put(self, written: _Written) -> None:
+        run_dir, manifest = self._run_dir, self._manifest(written)
+        assert run_dir
+        self._journal.flush()
         with checkpoint.writing(run_dir.checkpoints), written.draft.kept():
-            manifest = written.done.result()
             written.draft.put()
         step, folder = written.decision.step, written.draft.final
         self._journal.checkpointed(step, folder.name, manifest.size_bytes, written.start_s)
         self._journal.flush()
         self._remove_old(run_dir, step + 1)
 
-    def end(self, *, wait: bool) -> None:
-        with suppress(SluiceError):
-            self.settle(wait=wait)
-        self._thread.shutdown(wait=False)
+    def _manifest(self, written: _Written) -> checkpoint.Manifest:
+        """Return the manifest of a checkpoint once its files are written. Raises CheckpointError."""
+        with checkpoint.writing(written.draft.folder.parent), written.draft.kept():
+            return written.done.result()
 
     def _finish(self, decision: Save, draft: checkpoint.Draft) -> checkpoint.Manifest:
         self._executor.saved()

@@ -141,7 +141,7 @@ class Driver:
                 self.journal.write(placed)
             self._loop()
             self.rows.settle(wait=True)
-            self.checkpoints.settle(wait=True)
+            self.checkpoints.settle(self.scheduler.complete, wait=True)
             if self.scheduler.done:
                 self.journal.ended(self.rows.left())
             else:
@@ -173,7 +173,7 @@ class Driver:
                 self.journal.stopping()
                 self._carry_out(scheduler.stop())
             settle()
-            saved()
+            saved(scheduler.complete)
             flush()
             if scheduler.over and not oversight.lingers():
                 return

@@ -76,8 +76,7 @@ class Draft:
     def __init__(self, run: RunDir, steps: int) -> None:
         self.steps, self.final = steps, run.checkpoint(steps)
         self.folder = self.final.with_name(f".{self.final.name}.partial")
-        for left in run.checkpoints.glob(f"{_UNFINISHED}*"):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
     def finish(self, *, graph: str, next_group: int, seed: int, pending: tuple[int, ...] = ()) -> Manifest:
@@ -144,6 +143,12 @@ def writing(where: Path) -> Iterator[None]:
                 fix=f"{_FIXES.get(error.errno or 0, 'make the folder writable')}, then --resume",
             )
         ) from error
+
+
+def clean(run: RunDir) -> None:
+    """Remove what a run that was killed was writing or removing."""
+    for left in run.checkpoints.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def check_room(run: RunDir, needed_bytes: int) -> None:

@@ -115,6 +115,11 @@ class Scheduler:
         return self.done or self.stopped
 
     @property
+    def complete(self) -> int:
+        """The first step that is not behind every stage."""
+        return next(iter(self._board.steps), self._steps_done)
+
+    @property
     def in_flight(self) -> int:
         """The number of groups admitted and not yet cleared."""
         return self._board.in_flight

@@ -367,6 +367,12 @@ def checkpoint_of_nothing(run: MadeUp) -> None:
     move(run, at(run, "held", step=1), at(run, "checkpointed", step=1) + 1)
 
 
+@_fault("I5", AHEAD)
+def checkpoint_ahead_of_the_record(run: MadeUp) -> None:
+    """A checkpoint is written before its step ends."""
+    move(run, at(run, "checkpointed", step=1), at(run, "step_ended", step=1))
+
+
 @_fault("I8", AHEAD)
 def checkpoint_forgets(run: MadeUp) -> None:
     run.manifests[2]["next_group"] += 1

@@ -42,8 +42,10 @@ def runs_of_groups(ledger: Ledger, line: Line) -> Found:
 
 @rule("checkpointed")
 def what_is_written_was_held(ledger: Ledger, line: Line) -> Found:
-    """A checkpoint is written once, from the state that was copied for it."""
+    """A checkpoint is written once, from the state that was copied for it, when every step before it has ended."""
     step = line["step"]
+    if early := [number for number in range(ledger.start, step + 1) if number not in ledger.history.ended]:
+        yield "I5", f"the checkpoint of step {step + 1} was written before step {early[0] + 1} ended"
     if step not in ledger.history.held:
         yield "I8", f"no state was held for the checkpoint of step {step + 1}"
     if step in ledger.history.saved:

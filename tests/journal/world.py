@@ -77,7 +77,7 @@ class MadeUp:
         self.log("started", graph="made_up", start=start, steps=self.setup.steps, executor="local", wall_s=0.0,
                  monotonic_s=self.now())  # fmt: skip
         self._hand_out("refit", start - 1, [])
-        while len(self.ended) < self.setup.steps - start or self.jobs or not self._all_cleared():
+        while len(self.ended) < self.setup.steps - start or self.jobs or self.copied or not self._all_cleared():
             if stop(self):
                 return
             actions = [*self._admissions(), *self._tasks(), *self._claims(), *self._ends()]
@@ -123,6 +123,7 @@ class MadeUp:
         self.over: set[tuple[str, int]] = set()  # stage, step
         self.given: set[tuple[str, int]] = set()
         self.ended: list[int] = []
+        self.copied: dict[int, Event] = {}  # step -> the manifest of a checkpoint that has no name yet
         self.saved: set[int] = set()
         self.opened = self.claimed = start  # batches
         self.next_group, self.pending = manifest["next_group"], list(manifest["pending"])
@@ -260,12 +261,13 @@ class MadeUp:
                 groups = batch[first : first + size]
                 if not self._runs_at(name, step) or not all(self._may_have(name, n) for n in groups):
                     continue
-                if self._fenced(name, step) and (name != "train" or self._checkpoints_written(step)):
+                if self._fenced(name, step) and (name != "train" or self._checkpoints_copied(step)):
                     yield partial(self._hand_out, name, step, groups)
 
-    def _checkpoints_written(self, step: int) -> bool:
+    def _checkpoints_copied(self, step: int) -> bool:
         every = self.setup.checkpoint_every
-        return all(done in self.saved for done in range(self.start, step) if every and (done + 1) % every == 0)
+        due = (done for done in range(self.start, step) if every and (done + 1) % every == 0)
+        return all(done in self.copied or done in self.saved for done in due)
 
     def _may_have(self, name: str, number: int) -> bool:
         row, stage = self.rows[number], self.stages[name]
@@ -457,21 +459,25 @@ class MadeUp:
         if self.start == 0 and {("refit", -1), ("evaluate", -1)} <= self.over and -1 not in self.ended_all:
             yield partial(self._end, -1)
         for step in range(self.start, self.claimed):
-            if step not in self.saved and self._saves(step) and ("refit", step) in self.over:
-                yield partial(self._save, step)
+            if self._copies(step) and ("refit", step) in self.over:
+                yield partial(self._copy, step)
             elif step not in self.ended and self._is_over(step):
                 yield partial(self._end, step)
+        for step in self.copied:
+            if set(range(self.start, step + 1)) <= set(self.ended):
+                yield partial(self._name, step)
 
     @property
     def ended_all(self) -> list[int]:
         return [line["step"] - 1 for line in self.metrics]
 
-    def _saves(self, step: int) -> bool:
+    def _copies(self, step: int) -> bool:
         every = self.setup.checkpoint_every
-        return step == self.setup.steps - 1 or bool(every and (step + 1) % every == 0)
+        due = step == self.setup.steps - 1 or bool(every and (step + 1) % every == 0)
+        return due and step not in self.copied and step not in self.saved
 
     def _is_over(self, step: int) -> bool:
-        if step not in self.batches or (step not in self.saved and self._saves(step)):
+        if step not in self.batches or self._copies(step):
             return False
         groups = all(self.rows[n].behind >= self._holders(step) for n in self.batches[step])
         single = all((name, step) in self.over for name in ("refit", "evaluate") if self._runs_at(name, step))
@@ -484,7 +490,7 @@ class MadeUp:
         self.metrics.append({"step": step + 1, "version": self.version, "loss": 0.5})
         self.log("step_ended", step=step, metrics={"loss": 0.5})
 
-    def _save(self, step: int) -> None:
+    def _copy(self, step: int) -> None:
         following, pending = self.next_group, []
         if self.setup.drop:
             unclaimed = [n for n, row in self.rows.items() if row.step is None and not (row.dropped or row.unwanted)]
@@ -492,9 +498,12 @@ class MadeUp:
             pending = sorted([*unclaimed, *later, *self.pending])
         else:
             following = max(n for n, row in self.rows.items() if row.step is not None and row.step <= step) + 1
-        self.manifests[step + 1] = {"steps": step + 1, "version": step + 1, "next_group": following, "pending": pending}
-        self.saved.add(step)
+        self.copied[step] = {"steps": step + 1, "version": step + 1, "next_group": following, "pending": pending}
         self.log("held", step=step)
+
+    def _name(self, step: int) -> None:
+        self.manifests[step + 1] = self.copied.pop(step)
+        self.saved.add(step)
         self.log("checkpointed", step=step, folder=f"step_{step + 1:06d}", size_bytes=8)
 
     def _texts_free(self, number: int) -> bool:

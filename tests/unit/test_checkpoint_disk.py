@@ -153,7 +153,7 @@ def save(executor, run, steps):
     checkpoints = folders(executor, run)
     try:
         checkpoints.save(Save(steps - 1, 4 * steps, ()))
-        checkpoints.settle(wait=True)
+        checkpoints.settle(steps, wait=True)
     finally:
         checkpoints.end(wait=False)
 
@@ -262,7 +262,9 @@ def test_a_run_ends_with_one_line_and_code_6_and_resumes_once_there_is_room(tmp_
         code, _, err = command(tmp_path, *LOCAL, "--resume")
     problem, way_on = err.splitlines()
     assert code == 6
-    assert PROBLEM.fullmatch(problem)["where"].startswith("run/checkpoints/")
+    assert PROBLEM.fullmatch(problem)["where"].startswith(
+        ("run/checkpoints/", "run/samples/")
+    )  # which fails first is open
     assert "No space left on device" in problem and problem.endswith("Fix: free disk space, then --resume")
     assert way_on.startswith("resume: ")
     assert command(tmp_path, *LOCAL, "--resume")[0] == 0
@@ -335,7 +337,7 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file_and_the_run_resumes(
     assert PROBLEM.fullmatch(problem)["where"].startswith("run/")
     assert command(tmp_path, *LOCAL[:-1], "5", "--resume")[0] == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps[0] == 1 and steps[-3:] == [3, 4, 5]
+    assert steps == [1, 2, 3, 4, 5]
 
 
 class Full:
