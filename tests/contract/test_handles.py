@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline import KVBatchMeta
 from pipeline.data_plane.rows import lay_out
 from pipeline.declare.handle import SIZE_CAP_BYTES_PER_SAMPLE, Placement, sample_key
+from tests.examples import few
 
 
 def handle(lengths: list[int], group: int = 2, partition: str = "p", first: int = 0, **changes) -> KVBatchMeta:
@@ -143,7 +144,7 @@ def test_concat_takes_handles_with_shared_and_with_own_placements():
         assert set(both.placement("reward").rows) == {"00000000.0", "00000005.1"}
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(40))
 @given(st.integers(1, 8), st.permutations(range(8)))
 def test_a_handle_of_many_puts_is_no_larger_than_that_of_one(size, order):
     """For any number of puts in any order."""
@@ -169,7 +170,7 @@ def test_refuses_what_does_not_belong_together():
         handle([1]).select("gone")
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(40))
 @given(lengths_lists)
 def test_extra_info_is_never_shared(lengths):
     before = handle(lengths, extra_info={"a": 1})

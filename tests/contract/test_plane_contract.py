@@ -14,6 +14,7 @@ from pipeline.data_plane import row_name
 from pipeline.data_plane.rows import same_bytes
 from pipeline.declare.columns import Column, Ragged, concat, take
 from pipeline.declare.handle import sample_key
+from tests.examples import few
 
 from .conftest import FIELDS, REWARD, Store
 
@@ -55,7 +56,7 @@ def assert_same(got: Column, wanted: Column) -> None:
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=20)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=lengths_lists, size=st.integers(1, 6), data=st.data())
 def test_every_column_comes_back_byte_for_byte_in_any_order(store: Store, lengths, size, data):
     store.plane.drain()

@@ -11,11 +11,12 @@ from ops.refit import sums
 from ops.refit.layout import Layout, Tensor, dense, size
 from ops.refit.plan import build
 from ops.refit.sums import Sums
+from tests.examples import few
 from tests.unit.refit_layouts import buffers, filled, moves, on, shifted, sides
 
 
 @given(sides())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(80), deadline=None)
 def test_moves(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
     plan = build(source, destination, segment_bytes=32)
@@ -32,7 +33,7 @@ def test_moves(pair: tuple[Layout, Layout]) -> None:
 
 @pytest.mark.parametrize("block", [2, sums.BLOCK])
 @given(pair=sides())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(80), deadline=None)
 def test_sums(block: int, pair: tuple[Layout, Layout]) -> None:
     layout = pair[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +45,7 @@ def test_sums(block: int, pair: tuple[Layout, Layout]) -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])
 @given(pair=sides())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 def test_sums_of_what_is_copied(shift: int, pair: tuple[Layout, Layout]) -> None:
     layout = pair[0]
     for places, memory, empty in zip(layout.ranks, filled(layout), buffers(layout)):

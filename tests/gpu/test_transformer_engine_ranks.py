@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.sharding import Packed
 from stages.backends.megatron.slices import Slices
+from tests.examples import few
 from tests.gpu.ranks import Found, Measured, need_two, on_two_and_on_one
 from tests.gpu.test_transformer_engine import MIXTURE, NEAR, SIZES
 from tests.optional import need
@@ -76,7 +77,7 @@ def test_two_gpus_give_the_numbers_of_one(both: tuple[list[Found], Found], name:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(2, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(120), deadline=None)
 def test_the_rule_of_slices_is_that_of_transformer_engine(lengths: list[int], ranks: int, data: st.DataObject) -> None:
     need("transformer_engine", "transformer_engine")
     import transformer_engine.pytorch  # noqa: F401 - loads the library

@@ -38,21 +38,19 @@ from stages.sources.dataset import Dataset
 from stages.sources.draws import open_rows
 from stages.sources.schema import Schema
 from tests.errors.harness import DEF, LINES, TOP, command, graph_text, live_text
+from tests.examples import few
 from tests.optional import need
 from tests.unit import tiny_graph
 from tests.unit.damage import answered, bounded, damaged, damages
 
 pytestmark = pytest.mark.journal_expected  # damaged records
-SEARCH = (
-    5 if settings.default.max_examples > 1000 else 1
-)  # times 20, see tests/selection.py: 100 times as many examples
 LOCAL = ("--executor", "local", "--run-dir", "run")
 
 
 def examples(count: int) -> settings:
     """Return settings for this many examples. A failure is not made simpler: another seed is another damage."""
     return settings(
-        max_examples=count * SEARCH,
+        max_examples=few(2 * count),
         deadline=None,
         database=None,
         phases=[Phase.generate],

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from pipeline.record import trace
 from pipeline.web.live import Live
+from tests.examples import few
 from tests.unit.records import records, simulated
 
 
@@ -12,7 +13,7 @@ def seconds(at_s: float) -> float:
     return at_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(120), deadline=None)
 @given(records())
 def test_tasks_and_groups_in_flight_are_those_of_the_record(record):
     plan, events = record
@@ -59,7 +60,7 @@ def test_a_failure_is_at_its_stage():
     assert now.stages["train"].state == "failed" and now.failed == "it broke" and not now.tasks
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(st.integers(0, 99))
 def test_depth_counts_groups_that_a_reader_was_not_given(seed):
     plan, events = simulated(steps=3, seed=seed)

@@ -12,6 +12,7 @@ from pipeline.record import trace
 from pipeline.web import tail
 from pipeline.web.page_rows import PageRows
 from pipeline.web.tail import Record
+from tests.examples import few
 from tests.unit.records import resumed, simulated
 from tests.web.folders import append, run_of, written
 
@@ -37,7 +38,7 @@ def advanced(record: Record):
         yield block
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=few(50), deadline=None)
 @given(seed=st.integers(0, 20), at=st.floats(0, 1), size=st.sampled_from([3, 17, 2000]), again=st.booleans())
 def test_a_page_that_comes_back_has_what_one_has_that_stayed(tmp_path_factory, seed, at, size, again):
     plan, events = simulated(steps=3, seed=seed)
