@@ -132,12 +132,10 @@ def _import_problem(error: BaseException, path: Path, folders: Sequence[Path]) -
         return rename(where, name, theirs)
     what = f"{type(error).__name__}: {error}"
     fix = meant(error, folders) or "correct that line"
-    if isinstance(error, SyntaxError):
-        what = f"{type(error).__name__}: {error.msg}"
-        if error.filename is None:  # a NUL byte
-            fix = "save it as UTF-8"
-        else:
-            where = f"{error.filename}:{error.lineno}"
+    if "null bytes" in str(error):  # a SyntaxError from Python 3.11.4 on, before that a ValueError
+        what, fix = "it contains NUL bytes", "save it as UTF-8"
+    elif isinstance(error, SyntaxError):
+        what, where = f"{type(error).__name__}: {error.msg}", f"{error.filename}:{error.lineno}"
     return Problem(
         where=where,
         what=f"the graph file does not import: {what}",

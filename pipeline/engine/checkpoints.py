@@ -86,6 +86,10 @@ class Folders:
     def end(self, *, wait: bool) -> None:
         with suppress(SluiceError):
             self.settle(self._complete, wait=wait)
+        for written in self._written:  # of a step that is not recorded
+            if wait or written.done.done():
+                written.done.exception()  # waits
+                written.draft.discard()
         self._thread.shutdown(wait=False)
 
     def _put(self, written: _Written) -> None:

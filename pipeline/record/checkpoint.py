@@ -124,8 +124,12 @@ class Draft:
         try:
             yield
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.discard()
             raise
+
+    def discard(self) -> None:
+        """Remove what has no name yet."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -171,6 +171,7 @@ def test_wherever_the_disk_fails_the_old_checkpoint_stays_and_the_error_names_th
     while failed:
         first += 1
         run = RunDir(tmp_path / str(first)).create()
+        (run.checkpoints / ".step_000007.partial" / "model").mkdir(parents=True)  # of a run that was killed
         save(executor, run, 1)
         old = contents(run.checkpoint(1))
         with failing(number, first, once=once) as disk:

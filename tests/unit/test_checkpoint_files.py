@@ -115,6 +115,7 @@ def test_whenever_the_process_ends_each_checkpoint_is_whole_and_the_newest_stays
         found = run.checkpoint_steps()
         assert [checkpoint.read(run, step)[1].steps for step in found] == found
         assert found[-1] >= 3
+        checkpoint.clean(run)
         assert kept(run, 5, keep=2) == [4 if 4 in found else 3, 5]
         assert {path.name for path in run.checkpoints.iterdir()} == {f"step_{s:06d}" for s in run.checkpoint_steps()}
     assert {"rename", "unlink", "rmdir", "fsync"} <= set(calls)

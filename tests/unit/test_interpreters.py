@@ -116,8 +116,10 @@ def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path):
     assert ask(str(script)).silent == "cannot be started: Exec format error"
 
 
-def test_another_sitecustomize_still_runs(tmp_path):
-    python = other_python(tmp_path / "venv", {"sitecustomize": "print('theirs')\n"}, sees_ours=False)
+def test_another_sitecustomize_still_runs(tmp_path, monkeypatch):
+    python = other_python(tmp_path / "venv", {}, sees_ours=False)
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # some systems have one among Python's own modules
     code = "import importlib.util; print(importlib.util.find_spec('pipeline').origin)"
     environment = os.environ | for_another_python()
     done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True)
