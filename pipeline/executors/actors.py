@@ -95,9 +95,9 @@ class Hosted:
         self._worker.hold(folder)
 
     @ray.method(concurrency_group=DISK, enable_task_events=False)
-    def saved(self) -> None:
+    def saved(self) -> dict[str, int]:
         """Wait for the disk, whatever the current task does."""
-        self._worker.saved()
+        return self._worker.saved()
 
     def saved_bytes(self) -> int:
         return self._worker.saved_bytes()

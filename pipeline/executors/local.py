@@ -150,9 +150,8 @@ class LocalExecutor:
         for worker in self._workers.values():
             worker.hold(folder)
 
-    def saved(self) -> None:
-        for worker in self._workers.values():
-            worker.saved()
+    def saved(self) -> dict[str, dict[str, int]]:
+        return {name: worker.saved() for name, worker in self._workers.items()}
 
     def saved_bytes(self) -> int:
         return sum(worker.saved_bytes() for worker in self._workers.values())

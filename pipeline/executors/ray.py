@@ -212,19 +212,26 @@ class RayExecutor:
             self._actors[name][rank].cancel.remote(tuple(groups))
 
     def hold(self, folder: Path) -> None:
-        actors = self._stateful()
+        actors = list(self._stateful().values())
         get_all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
 
-    def saved(self) -> None:
-        actors = self._stateful()
-        get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
+    def saved(self) -> dict[str, dict[str, int]]:
+        stateful = self._stateful()
+        actors = list(stateful.values())
+        files = get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
+        return dict(zip(stateful, files, strict=True))
 
     def saved_bytes(self) -> int:
-        actors = self._stateful()
+        actors = list(self._stateful().values())
         return sum(get_all([actor.saved_bytes.remote() for actor in actors], "measure their state", among=actors))
 
-    def _stateful(self) -> list[Any]:
-        return [actor for name, group in self._actors.items() for actor in group if not self._replaceable[name]]
+    def _stateful(self) -> dict[str, Any]:
+        return {
+            f"{name}.{rank}": actor
+            for name, group in self._actors.items()
+            for rank, actor in enumerate(group)
+            if not self._replaceable[name]
+        }
 
     def cleared(self, rows: Sequence[str]) -> None:
         for name, actors in self._actors.items():

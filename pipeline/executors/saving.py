@@ -23,6 +23,7 @@ class Saving:
         self._fails = fails
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
+        self._places: list[Path] = []
 
     def hold(self, runners: Mapping[str, Saves], folder: Path, ranks: int) -> None:
         """Copy the state of each stage's runner and begin to write the copy below `folder`, or write the state if there
@@ -30,6 +31,7 @@ class Saving:
         so each asks for room for all of them."""
         for name, runner in runners.items():
             place = folder / name
+            self._places.append(place)
             with self._named(name, place):
                 place.mkdir(parents=True, exist_ok=True)
                 write = runner.copied() if isinstance(runner, Copies) and _has_room(runner, ranks) else None
@@ -38,11 +40,15 @@ class Saving:
                 else:
                     self._writes.append(self._disk.submit(self._write, name, place, write))
 
-    def finish(self) -> None:
-        """Wait until all that is held is written. Raises the error of a write that failed."""
+    def finish(self) -> dict[str, int]:
+        """Wait until all that is held is written. Returns the size of each file that is then there, by its path below
+        the checkpoint; another rank may still be writing. Raises the error of a write that failed."""
         writes, self._writes = self._writes, []
+        places, self._places = self._places, []
         for write in writes:
             write.result()
+        files = [(place.parent, path) for place in places for path in place.rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.stat().st_size for folder, path in files}
 
     def close(self) -> None:
         """Write no more."""

@@ -282,9 +282,10 @@ class Worker:
         """
         self._saving.hold(self._stateful(), folder, self.ranks.layout.size)
 
-    def saved(self) -> None:
-        """Wait until everything held is written; may be called from another thread. Raises as `hold` does."""
-        self._saving.finish()
+    def saved(self) -> dict[str, int]:
+        """Wait until everything held is written; may be called from another thread. Returns the size of each file by
+        its path below the checkpoint. Raises as `hold` does."""
+        return self._saving.finish()
 
     def _unsaved(self, stage: str, error: Exception) -> SluiceError:
         return self._error(self.stages[stage], error, "failed to save its state")

@@ -12,7 +12,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _FIXES = {
     errno.EDQUOT: "free disk space or raise the quota",
     errno.EIO: "repair the disk, or copy the run directory to another one",
 }
+SEEN_S, LOOK_S = 60.0, 0.1  # how long a network file system may take to show a file, and how often we look
 _UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
 
 
@@ -78,6 +80,26 @@ class Draft:
         self.folder = self.final.with_name(f".{self.final.name}.partial")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+
+    def see(self, written: Mapping[str, Mapping[str, int]]) -> None:
+        """Wait until this machine sees all files that workers have written, with at least these sizes, by worker and by
+        path below the folder. Raises CheckpointError for one that it does not see."""
+        ends_s = time.monotonic() + SEEN_S
+        for worker, files in written.items():
+            for name, size_bytes in files.items():
+                while (found_bytes := _size(self.folder / name)) < size_bytes:
+                    if time.monotonic() > ends_s:
+                        raise CheckpointError(self._unseen(worker, name, size_bytes, found_bytes))
+                    time.sleep(LOOK_S)  # a network file system may show it late
+
+    def _unseen(self, worker: str, name: str, size_bytes: int, found_bytes: int) -> Problem:
+        found = "does not see it" if found_bytes < 0 else f"sees {found_bytes:,} bytes of it"
+        return Problem(
+            where=str(self.final / name),
+            what=f"worker {worker} wrote it with {size_bytes:,} bytes, and the driver {found}",
+            why="a checkpoint is complete when the driver sees what every worker has written",
+            fix="--run-dir on storage that all machines share, under the same path, then --resume",
+        )
 
     def finish(self, *, graph: str, next_group: int, seed: int, pending: tuple[int, ...] = ()) -> Manifest:
         """Sync the files and folders, then write the manifest."""
@@ -279,6 +301,14 @@ def _difference(folder: Path, name: str, file: SavedFile, *, hashed: bool) -> tu
     if path.stat().st_size != file.size_bytes or (hashed and _sha256(path) != file.sha256):
         return name, "size or sha256 differ from the manifest", "the file is damaged"
     return None
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes, -1 if there is no such file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _sha256(path: Path) -> str:

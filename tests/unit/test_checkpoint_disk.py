@@ -272,6 +272,37 @@ def test_a_run_ends_with_one_line_and_code_6_and_resumes_once_there_is_room(tmp_
     assert RunDir(tmp_path / "run").checkpoint_steps()[-1] == 3
 
 
+@pytest.mark.parametrize(
+    ("file", "size_bytes", "what"),
+    [
+        ("train/elsewhere", 1234, "worker policy.3 wrote it with 1,234 bytes, and the driver does not see it"),
+        (
+            "train/learner.json",
+            99,
+            "worker policy.3 wrote it with 99 bytes, and the driver sees 28 bytes of it",
+        ),
+    ],
+)
+def test_what_a_worker_wrote_and_the_driver_does_not_see_is_missed(
+    executor, tmp_path, monkeypatch, file, size_bytes, what
+):
+    run, saved = RunDir(tmp_path).create(), executor.saved
+    monkeypatch.setattr(executor, "saved", lambda: saved() | {"policy.3": {file: size_bytes}})
+    monkeypatch.setattr(checkpoint, "SEEN_S", 0.0)
+    with pytest.raises(CheckpointError) as raised:
+        save(executor, run, 1)
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.what) == (str(run.checkpoint(1) / file), what)
+    assert "--run-dir on storage that all machines share" in problem.fix
+    assert not list(run.checkpoints.iterdir())
+
+
+def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
+    draft = checkpoint.Draft(RunDir(tmp_path).create(), 1)
+    monkeypatch.setattr(checkpoint.time, "sleep", lambda _: (draft.folder / "late").write_bytes(b"12345"))
+    draft.see({"policy.0": {"late": 5}})
+
+
 def test_a_stage_that_cannot_be_saved_is_named(tmp_path):
     (tmp_path / "graph.py").write_text(live_text().replace("json.dumps(self.total)", "json.dumps(self)"))
     code, _, err = command(tmp_path, *LOCAL)

@@ -60,7 +60,8 @@ def test_a_copy_is_written_while_the_state_changes(tmp_path):
     runner.state = "new"
     assert not (tmp_path / "train/state").exists()
     runner.may_write.set()
-    worker.finish()
+    assert worker.finish() == {"train/state": 3}
+    assert worker.finish() == {}
     assert (tmp_path / "train/state").read_text() == "old"
     worker.finish()  # nothing is left
 
@@ -166,7 +167,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
     slow, events = run(tmp_path / "slow", lambda step, _: step == 2 and disk.may_write.set(), **checkpoints)
     told = kinds(events, trace.Held, trace.Trained, trace.Checkpointed)
     assert told[:4] == [("Trained", 0), ("Trained", 1), ("Held", 1), ("Trained", 2)]
-    assert told[-2:] == [("Held", 3), ("Checkpointed", 3)]
+    assert ("Held", 3) in told and told[-1] == ("Checkpointed", 3)
     monkeypatch.setattr(saving, "free_bytes", lambda: 0)
     at_once, _ = run(tmp_path / "at once", **checkpoints)
     for step in (2, 4):
