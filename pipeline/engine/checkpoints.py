@@ -109,7 +109,7 @@ class Folders:
             return written.done.result()
 
     def _finish(self, decision: Save, draft: checkpoint.Draft) -> checkpoint.Manifest:
-        draft.see(self._executor.saved())
+        draft.see(self._executor.saved(draft.folder))
         return draft.finish(
             graph=self._graph,
             next_group=decision.next_group,

@@ -45,9 +45,9 @@ class Executor(Protocol):
         """Have every worker copy its state, after the tasks submitted so far, and begin to write it below `folder`.
         Blocks until the state may change; without memory for a copy, until it is written."""
 
-    def saved(self) -> Mapping[str, Mapping[str, int]]:
-        """Wait until everything held is written. Returns for each worker the size of each file that it saw then, by its
-        path below the folder. May be called from a thread."""
+    def saved(self, folder: Path) -> Mapping[str, Mapping[str, int]]:
+        """Wait until everything held is written. Returns for each worker the size of each file that it then sees, by
+        its path below `folder`. May be called from a thread."""
 
     def saved_bytes(self) -> int:
         """Return how many bytes `hold` will write, as far as the stages know."""

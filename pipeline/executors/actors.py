@@ -95,9 +95,13 @@ class Hosted:
         self._worker.hold(folder)
 
     @ray.method(concurrency_group=DISK, enable_task_events=False)
-    def saved(self) -> dict[str, int]:
+    def saved(self) -> None:
         """Wait for the disk, whatever the current task does."""
-        return self._worker.saved()
+        self._worker.saved()
+
+    @ray.method(concurrency_group=DISK, enable_task_events=False)
+    def files(self, folder: Path) -> dict[str, int]:
+        return self._worker.files(folder)
 
     def saved_bytes(self) -> int:
         return self._worker.saved_bytes()

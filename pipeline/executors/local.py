@@ -150,8 +150,10 @@ class LocalExecutor:
         for worker in self._workers.values():
             worker.hold(folder)
 
-    def saved(self) -> dict[str, dict[str, int]]:
-        return {name: worker.saved() for name, worker in self._workers.items()}
+    def saved(self, folder: Path) -> dict[str, dict[str, int]]:
+        for worker in self._workers.values():
+            worker.saved()
+        return {name: worker.files(folder) for name, worker in self._workers.items()}
 
     def saved_bytes(self) -> int:
         return sum(worker.saved_bytes() for worker in self._workers.values())

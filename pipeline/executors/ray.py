@@ -215,10 +215,11 @@ class RayExecutor:
         actors = list(self._stateful().values())
         get_all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
 
-    def saved(self) -> dict[str, dict[str, int]]:
+    def saved(self, folder: Path) -> dict[str, dict[str, int]]:
         stateful = self._stateful()
         actors = list(stateful.values())
-        files = get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
+        get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
+        files = get_all([actor.files.remote(folder) for actor in actors], "list what they wrote", among=actors)
         return dict(zip(stateful, files, strict=True))
 
     def saved_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,6 @@ class Saving:
         self._fails = fails
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
-        self._places: list[Path] = []
 
     def hold(self, runners: Mapping[str, Saves], folder: Path, ranks: int) -> None:
         """Copy the state of each stage's runner and begin to write the copy below `folder`, or write the state if there
@@ -31,7 +30,6 @@ class Saving:
         so each asks for room for all of them."""
         for name, runner in runners.items():
             place = folder / name
-            self._places.append(place)
             with self._named(name, place):
                 place.mkdir(parents=True, exist_ok=True)
                 write = runner.copied() if isinstance(runner, Copies) and _has_room(runner, ranks) else None
@@ -40,15 +38,11 @@ class Saving:
                 else:
                     self._writes.append(self._disk.submit(self._write, name, place, write))
 
-    def finish(self) -> dict[str, int]:
-        """Wait until all that is held is written. Returns the size of each file that is then there, by its path below
-        the checkpoint; another rank may still be writing. Raises the error of a write that failed."""
+    def finish(self) -> None:
+        """Wait until all that is held is written. Raises the error of a write that failed."""
         writes, self._writes = self._writes, []
-        places, self._places = self._places, []
         for write in writes:
             write.result()
-        files = [(place.parent, path) for place in places for path in place.rglob("*") if path.is_file()]
-        return {str(path.relative_to(folder)): path.stat().st_size for folder, path in files}
 
     def close(self) -> None:
         """Write no more."""
@@ -68,6 +62,13 @@ class Saving:
                 raise
             except Exception as error:
                 raise self._fails(name, error) from error
+
+
+def listed(places: Iterable[Path], folder: Path) -> dict[str, int]:
+    """Return the size of each file in `places`, by its path below `folder`. Call it when no rank writes: a file may
+    have another name while it is written."""
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def _has_room(runner: Weighs, ranks: int) -> bool:

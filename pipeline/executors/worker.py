@@ -45,7 +45,7 @@ from pipeline.errors import (
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
-from pipeline.executors.saving import Saving
+from pipeline.executors.saving import Saving, listed
 from pipeline.plan.planner import sample_fields
 from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
@@ -282,10 +282,14 @@ class Worker:
         """
         self._saving.hold(self._stateful(), folder, self.ranks.layout.size)
 
-    def saved(self) -> dict[str, int]:
-        """Wait until everything held is written; may be called from another thread. Returns the size of each file by
-        its path below the checkpoint. Raises as `hold` does."""
-        return self._saving.finish()
+    def saved(self) -> None:
+        """Wait until everything held is written; may be called from another thread. Raises as `hold` does."""
+        self._saving.finish()
+
+    def files(self, folder: Path) -> dict[str, int]:
+        """Return the size of each file that the stages of this rank have in the checkpoint `folder`, by its path below
+        it. Call it when all ranks have `saved`; may be called from another thread."""
+        return listed((folder / name for name in self._stateful()), folder)
 
     def _unsaved(self, stage: str, error: Exception) -> SluiceError:
         return self._error(self.stages[stage], error, "failed to save its state")

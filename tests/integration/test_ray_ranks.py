@@ -89,13 +89,48 @@ class Compare(Stage):
 
     def setup(self, context):
         assert context.ranks.connected == (context.group.workers > 1)
+        return Comparing(context.ranks)
 
-        def run(columns, task):
-            assert sorted(i for index in context.ranks.gather(task.shard.index) for i in index) == list(range(16))
-            assert columns["length"].tolist() == list(columns["response_ids"].lengths)
-            return {}
 
-        return run
+class Comparing:
+    """Its last rank writes its state last, under another name until it is whole."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def __call__(self, columns, task):
+        assert sorted(i for index in self.ranks.gather(task.shard.index) for i in index) == list(range(16))
+        assert columns["length"].tolist() == list(columns["response_ids"].lengths)
+        return {}
+
+    def save(self, folder: Path) -> None:
+        self.copied()(folder)
+
+    def restore(self, folder: Path) -> None:
+        assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+
+    def saved_bytes(self) -> int:
+        return 1
+
+    def copied(self):
+        def write(folder: Path) -> None:
+            if not self.ranks.rank:
+                shows(folder / "draft")
+                (folder / "0").write_text("0")
+                return
+            (folder / "draft").write_text("1")
+            shows(folder / "0")
+            time.sleep(0.3)  # a rank that lists files as soon as it is ready does so now
+            (folder / "draft").rename(folder / "1")
+
+        return write if self.ranks.connected else lambda folder: None
+
+
+def shows(path: Path) -> None:
+    ends_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True)

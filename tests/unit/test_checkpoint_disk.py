@@ -287,7 +287,7 @@ def test_what_a_worker_wrote_and_the_driver_does_not_see_is_missed(
     executor, tmp_path, monkeypatch, file, size_bytes, what
 ):
     run, saved = RunDir(tmp_path).create(), executor.saved
-    monkeypatch.setattr(executor, "saved", lambda: saved() | {"policy.3": {file: size_bytes}})
+    monkeypatch.setattr(executor, "saved", lambda folder: saved(folder) | {"policy.3": {file: size_bytes}})
     monkeypatch.setattr(checkpoint, "SEEN_S", 0.0)
     with pytest.raises(CheckpointError) as raised:
         save(executor, run, 1)
