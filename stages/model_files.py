@@ -9,10 +9,12 @@ from pathlib import Path
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem
-from pipeline.reading import BROKEN, check_files, readable
+from pipeline.reading import BROKEN, check_file, check_files, readable, reason
+from stages.model_shape import Fault
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
+_TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json")
 _NAMES_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -51,6 +53,20 @@ def lacking_problems(model: Model) -> Iterator[Problem]:
                 why="a model is loaded from its config, weights and tokenizer",
                 fix=f"save_pretrained({model.source!r}) of the {'tokenizer' if what == 'tokenizer' else 'model'} too",
             )
+
+
+def tokenizer_faults(folder: Path) -> list[Fault]:
+    """Return which JSON files of a folder's tokenizer cannot be read."""
+    faults = []
+    for name in _TOKENIZER_JSON:
+        if (file := folder / name).exists():
+            try:
+                check_file(file)
+                if not isinstance(json.loads(file.read_bytes()), dict):
+                    raise ValueError("it is no JSON object")
+            except BROKEN as error:
+                faults.append(Fault(file, f"it cannot be read: {reason(error)}", "it has the model's tokenizer"))
+    return faults
 
 
 def refuse_code(model: Model) -> None:

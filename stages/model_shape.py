@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import shown
-from pipeline.reading import BROKEN
+from pipeline.reading import BROKEN, reason
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*DENSE, "qwen3_moe")
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_OPTIONAL = ("num_key_value_heads", "head_dim")
+OPTIONAL = ("num_key_value_heads", "head_dim")
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file of a model, and why it matters."""
+
+    file: Path
+    what: str
+    why: str
 
 
 def attention_cost(model: Model) -> float:
@@ -41,13 +50,13 @@ def known_config(model: Model) -> Mapping[str, Any]:
 def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what is wrong, and why, with the numbers of a config, of the families that name them so. A number that is
     left out is not wrong."""
-    if config.get("model_type") not in _FAMILIES:
+    if config.get("model_type") not in FAMILIES:
         return []
-    given = {name: config[name] for name in (*_NUMBERS, *_OPTIONAL) if name in config}
+    given = {name: config[name] for name in (*_NUMBERS, *OPTIONAL) if name in config}
     wrong = [
         (f"{name}={shown(value)}", "it must be a whole number, 1 or more")
         for name, value in given.items()
-        if not is_whole(value, 1) and not (value is None and name in _OPTIONAL)
+        if not is_whole(value, 1) and not (value is None and name in OPTIONAL)
     ]
     heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
     if not wrong and heads and groups and heads % groups:
@@ -55,9 +64,19 @@ def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     return wrong
 
 
-def absent_numbers(config: Mapping[str, Any]) -> list[str]:
-    """Return the numbers that a saved config lacks: transformers would take those of another model in their place."""
-    return [name for name in _NUMBERS if name not in config] if config.get("model_type") in _FAMILIES else []
+def read_config(file: Path) -> tuple[Mapping[str, Any], list[Fault]]:
+    """Return a saved config and what is wrong with it. It must have its family's numbers: transformers would take those
+    of another model in their place."""
+    describes = "it describes the model"
+    try:
+        config = json.loads(file.read_bytes())
+    except BROKEN as error:
+        return {}, [Fault(file, f"it cannot be read: {reason(error)}", describes)]
+    if not (isinstance(config, dict) and "model_type" in config):
+        return {}, [Fault(file, "it has no 'model_type'", describes)]
+    absent = [name for name in _NUMBERS if name not in config] if config["model_type"] in FAMILIES else []
+    faults = [Fault(file, f"it has no {', '.join(map(repr, absent))}", describes)] if absent else []
+    return config, faults + [Fault(file, what, why) for what, why in shape_faults(config)]
 
 
 def _config(model: Model) -> Mapping[str, Any]:

@@ -13,7 +13,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
-from pipeline.reading import BROKEN, reason
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -48,8 +46,9 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
-from stages.model_files import code_problems, lacking_problems
-from stages.model_shape import absent_numbers, known_config, shape_faults
+from stages.model_files import code_problems, lacking_problems, tokenizer_faults
+from stages.model_shape import known_config, read_config, shape_faults
+from stages.model_weights import weight_faults
 
 __all__ = [
     "BACKENDS",
@@ -357,7 +356,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
         path = Path(model.source)
         looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or path.is_dir()
         if (path / "config.json").is_file():
-            yield from _config_problems(path / "config.json", where)
+            yield from _folder_problems(path, where)
             yield from code_problems(model)
             yield from lacking_problems(model)
         elif looks_local:
@@ -390,17 +389,9 @@ def model_problems(model: Model) -> Iterator[Problem]:
         )
 
 
-_DESCRIBES = "it describes the model"
-
-
-def _config_problems(file: Path, where: str) -> Iterator[Problem]:
-    try:
-        config = json.loads(file.read_bytes())
-        known = isinstance(config, dict) and "model_type" in config
-        absent = absent_numbers(config) if known else ["model_type"]
-        wrong = [(f"it has no {', '.join(map(repr, absent))}", _DESCRIBES)] if absent else []
-        wrong += shape_faults(config) if known else []
-    except BROKEN as error:
-        wrong = [(f"it cannot be read: {reason(error)}", _DESCRIBES)]
-    for what, why in wrong:
+def _folder_problems(folder: Path, where: str) -> Iterator[Problem]:
+    """What is wrong with the files of a local folder that has a config.json."""
+    config, faults = read_config(folder / "config.json")
+    faults += tokenizer_faults(folder)
+    for file, what, why in faults or weight_faults(folder, config):
         yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")

@@ -1,12 +1,14 @@
 """Invalid worker groups, models and batch divisions that a check finds."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from graphs.quickstart import TINY_QWEN3
 from tests.errors.harness import Case
 
 NO_GROUPS: Mapping[str, str] = {}
+NO_SHAPES: Mapping[str, Sequence[int]] = {}
 IMPORT = "from stages import ClippedLoss, Dynamic, Packed, Supervised, TruncatedIS\n\n\n"
 ENDS = """from ops.refit.transports import Receiver, Sender, Transport
 
@@ -37,6 +39,16 @@ class Lengths(Stage):
     setup = lambda *_: dict
 
 """
+
+
+def weights(shapes: Mapping[str, Sequence[int]] = NO_SHAPES, lacks: int = 0) -> dict[str, bytes]:
+    """Return a safetensors file in the folder m, of bytes of these shapes, without some bytes at its end."""
+    header, size = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [size, size + math.prod(shape)]}
+        size += math.prod(shape)
+    text = json.dumps(header).encode()
+    return {"m/model.safetensors": len(text).to_bytes(8, "little") + text + bytes(size - lacks)}
 
 
 def learner(name: str, parameters: str, at: tuple[str, ...] = ("learner",), **lines: str) -> Case:
@@ -215,11 +227,11 @@ TRANSPORTS = [
 ]
 SAVED = TINY_QWEN3 | {"vocab_size": 16}
 FOLDER = {"m/config.json": json.dumps(SAVED), "m/tokenizer.json": "{}"}
-CODED = {
+CODED = weights() | {
     "m/config.json": json.dumps(SAVED | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
     "m/tokenizer.json": "{}",
-    "m/model.safetensors": "",
 }
+OTHER_SIZES = {"model.embed_tokens.weight": [8, 64]}
 SHAPELESS = json.dumps({name: value for name, value in SAVED.items() if not name.startswith(("hidden", "num"))})
 MODELS = [
     model("model_of_no_type", '"tiny", config={"hidden_size": 64}, alphabet=task.alphabet'),
@@ -232,6 +244,13 @@ MODELS = [
     Case("model_folder_of_half_a_config", {"policy": "Model('m')"}, files=CODED | {"m/config.json": SHAPELESS}),
     Case("model_folder_of_a_config_alone", {"policy": "Model('m')"}, files={"m/config.json": json.dumps(SAVED)}),
     Case("model_folder_of_pickles", {"policy": "Model('m')"}, files=FOLDER | {"m/pytorch_model.bin": b""}),
+    Case("model_folder_of_cut_weights", {"policy": "Model('m')"}, files=FOLDER | weights(OTHER_SIZES, lacks=12)),
+    Case("model_folder_of_other_sizes", {"policy": "Model('m')"}, files=FOLDER | weights(OTHER_SIZES)),
+    Case(
+        "model_folder_of_a_cut_tokenizer",
+        {"policy": "Model('m')"},
+        files=FOLDER | weights() | {"m/tokenizer.json": "{"},
+    ),
     Case("model_folder_with_code", {"policy": "Model('m')"}, files=CODED),
     Case(
         "model_trusted_by_vllm",

@@ -222,7 +222,7 @@ def model(trained: Path) -> Path:
     return trained
 
 
-@examples(16)
+@examples(10)
 @given(
     st.sampled_from(("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json",
                      "model-1.safetensors", "generation_config.json")),

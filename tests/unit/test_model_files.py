@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline import Model, StageError, WorkerGroup
 from stages import Rollout, Train
@@ -17,7 +18,8 @@ from stages.backends import backend_problems, model_problems
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.folder import model_folder
 from stages.backends.torch.reward_model import open_reward_model
-from tests.unit.test_folder import POLICY
+from tests.unit.test_folder import MIXTURE, POLICY
+from tests.unit.tiny import QWEN3
 
 CODE = """from pathlib import Path
 
@@ -161,6 +163,98 @@ def test_a_config_with_wrong_numbers_is_refused_once(copied, change: dict, says:
         config = json.loads((Path(model.source) / "config.json").read_text())
         (built,) = model_problems(Model("built", config=config, alphabet="ab"))
         assert says.split("; ")[1] in built.why
+
+
+def in_two_files(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"part-{'layers.0' in name:d}.safetensors" for name in tensors}
+    for file in {*names.values()}:
+        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def indexed(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        in_two_files(folder)
+        index = json.loads((folder / INDEX).read_text())
+        change(index["weight_map"])
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def configured(**change: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+
+    return damage
+
+
+def written(name: str, data: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(data((folder / name).read_bytes())) and None
+
+
+def without(*tensors: str, prefix: str = "") -> Callable[[Path], None]:
+    """Leave tensors out, and cut a prefix off the names of the others."""
+
+    def damage(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        left = {name.removeprefix(prefix): tensor for name, tensor in held.items() if name not in tensors}
+        save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+WEIGHTS, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "part-1.safetensors"
+Q, KEYS = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (written(WEIGHTS, lambda data: data[:-1]), rf"{WEIGHTS}: it cannot be read: it has [\d,]+ bytes, and its"),
+        (written(WEIGHTS, lambda data: data + b"x"), "and its header describes"),
+        (written(WEIGHTS, lambda data: data[:100]), "its 100 bytes do not begin with a safetensors header"),
+        (written(WEIGHTS, lambda data: data[:5]), "its 5 bytes do not begin with a safetensors header"),
+        (written(WEIGHTS, lambda data: data[:9] + b"?" + data[10:]), f"{WEIGHTS}: it cannot be read: "),
+        (written("tokenizer.json", lambda data: data[:-9]), "tokenizer.json: it cannot be read: "),
+        (written("tokenizer_config.json", lambda data: b"[1]"), "tokenizer_config.json: it cannot be read: it is no J"),
+        (indexed(lambda files: files.update(more="absent.safetensors")), "absent.safetensors: it cannot be read: No "),
+        (indexed(lambda files: files.update(more=PART, most=PART)), f"{PART}: it has no more and 1 more; .* says that"),
+        (indexed(lambda files: files.clear()), ""),  # no tensor: transformers says so
+        (configured(vocab_size=99), r"embed_tokens.weight has the shape .* asks for \[99, 32\]: vocab_size=99"),
+        (configured(num_key_value_heads=4), "k_proj.weight has the shape .*: hidden_size=32, num_attention_heads"),
+        (configured(intermediate_size=8), "mlp.gate_proj.weight has the shape .*: intermediate_size=8, hidden_size=32"),
+        (configured(num_hidden_layers=3), "its weights have no model.layers.2.input_layernorm.weight; config"),
+        (configured(num_hidden_layers=10**15), "its weights have no model.layers.2."),
+        (without(KEYS), f"its weights have no {KEYS}"),
+        (configured(vocab_size=99, model_type="gpt2"), ""),
+        (configured(vocab_size=99, quantization_config={"bits": 4}), ""),
+        (configured(num_hidden_layers=1), ""),
+        (without("lm_head.weight", prefix="model."), ""),  # as AutoModel saves it
+        (in_two_files, ""),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_those_of_the_config_are_refused(copied, change, says: str) -> None:
+    model = Model(str(copied(change)))
+    found = [str(problem) for problem in model_problems(model)]
+    assert len(found) == bool(says) and all(re.search(says, text) for text in found), found
+
+
+@pytest.mark.parametrize("family", [QWEN3, MIXTURE, {**QWEN3, "model_type": "llama"}, {**QWEN3, "model_type": "qwen2"}])
+@pytest.mark.parametrize("change", [{}, {"head_dim": ...}])
+def test_what_transformers_writes_is_not_refused(tmp_path: Path, family: dict, change: dict) -> None:
+    """Also where a config leaves numbers to the family."""
+    config = {name: value for name, value in (family | change).items() if value is not ...}
+    folder = model_folder(Model("a", config=config, alphabet="0123"), tmp_path)
+    assert not list(model_problems(Model(str(folder))))
+    saved = json.loads((folder / "config.json").read_text())
+    left = {name: value for name, value in saved.items() if change.get(name) is not ...}
+    (folder / "config.json").write_text(json.dumps(left))
+    assert not list(model_problems(Model(str(folder))))
+    load(Model(str(folder)))
 
 
 @pytest.mark.parametrize("backend", ["vllm", "megatron"])

@@ -1,0 +1,129 @@
+"""The weights of a model folder against its config, from the headers of its safetensors files. Loads no model, no torch
+and no tensor.
+
+The format: 8 bytes with the length of the header, the header as JSON, the tensors
+(https://huggingface.co/docs/safetensors/index, "Format").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.reading import BROKEN, check_file, decode, reason
+from stages.model_shape import DENSE, FAMILIES, OPTIONAL, Fault
+
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
+_LENGTH = struct.Struct("<Q")
+
+
+class _Tensor(msgspec.Struct):
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[Fault]:
+    """Return why the weights of a folder cannot be those of its config: files that are absent, damaged or cut, and
+    tensors that are absent or have another shape. Knows the shapes of the families in `model_shape`."""
+    try:
+        listed = _listed(folder)
+    except BROKEN as error:
+        return [Fault(folder / INDEX, f"it cannot be read: {reason(error)}", "it says which file has a tensor")]
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Path] = {}
+    faults = []
+    for name, wanted in listed.items():
+        file = folder / name
+        try:
+            held = _shapes(file)
+        except BROKEN as error:
+            faults.append(Fault(file, f"it cannot be read: {reason(error)}", "it has weights of the model"))
+            continue
+        if absent := sorted(wanted - held.keys()):
+            faults.append(Fault(file, f"it has no {_first(absent)}", f"{INDEX} says that it has"))
+        shapes |= held
+        places |= dict.fromkeys(held, file)
+    return faults or _differences(folder, config, shapes, places)
+
+
+def _listed(folder: Path) -> dict[str, set[str]]:
+    """Return the files of a folder's weights, each with the tensors that the index says it has."""
+    if not (folder / INDEX).exists():
+        return {_SINGLE: set()} if (folder / _SINGLE).exists() else {}  # a pickle, or files that others name
+    check_file(folder / INDEX)
+    files: dict[str, set[str]] = {}
+    for tensor, file in decode((folder / INDEX).read_bytes(), _Index).weight_map.items():
+        files.setdefault(file, set()).add(tensor)
+    return files
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors. Raises OSError or ValueError if it is no whole safetensors file."""
+    check_file(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(_LENGTH.size)
+        length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
+        if length > min(_LONGEST, size - _LENGTH.size):
+            raise ValueError(f"its {size:,} bytes do not begin with a safetensors header")
+        header = decode(file.read(length), dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    tensors = {name: decode(bytes(tensor), _Tensor) for name, tensor in header.items()}
+    named = _LENGTH.size + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if named != size:
+        raise ValueError(f"it has {size:,} bytes, and its header describes {named:,}")
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _differences(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Path]
+) -> list[Fault]:
+    """Return the tensors whose shape the config contradicts, one a file, or that it asks for and no file has."""
+    if not shapes or "quantization_config" in config or config["model_type"] not in FAMILIES:
+        return []
+    prefix = "model." if any(name.startswith("model.") for name in shapes) else ""  # absent in a model without a head
+    faults: dict[Path, Fault] = {}
+    for name, shape, said in _wanted(config):
+        found = shapes.get(prefix + name)
+        if found is None:
+            why = "config.json asks for it, and transformers would draw it at random"
+            return [*faults.values()] or [Fault(folder, f"its weights have no {prefix}{name}", why)]
+        if found != shape:
+            given = ", ".join(f"{number}={config[number]}" for number in said if config.get(number) is not None)
+            what = f"{prefix}{name} has the shape {list(found)}"
+            file = places[prefix + name]
+            faults.setdefault(file, Fault(file, what, f"config.json asks for {list(shape)}: {given}"))
+    return list(faults.values())
+
+
+def _wanted(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Yield the tensors that every model of a family has: name, shape, and which of the config's numbers give it."""
+    hidden, heads, inner = (config[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    groups, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    own_dim = config["model_type"].startswith("qwen3")  # without head_dim it is not hidden_size / num_attention_heads
+    known = "num_key_value_heads" in config and (config.get("head_dim") or not own_dim)
+    attention = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden),
+                 "o_proj": (hidden, heads * dim)}  # fmt: skip
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    yield "embed_tokens.weight", (config["vocab_size"], hidden), ("vocab_size", "hidden_size")
+    yield "norm.weight", (hidden,), ("hidden_size",)
+    for i in range(config["num_hidden_layers"]):
+        yield f"layers.{i}.input_layernorm.weight", (hidden,), ("hidden_size",)
+        for name, shape in attention.items() if known else ():
+            yield f"layers.{i}.self_attn.{name}.weight", shape, ("hidden_size", "num_attention_heads", *OPTIONAL)
+        yield f"layers.{i}.post_attention_layernorm.weight", (hidden,), ("hidden_size",)
+        for name, shape in mlp.items() if config["model_type"] in DENSE else ():
+            yield f"layers.{i}.mlp.{name}.weight", shape, ("intermediate_size", "hidden_size")
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
