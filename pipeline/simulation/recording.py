@@ -23,6 +23,8 @@ from pipeline.simulation.recorded import fitted
 from pipeline.simulation.virtual_run import Simulation
 from pipeline.simulation.whatif import Changes
 
+LATEST_S = 1e10  # no clock that starts with its machine is later
+
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """A run to simulate. `events` is empty for a graph that was never run. `cores` is the number of cores per machine,
@@ -56,6 +58,7 @@ def recording_of(run: OpenedRun, *, cores: float | None = None) -> Recording:
                 fix="simulate a run of more steps",
             )
         )
+    _check_times(run)
     cores = cores or _cores(run)
     durations, notes = fitted(run.plan, run.events, cores=cores)
     if cores is None:
@@ -83,6 +86,22 @@ def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple
         one_process=recording.one_process,
     )
     return planned, analyse(simulation.run(), planned)
+
+
+def _check_times(run: OpenedRun) -> None:
+    """Raise GraphError if an event of a damaged record has a time that cannot be: the simulation would never end."""
+    for event in run.events:
+        found = (getattr(event, name, None) for name in ("start_s", "end_s", "at_s"))
+        times_s = [time_s for time_s in found if time_s is not None]
+        if times_s != sorted(times_s) or not all(0 <= time_s < LATEST_S for time_s in times_s):
+            raise GraphError(
+                Problem(
+                    where=str(RunDir(run.path).events),
+                    what=f"a line of type {type(event).__struct_config__.tag!r} has the times {times_s}",
+                    why="times are seconds of a clock that never goes back, and a span does not end before it starts",
+                    fix="the file is damaged: simulate another run",
+                )
+            )
 
 
 def _nodes(planned: Plan, nodes: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], str]:
