@@ -7,14 +7,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from pipeline import Model, StageError
 from pipeline.errors import Problem
-from pipeline.reading import BROKEN, check_file, check_files, readable, reason
+from pipeline.reading import BROKEN, check_file, check_files, decode, readable, reason
 from stages.model_shape import Fault
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
-_TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json")
 _NAMES_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -58,15 +59,25 @@ def lacking_problems(model: Model) -> Iterator[Problem]:
 def tokenizer_faults(folder: Path) -> list[Fault]:
     """Return which JSON files of a folder's tokenizer cannot be read."""
     faults = []
-    for name in _TOKENIZER_JSON:
+    for name, read in (("tokenizer.json", _read_large), ("tokenizer_config.json", _read_small)):
         if (file := folder / name).exists():
             try:
                 check_file(file)
-                if not isinstance(json.loads(file.read_bytes()), dict):
-                    raise ValueError("it is no JSON object")
+                read(file.read_bytes())
             except BROKEN as error:
                 faults.append(Fault(file, f"it cannot be read: {reason(error)}", "it has the model's tokenizer"))
     return faults
+
+
+def _read_large(data: bytes) -> None:
+    """Check a JSON object without building it: every stage of a model asks, and a vocabulary has many megabytes."""
+    decode(data, dict[str, msgspec.Raw])
+
+
+def _read_small(data: bytes) -> None:
+    """Check a JSON object as transformers reads it, by Python's rules."""
+    if not isinstance(json.loads(data), dict):
+        raise ValueError("it is no JSON object")
 
 
 def refuse_code(model: Model) -> None:

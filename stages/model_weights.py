@@ -17,7 +17,7 @@ import msgspec
 from pipeline.reading import BROKEN, check_file, decode, reason
 from stages.model_shape import DENSE, FAMILIES, OPTIONAL, Fault
 
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
 
@@ -28,6 +28,8 @@ class _Tensor(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
+    """The part of an index that says which file has a tensor."""
+
     weight_map: dict[str, str]
 
 
@@ -55,13 +57,18 @@ def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[Fault]:
     return faults or _differences(folder, config, shapes, places)
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the folder's index has it. Raises OSError or ValueError."""
+    check_file(folder / INDEX)
+    return decode((folder / INDEX).read_bytes(), _Index).weight_map
+
+
 def _listed(folder: Path) -> dict[str, set[str]]:
     """Return the files of a folder's weights, each with the tensors that the index says it has."""
     if not (folder / INDEX).exists():
-        return {_SINGLE: set()} if (folder / _SINGLE).exists() else {}  # a pickle, or files that others name
-    check_file(folder / INDEX)
+        return {SINGLE: set()} if (folder / SINGLE).exists() else {}  # a pickle, or files that others name
     files: dict[str, set[str]] = {}
-    for tensor, file in decode((folder / INDEX).read_bytes(), _Index).weight_map.items():
+    for tensor, file in read_index(folder).items():
         files.setdefault(file, set()).add(tensor)
     return files
 

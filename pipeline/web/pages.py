@@ -15,7 +15,7 @@ from pipeline.analysis.comparison import compare
 from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.perfetto import Starts
 from pipeline.analysis.report import summary
-from pipeline.errors import SluiceError
+from pipeline.errors import GraphError
 from pipeline.record import trace
 from pipeline.record.runs import consistent, list_runs, of_a_run, open_plan, open_run, read_metrics, run_json
 from pipeline.rundir import RunDir
@@ -131,7 +131,7 @@ def _advice(path: Path) -> dict[str, Any]:
     run = open_run(path, recent_bytes=RECENT_BYTES)
     try:
         made = hints(recording_of(run), Path("runs") / path.name)
-    except SluiceError as error:  # also of the simulation: a damaged record may have times of any size
+    except GraphError as error:
         return {"hints": [], "notes": [problem.what for problem in error.problems]}
     return msgspec.to_builtins(made)
 

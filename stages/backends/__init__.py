@@ -353,15 +353,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             fix=f"correct {kind}.problems()",
         )
     if model.config is None:
-        path = Path(model.source)
-        looks_local = model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or path.is_dir()
-        if (path / "config.json").is_file():
-            yield from _folder_problems(path, where)
-            yield from code_problems(model)
-            yield from lacking_problems(model)
-        elif looks_local:
-            what = f"the folder {model.source!r} " + ("has no config.json" if path.is_dir() else "does not exist")
-            yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
+        yield from _folder_problems(model)
         return
     if "model_type" not in model.config:
         yield Problem(
@@ -389,9 +381,17 @@ def model_problems(model: Model) -> Iterator[Problem]:
         )
 
 
-def _folder_problems(folder: Path, where: str) -> Iterator[Problem]:
-    """What is wrong with the files of a local folder that has a config.json."""
+def _folder_problems(model: Model) -> Iterator[Problem]:
+    """What is wrong with a local folder; nothing if the source is a hub name."""
+    folder, where = Path(model.source), str(model.location)
+    if not (folder / "config.json").is_file():
+        if model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or folder.is_dir():
+            what = f"the folder {model.source!r} " + ("has no config.json" if folder.is_dir() else "does not exist")
+            yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
+        return
     config, faults = read_config(folder / "config.json")
     faults += tokenizer_faults(folder)
     for file, what, why in faults or weight_faults(folder, config):
         yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")
+    yield from code_problems(model)
+    yield from lacking_problems(model)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from pipeline import Field, Model
 from pipeline.data_plane.memory import MemoryPlane
@@ -42,6 +41,7 @@ from tests.examples import few
 from tests.optional import need
 from tests.unit import tiny_graph
 from tests.unit.damage import answered, bounded, damaged, damages
+from tests.unit.test_model_files import in_two_files
 
 pytestmark = pytest.mark.journal_expected  # damaged records
 LOCAL = ("--executor", "local", "--run-dir", "run")
@@ -224,13 +224,7 @@ def model(trained: Path) -> Path:
     assert command(trained, "run", "--model", "exported", program="export")[0] == 0
     indexed = trained / "indexed"
     shutil.copytree(trained / "exported", indexed)
-    tensors = load_file(indexed / "model.safetensors")
-    (indexed / "model.safetensors").unlink()
-    names = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for file in {*names.values()}:
-        held = {name: tensor for name, tensor in tensors.items() if names[name] == file}
-        save_file(held, indexed / file, metadata={"format": "pt"})
-    (indexed / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    in_two_files(indexed)
     for name in ("exported", "indexed"):
         (trained / f"{name}.py").write_text(graph_text(TOP, DEF, LINES | {"policy": f'Model("{name}")'}))
         assert command(trained, f"{name}.py", "--check")[0] == 0

@@ -43,10 +43,18 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def configured(**change: object) -> Callable[[Path], None]:
+    """Change numbers of a folder's config, or leave out those that are `...`."""
+
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+    return damage
+
+
 def coded(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
-    (folder / "config.json").write_text(json.dumps(config))
+    configured(auto_map={"AutoModelForCausalLM": "modeling_own.Own"})(folder)
     (folder / "modeling_own.py").write_text(CODE.format(folder=folder))
 
 
@@ -150,11 +158,7 @@ def test_a_folder_that_lacks_files_is_refused(copied, files: str, says: str) -> 
 def test_a_config_with_wrong_numbers_is_refused_once(copied, change: dict, says: str) -> None:
     """By the check of the model alone: a backend's own check does not divide such numbers."""
 
-    def damage(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text()) | change
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-    model = Model(str(copied(damage)))
+    model = Model(str(copied(configured(**change))))
     found = [str(problem) for problem in model_problems(model)]
     assert len(found) == bool(says) and all(says in text for text in found)
     if says and "has no" not in says:
@@ -166,11 +170,13 @@ def test_a_config_with_wrong_numbers_is_refused_once(copied, change: dict, says:
 
 
 def in_two_files(folder: Path) -> None:
+    """Move the weights of a folder into two files with an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = {name: f"part-{'layers.0' in name:d}.safetensors" for name in tensors}
+    names = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
     for file in {*names.values()}:
-        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file)
+        held = {name: tensor for name, tensor in tensors.items() if names[name] == file}
+        save_file(held, folder / file, metadata={"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
@@ -180,14 +186,6 @@ def indexed(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None
         index = json.loads((folder / INDEX).read_text())
         change(index["weight_map"])
         (folder / INDEX).write_text(json.dumps(index))
-
-    return damage
-
-
-def configured(**change: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | change))
 
     return damage
 
@@ -207,8 +205,8 @@ def without(*tensors: str, prefix: str = "") -> Callable[[Path], None]:
     return damage
 
 
-WEIGHTS, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "part-1.safetensors"
-Q, KEYS = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+WEIGHTS, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "model-1.safetensors"
+KEYS = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -250,9 +248,7 @@ def test_what_transformers_writes_is_not_refused(tmp_path: Path, family: dict, c
     config = {name: value for name, value in (family | change).items() if value is not ...}
     folder = model_folder(Model("a", config=config, alphabet="0123"), tmp_path)
     assert not list(model_problems(Model(str(folder))))
-    saved = json.loads((folder / "config.json").read_text())
-    left = {name: value for name, value in saved.items() if change.get(name) is not ...}
-    (folder / "config.json").write_text(json.dumps(left))
+    configured(**change)(folder)
     assert not list(model_problems(Model(str(folder))))
     load(Model(str(folder)))
 

@@ -19,7 +19,8 @@ from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.names import Parameter, parameters
 from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
-from stages.backends.model.shards import INDEX, Shards
+from stages.backends.model.shards import Shards
+from stages.model_weights import INDEX
 
 _FILE_BYTES = 4 << 30  # size of one output file
 

@@ -6,20 +6,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import Problem, StageError
-from pipeline.reading import decode, readable
-
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-class _Index(msgspec.Struct):
-    """The part of an index that says which file has a tensor."""
-
-    weight_map: dict[str, str]
+from pipeline.reading import readable
+from stages.model_weights import INDEX, SINGLE, read_index
 
 
 class Shards:
@@ -29,15 +21,15 @@ class Shards:
         self.folder = folder
         if (folder / INDEX).is_file():
             with _readable(folder / INDEX):
-                self.files = decode((folder / INDEX).read_bytes(), _Index).weight_map
-        elif (folder / _SINGLE).is_file():
-            with _readable(folder / _SINGLE), safe_open(folder / _SINGLE, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), _SINGLE)
+                self.files = read_index(folder)
+        elif (folder / SINGLE).is_file():
+            with _readable(folder / SINGLE), safe_open(folder / SINGLE, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), SINGLE)
         else:
             raise StageError(
                 Problem(
                     where=str(folder),
-                    what=f"it has neither {_SINGLE} nor {INDEX}",
+                    what=f"it has neither {SINGLE} nor {INDEX}",
                     why="ranks read their parts from safetensors files",
                     fix="save the model with save_pretrained, which writes safetensors",
                 )
