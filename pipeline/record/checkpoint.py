@@ -85,12 +85,12 @@ class Draft:
         """Wait until this machine sees all files that workers have written, with at least these sizes, by worker and by
         path below the folder. Raises CheckpointError for one that it does not see."""
         ends_s = time.monotonic() + SEEN_S
-        for worker, files in written.items():
-            for name, size_bytes in files.items():
-                while (found_bytes := _size(self.folder / name)) < size_bytes:
-                    if time.monotonic() > ends_s:
-                        raise CheckpointError(self._unseen(worker, name, size_bytes, found_bytes))
-                    time.sleep(LOOK_S)  # a network file system may show it late
+        writers = {file: worker for worker, files in written.items() for file in files.items()}  # ranks share folders
+        for (name, size_bytes), worker in writers.items():
+            while (found_bytes := _size(self.folder / name)) < size_bytes:
+                if time.monotonic() > ends_s:
+                    raise CheckpointError(self._unseen(worker, name, size_bytes, found_bytes))
+                time.sleep(LOOK_S)  # a network file system may show it late
 
     def _unseen(self, worker: str, name: str, size_bytes: int, found_bytes: int) -> Problem:
         found = "does not see it" if found_bytes < 0 else f"sees {found_bytes:,} bytes of it"

@@ -40,6 +40,7 @@ from stages import (
     Train,
 )
 from stages.vocabulary import ADVANTAGE, PROMPT, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+from tests.waiting import until
 
 torch.set_num_threads(1)
 TASK = Generated("reverse", digits=2, held_out=20)
@@ -115,22 +116,15 @@ class Comparing:
     def copied(self):
         def write(folder: Path) -> None:
             if not self.ranks.rank:
-                shows(folder / "draft")
+                until((folder / "draft").exists)
                 (folder / "0").write_text("0")
                 return
             (folder / "draft").write_text("1")
-            shows(folder / "0")
+            until((folder / "0").exists)
             time.sleep(0.3)  # a rank that lists files as soon as it is ready does so now
             (folder / "draft").rename(folder / "1")
 
         return write if self.ranks.connected else lambda folder: None
-
-
-def shows(path: Path) -> None:
-    ends_s = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,18 @@
 
 import socket
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from pipeline.errors import WorkerLost
 from pipeline.executors import machines
 from pipeline.executors.machines import LOST, POLL_S, SAID, Machines, reached
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "POLL_S", 0.01)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
 
 
 def test_the_warning_comes_within_10_s() -> None:
