@@ -11,7 +11,7 @@ from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import shown
-from pipeline.reading import BROKEN, reason
+from pipeline.reading import BROKEN, check_file, reason
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*DENSE, "qwen3_moe")
@@ -69,6 +69,7 @@ def read_config(file: Path) -> tuple[Mapping[str, Any], list[Fault]]:
     of another model in their place."""
     describes = "it describes the model"
     try:
+        check_file(file)
         config = json.loads(file.read_bytes())
     except BROKEN as error:
         return {}, [Fault(file, f"it cannot be read: {reason(error)}", describes)]
@@ -83,4 +84,6 @@ def _config(model: Model) -> Mapping[str, Any]:
     if model.config is not None:
         characters = 256 if model.alphabet == "bytes" else len(model.alphabet or "")
         return {"vocab_size": characters + 2, **model.config}  # padding, end of sequence
-    return dict(json.loads((Path(model.source) / "config.json").read_text()))
+    file = Path(model.source) / "config.json"
+    check_file(file)
+    return dict(json.loads(file.read_text()))

@@ -16,6 +16,7 @@ from pipeline.errors import Problem, counted
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_BYTES = 1 << 30
 _BLOCK_BYTES, _ALIGNMENT = 1 << 30, 512  # of pinned memory
+_STAGED_BYTES = 1 << 26
 
 
 def claim(group: WorkerGroup) -> torch.device:
@@ -59,6 +60,22 @@ def bytes_free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in ordinary host memory. From a GPU it goes through a small block of pinned memory: the
+    driver alone would map the pages of the copy one by one (measured by benchmarks/checkpoint.py)."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True).contiguous()
+    source = tensor.detach().contiguous()
+    copied = torch.empty(source.shape, dtype=source.dtype)
+    staged = torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
+    parts = (whole.view(-1).view(torch.uint8).split(_STAGED_BYTES) for whole in (source, copied))
+    for taken, given in zip(*parts, strict=True):
+        arrived = staged[: taken.numel()].copy_(taken, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        given.copy_(arrived)
+    return copied
 
 
 class Parking:

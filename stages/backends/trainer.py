@@ -30,7 +30,7 @@ from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
 from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
-from stages.backends.device import Parking, bytes_in_use
+from stages.backends.device import Parking, bytes_in_use, host_copy
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
@@ -133,7 +133,7 @@ class BaseLearner(Learner, ABC):
     def copied(self) -> Callable[[Path], None]:
         """Copy weights and optimizer to the host. Returns a function that writes what `save` would have written."""
         self.parking.arrive()
-        held = {name: {key: t.to("cpu", copy=True).contiguous() for key, t in file} for name, file in self._files()}
+        held = {name: {key: host_copy(tensor) for key, tensor in file} for name, file in self._files()}
         counters = self._counters()
 
         def write(folder: Path) -> None:

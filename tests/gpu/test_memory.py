@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ops.refit.memory import SharedMemory
+from stages.backends.device import host_copy
 from tests.gpu.processes import each
 
 SIZE = 48 << 20
@@ -51,3 +52,12 @@ def read_by_another(rank: int) -> list[str]:
 def test_another_process_reads_what_is_there_at_any_time(gpus: list[str], allocator: str) -> None:
     (said,) = each(read_by_another, gpus[:1], environment={ALLOCATOR: allocator} if allocator else {})
     assert said == [f"{value} {value} {SIZE}" for value in (0, 3, 5)]
+
+
+def test_what_is_copied_to_the_host_is_the_same(gpus: list[str]) -> None:
+    large = torch.randint(0, 1 << 30, (20_000_003,), device="cuda")  # 160 MB: several parts, the last one short
+    transposed = large[:6].view(2, 3).T
+    for tensor in (large, transposed, torch.tensor(3.0, device="cuda"), large[:0], large[:5].bfloat16()):
+        copied = host_copy(tensor)
+        assert copied.is_contiguous() and not copied.is_pinned() and copied.dtype == tensor.dtype
+        assert torch.equal(copied, tensor.cpu())

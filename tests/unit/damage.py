@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from tests.errors.harness import PROBLEM, command
@@ -55,7 +56,7 @@ def damages() -> st.SearchStrategy[tuple[str, int]]:
 
 
 def hit(original: bytes, how: tuple[str, int]) -> bytes | Place:
-    """Return what is found in the place of a file that had this content."""
+    """Return what is found in the place of a file that had this content. The kind may be one of `PLACES` too."""
     kind, seed = how
     rng = Random(seed)
     match kind:
@@ -63,6 +64,8 @@ def hit(original: bytes, how: tuple[str, int]) -> bytes | Place:
             return rng.choice(WHOLE)
         case "place":
             return Place(rng.choice(PLACES))
+        case _ if kind in PLACES:
+            return Place(kind)
         case "recoded":
             return recoded(rng, original)
         case "json" if _is_json(original):
@@ -231,7 +234,7 @@ def bounded(seconds: int = SECONDS) -> Iterator[None]:
     """Let what this block does end: in time, and in memory."""
 
     def late(number: int, frame: Any) -> None:
-        raise AssertionError(f"it takes longer than {seconds} s:\n{''.join(traceback.format_stack(frame)[-6:])}")
+        pytest.fail(f"it takes longer than {seconds} s:\n{''.join(traceback.format_stack(frame)[-6:])}")
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -249,6 +249,12 @@ def test_the_folder_of_a_model(model: Path, name: str, how: tuple[str, int]) -> 
                 assert error.problems
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_pipe_in_the_folder_of_a_model_is_not_waited_for(model: Path, name: str) -> None:
+    with damaged(model / "indexed" / name, ("pipe", 0)):
+        assert answered(model, "indexed.py", "--check")[0] == 2
+
+
 ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
