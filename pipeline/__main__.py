@@ -24,6 +24,7 @@ COMMANDS = {
     "simulate": "predict what a change would do to a run",
     "export": "write a run as a Perfetto trace, as tables, as its samples, or as its model",
     "forward": "send a run's metrics to TensorBoard, W&B or MLflow",
+    "mirror": "copy a run's checkpoints and record to other storage, and fetch them",
 }
 _HELP = ("help", "-h", "--help")
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.cli.command import Parser, exit_code
+from pipeline.cli.ended import ended_input
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.precedence import typed
@@ -170,15 +169,8 @@ def _until_ended(state: str) -> bool:
 
 
 def _until_eof() -> Callable[[str], bool]:
-    """Return a `wait` that ends with standard input, which closes however the process at its other end exits."""
-    ended = threading.Event()
-
-    def read() -> None:
-        while os.read(sys.stdin.fileno(), 1 << 10):
-            pass
-        ended.set()
-
-    threading.Thread(target=read, daemon=True).start()
+    """Return a `wait` that ends with standard input."""
+    ended = ended_input()
     return lambda state: not ended.wait(EVERY_S)
 
 

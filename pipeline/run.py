@@ -33,6 +33,8 @@ from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
+from pipeline.mirrors.beside import mirrored
+from pipeline.mirrors.remote import check_address
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
@@ -97,6 +99,8 @@ def _main(argv: list[str]) -> int:
     console.print_problems(warnings)
     if problems := tuple(executor_problems(options, graph, file.module)):
         raise GraphError(*problems)
+    if options.mirror:
+        check_address(options.mirror, flag="--mirror")
     if options.check:
         print(f"{file.path}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
@@ -140,6 +144,9 @@ def _parser(*, add_help: bool) -> Parser:
     )
     parser.add_argument("--view", action="store_true", help="show the run in a browser while it runs")
     parser.add_argument("--plain", action="store_true", help="print plain lines instead of a live display")
+    parser.add_argument(
+        "--mirror", metavar="URL", help="keep a copy of checkpoints and record there, such as s3://bucket/runs"
+    )
     add_services(parser)
     return parser
 
@@ -193,7 +200,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     with Termination() as termination:
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
-            with shown, beside(run_dir, services):
+            with shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
                 stopped = _execute(asked, run_dir, start, progress, termination)
             code = termination.exit_code if stopped else 0
         except SystemExit:  # by a signal
@@ -269,7 +276,8 @@ def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
 
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
     options = asked.options
-    command = [*typed("pipeline.run"), str(asked.file.path), *executor_words(options)]
+    mirror = ["--mirror", options.mirror] if options.mirror else []
+    command = [*typed("pipeline.run"), str(asked.file.path), *executor_words(options), *mirror]
     return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
 
 

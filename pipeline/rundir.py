@@ -2,6 +2,7 @@
 
 runs/quickstart-20260101-120000/
   run.json  graph.py  plan.json  events.jsonl  metrics.jsonl  data_plane.json  lock
+  fetched.json (of a run that was fetched from its mirror)
   before-1/ (the record of a run that ended before its first checkpoint, once it has started again)
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
 
@@ -97,6 +98,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def fetched(self) -> Path:
+        """Where a fetched run came from, and which of its checkpoints were left there."""
+        return self.path / "fetched.json"
 
     @property
     def metrics(self) -> Path:

@@ -30,6 +30,7 @@ _FIXES = {
     errno.EDQUOT: "free disk space or raise the quota",
     errno.EIO: "repair the disk, or copy the run directory to another one",
 }
+_ANOTHER = "resume from another step (--resume STEP), or start again in another folder"
 SEEN_S, LOOK_S = 60.0, 0.1  # how long a network file system may take to show a file, and how often we look
 _UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
 
@@ -195,8 +196,8 @@ def last_bytes(run: RunDir) -> int:
     """Return the size of the newest checkpoint whose files have the sizes in its manifest; 0 if there is none."""
     for steps in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(steps)
-        if _damage(folder, hashed=False) is None:
-            return _manifest(folder).size_bytes
+        if damage(folder, hashed=False) is None:
+            return manifest_of(folder).size_bytes
     return 0
 
 
@@ -207,7 +208,7 @@ def old(run: RunDir, newest: int, *, keep: int, every: int) -> list[int]:
     Checkpoints of later steps do not count: a run that resumed before them will write them again.
     """
     steps = [step for step in run.checkpoint_steps() if step <= newest]
-    whole = [step for step in steps if _damage(run.checkpoint(step), hashed=False) is None]
+    whole = [step for step in steps if damage(run.checkpoint(step), hashed=False) is None]
     first = whole[-keep] if len(whole) > keep else 0
     return [step for step in steps if step < first and not (every and step % every == 0)]
 
@@ -232,9 +233,9 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
     damaged: list[Problem] = []
     for number in [steps] if steps is not None else reversed(run.checkpoint_steps()):
         folder = run.checkpoint(number)
-        problem = _damage(folder)
+        problem = damage(folder)
         if problem is None:
-            return folder, _manifest(folder), damaged
+            return folder, manifest_of(folder), damaged
         damaged.append(problem)
     raise CheckpointError(
         *(
@@ -251,14 +252,28 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
     )
 
 
-def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
+def damage(folder: Path, *, hashed: bool = True) -> Problem | None:
     """Return what is wrong with a checkpoint; without `hashed`, files of the right size are right."""
-    fix = "resume from another step (--resume STEP), or start again in another folder"
+    if problem := unreadable(folder):
+        return problem
+    for name, file in manifest_of(folder).files.items():
+        try:
+            where, what, why = _difference(folder, name, file, hashed=hashed) or ("", "", "")
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in its name, or links in a circle
+            where, what, why = MANIFEST, f"it names {name!r}: {reason(error)}", "it lists files that can be read"
+        if what:
+            return Problem(where=str(folder / where), what=what, why=why, fix=_ANOTHER)
+    return None
+
+
+def unreadable(folder: Path) -> Problem | None:
+    """Return what is wrong with the manifest of a checkpoint, whatever files there are."""
+    fix = _ANOTHER
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
         return Problem(where=str(folder), what="manifest.json does not exist", why=why, fix=fix)
     try:
-        manifest = _manifest(folder)
+        manifest = manifest_of(folder)
     except (msgspec.DecodeError, OSError) as error:
         return Problem(
             where=str(folder / MANIFEST), what=f"it cannot be read: {reason(error)}", why="its format is fixed", fix=fix
@@ -277,17 +292,11 @@ def _damage(folder: Path, *, hashed: bool = True) -> Problem | None:
             why="a checkpoint's folder has the name of its step",
             fix=fix,
         )
-    for name, file in manifest.files.items():
-        try:
-            where, what, why = _difference(folder, name, file, hashed=hashed) or ("", "", "")
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL in its name, or links in a circle
-            where, what, why = MANIFEST, f"it names {name!r}: {reason(error)}", "it lists files that can be read"
-        if what:
-            return Problem(where=str(folder / where), what=what, why=why, fix=fix)
     return None
 
 
-def _manifest(folder: Path) -> Manifest:
+def manifest_of(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises msgspec.DecodeError or OSError."""
     return decode((folder / MANIFEST).read_bytes(), Manifest)
 
 

@@ -20,6 +20,7 @@ nothing of the code that wrote them. The invariants:
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -124,6 +125,8 @@ class _Manifests:
 
     def __init__(self, run_dir: Path, lines: list[Line]) -> None:
         self._folder = run_dir / "checkpoints"
+        fetched = run_dir / "fetched.json"  # of a run whose other checkpoints are in its mirror
+        self._left = json.loads(fetched.read_bytes())["left"] if fetched.exists() else []
         self._last = {line["step"]: line.number for line in lines if line.type in ("checkpointed", "removed")}
 
     def of_resume(self, line: Line) -> dict[str, Any] | None:
@@ -141,6 +144,8 @@ class _Manifests:
             return
         where = f"checkpoints/step_{step + 1:06d}/manifest.json"
         manifest = self._read(step + 1)
+        if step + 1 in self._left and not (self._folder / f"step_{step + 1:06d}").exists():
+            return
         if manifest is None or not isinstance(manifest.get("next_group"), int):
             yield Violation("I8", where, f"{line.where} says that it was written, and it cannot be read")
             return
