@@ -94,6 +94,15 @@ def hides_pipeline(folder: Path) -> bool:
     return found is not None and Path(found.origin or ".").resolve().parent != Path(__file__).resolve().parent
 
 
+def replaced() -> Path | None:
+    """Return the package or module that this process has imported as `pipeline`, if it is not ours: with an editable
+    install Python finds our modules inside it all the same. None if it is ours."""
+    loaded = Path(getattr(sys.modules.get("pipeline"), "__file__", None) or __file__).resolve()
+    if loaded.parent == Path(__file__).resolve().parent:
+        return None
+    return loaded.parent if loaded.name == "__init__.py" else loaded
+
+
 def for_another_python() -> dict[str, str]:
     """Return the environment variables with which another interpreter imports our packages from this installation, and
     the modules on this process's PYTHONPATH."""

@@ -6,7 +6,8 @@
     python -m pytest --changed     tests that a change since the last such run can affect
 
 `--changed` uses pytest-testmon, which tracks the lines that a test runs in its own process. Tests that start other
-processes run if any file of the product has changed.
+processes run if any file of the product has changed, and tests that read documents or the view's files if one of those
+has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import hypothesis
@@ -24,19 +26,22 @@ PRODUCT = ("pipeline", "stages", "ops", "graphs")
 SEARCHED = 20  # times as many examples as Hypothesis tries by default, 40 times as many as in the suite
 
 QUICK = ("contract", "errors", "journal", "numerics", "unit")
-SLOW = {  # modules of these folders that take more than two seconds
-    "contract/test_merged_calls.py", "contract/test_transfer_queue_plane.py", "errors/test_failing_run.py",
-    "journal/test_checker.py", "journal/test_live_runs.py", "numerics/test_metamorphic.py",
-    "numerics/test_mutations.py", "numerics/test_refit_rules.py", "numerics/test_trl.py", "unit/test_colocated.py",
-    "unit/test_damaged_files.py",
-    "unit/test_findings.py", "unit/test_forwarders.py", "unit/test_imports.py", "unit/test_in_flight.py",
-    "unit/test_math_reward.py", "unit/test_patience.py", "unit/test_refit_agreement.py", "unit/test_refit_kernels.py",
+SLOW = {  # modules of these folders that take more than three seconds
+    "contract/test_canary.py", "contract/test_merged_calls.py", "contract/test_outside_process.py",
+    "contract/test_transfer_queue_plane.py", "errors/test_failing_run.py", "journal/test_checker.py",
+    "journal/test_live_runs.py", "numerics/test_metamorphic.py", "numerics/test_mutations.py",
+    "numerics/test_refit_rules.py", "numerics/test_trl.py", "unit/test_checkpoint_disk.py", "unit/test_collisions.py",
+    "unit/test_colocated.py", "unit/test_damaged_files.py", "unit/test_doors.py", "unit/test_doors_backend.py",
+    "unit/test_doors_pages.py", "unit/test_doors_transport.py", "unit/test_findings.py", "unit/test_forwarders.py",
+    "unit/test_imports.py", "unit/test_in_flight.py", "unit/test_math_reward.py", "unit/test_meta_cli.py",
+    "unit/test_mirror.py", "unit/test_patience.py", "unit/test_refit_agreement.py", "unit/test_refit_kernels.py",
     "unit/test_refit_plan.py", "unit/test_refit_sums.py", "unit/test_refit_transports.py", "unit/test_refit_tree.py",
     "unit/test_reward_calls.py", "unit/test_scheduler_machine.py", "unit/test_simulated_journal.py",
     "unit/test_torch_parity.py",
 }  # fmt: skip
 CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and one fixture's parameter
 PROCESSES = re.compile(r"subprocess|multiprocessing|os\.fork|ray_session|RayExecutor")
+DOCUMENTS = re.compile(r"README|\bdocs\b|golden\.txt|pyproject|\.ci\b|results|\bstatic\b|playwright|\bbrowser\b")
 
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=100 * SEARCHED, deadline=None)
@@ -95,32 +100,48 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop testmon from deselecting tests that start processes if the product has changed."""
+    """Stop testmon from deselecting tests that a change reaches in a way that it does not see."""
     select = session.config.pluginmanager.get_plugin("TestmonSelect")
-    if select and session.config.cache.get("changed/product", "") != product():
-        select.deselected_tests = [test for test in select.deselected_tests if not starts_processes(test)]
-        select.deselected_files = [file for file in select.deselected_files if not starts_processes(file)]
+    for name, (content, words) in UNSEEN.items():
+        if select and session.config.cache.get(f"changed/{name}", "") != content():
+            select.deselected_tests = [test for test in select.deselected_tests if not has(words, test)]
+            select.deselected_files = [file for file in select.deselected_files if not has(words, file)]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember the product's hash after a complete run in which everything passed."""
+    """Remember the hashes after a complete run in which everything passed."""
     config = session.config
     chosen = config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.getoption("markexpr")
     chosen = chosen or config.getoption("keyword") or hasattr(config, "workerinput")
     if config.getoption("changed") and exitstatus == 0 and not chosen:
-        config.cache.set("changed/product", product())
+        for name, (content, _) in UNSEEN.items():
+            config.cache.set(f"changed/{name}", content())
 
 
 @functools.cache
 def product() -> str:
-    """Return the hash of the product's files."""
-    files = sorted(path for package in PRODUCT for path in (ROOT / package).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    """Return the hash of the product's modules."""
+    return _hash(path for package in PRODUCT for path in (ROOT / package).rglob("*.py"))
 
 
 @functools.cache
-def starts_processes(test: str) -> bool:
-    """Return whether the module of a test, or a test module that it imports, starts processes."""
+def documents() -> str:
+    """Return the hash of what tests read beside modules: documents, golden texts, the view's files, settings."""
+    folders = ("docs", ".ci", "benchmarks/results", "pipeline/web/static", "tests/errors")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix not in (".py", ".pyc")]
+    return _hash([ROOT / "README.md", ROOT / "pyproject.toml", *(path for path in found if path.is_file())])
+
+
+def _hash(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+
+
+UNSEEN = {"product": (product, PROCESSES), "documents": (documents, DOCUMENTS)}
+
+
+@functools.cache
+def has(words: re.Pattern[str], test: str) -> bool:
+    """Return whether the module of a test, or a test module that it imports, has one of these words."""
     module = test.partition("::")[0]
     seen, to_read = set(), [module]
     while to_read:
@@ -129,7 +150,7 @@ def starts_processes(test: str) -> bool:
             continue
         seen.add(path)
         text = path.read_text()
-        if PROCESSES.search(text):
+        if words.search(text):
             return True
         to_read += [
             name.replace(".", "/") + ".py" for name in re.findall(r"^\s*(?:from|import) (tests\.[\w.]+)", text, re.M)

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.cli import console
 from pipeline.cli.output import discard
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
-from pipeline.precedence import SCRIPT
+from pipeline.precedence import SCRIPT, replaced
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _EMPTY = "\0"  # a help text that argparse does not omit
@@ -29,6 +29,8 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
     try:
+        if theirs := replaced():
+            raise GraphError(_hidden(theirs))
         code = command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
@@ -46,6 +48,15 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
             raise
         console.print_problems([problem])
         return 2
+
+
+def _hidden(theirs: Path) -> Problem:
+    return Problem(
+        where=str(theirs),
+        what="it takes the place of Sluice's package 'pipeline'",
+        why="python -m searches the working directory and PYTHONPATH first",
+        fix=f"rename it, or use the command {SCRIPT}, as in {SCRIPT} run graph.py",
+    )
 
 
 def whole(text: str) -> int:

@@ -207,6 +207,28 @@ def test_a_package_named_pipeline_hides_ours_unless_python_is_safe(tmp_path):
     assert checked(tmp_path, "graph.py", flags=["-P"])[0] == 0
 
 
+@pytest.mark.parametrize("name", ["pipeline__init__", "pipeline"])
+def test_another_pipeline_in_which_python_finds_our_modules_is_named(tmp_path, name):
+    """As with an editable install, whose finder gives our modules to whatever package has their name."""
+    written(tmp_path, graph=live_text(), **{name: ""})
+    finder = (
+        "import sys; from importlib.machinery import PathFinder\n"
+        "class Editable:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        home, *inside = name.split('.')[:-1] or ['']\n"
+        f"        folder = '/'.join([{str(REPOSITORY)!r}, home, *inside])\n"
+        "        return PathFinder.find_spec(name, [folder]) if home == 'pipeline' else None\n"
+        "sys.meta_path.append(Editable); sys.path.insert(0, '')\n"
+        "import pipeline; pipeline.__path__ = getattr(pipeline, '__path__', [])\n"
+        "from pipeline.run import main; sys.exit(main(['graph.py', '--check']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", finder], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    theirs = tmp_path / ("pipeline" if name == "pipeline__init__" else "pipeline.py")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{theirs.name}: it takes the place of Sluice's package 'pipeline'; ")
+    assert done.stderr.endswith("Fix: rename it, or use the command sluice, as in sluice run graph.py\n")
+
+
 SLUICE = Path(sysconfig.get_path("scripts")) / "sluice"
 
 
@@ -265,12 +287,13 @@ def test_the_command_sluice_has_every_command(tmp_path):
         assert sluice(tmp_path, name, "--help")[1].startswith(f"usage: sluice {name} ")
     assert sluice(tmp_path, "rum")[::2] == (
         2,
-        "command line: there is no command 'rum'; the commands are run, view, analyse, simulate, export, forward. Fix: "
+        "command line: there is no command 'rum'; the commands are run, view, analyse, simulate, export, forward, "
+        "mirror. Fix: "
         "did you mean sluice run?\n",
     )
 
 
-@pytest.mark.parametrize("module", ["view", "analyse", "simulate", "export", "forward"])
+@pytest.mark.parametrize("module", ["view", "analyse", "simulate", "export", "forward", "mirror"])
 def test_every_command_searches_the_working_directory_last(tmp_path, module):
     written(tmp_path, **dict.fromkeys(("stages__init__", "ops__init__", "msgspec", "argparse"), RAISES))
     code, _, stderr = command(tmp_path, "nowhere", module=f"pipeline.{module}")

@@ -163,7 +163,8 @@ def test_a_config_with_wrong_numbers_is_refused_once(copied, change: dict, says:
     assert len(found) == bool(says) and all(says in text for text in found)
     if says and "has no" not in says:
         group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)
-        assert not list(backend_problems(group, Train(model, on=group, lr=1)))
+        found = [str(problem) for problem in backend_problems(group, Train(model, on=group, lr=1))]
+        assert not [text for text in found if "needs the package" not in text]  # of an engine that is not installed
         config = json.loads((Path(model.source) / "config.json").read_text())
         (built,) = model_problems(Model("built", config=config, alphabet="ab"))
         assert says.split("; ")[1] in built.why

@@ -126,7 +126,9 @@ def test_the_flag(text, value):
 def test_a_resumed_run_has_as_many_and_joins_the_same_cluster(units, address):
     words = f" --address {address} --trusted-network" if address else ""
     words += "" if units == 1 else f" --storage-units {units}"
-    options = SimpleNamespace(executor="ray", storage_units=units, address=address, trusted_network=bool(address))
+    options = SimpleNamespace(
+        executor="ray", storage_units=units, address=address, trusted_network=bool(address), mirror=None
+    )
     asked = SimpleNamespace(options=options, file=SimpleNamespace(path=Path("graph.py")))
     command = run._resume_command(asked, RunDir(Path("run")))  # type: ignore[arg-type]
     assert command.endswith(f"graph.py --executor ray{words} --run-dir run --resume")
