@@ -41,7 +41,7 @@ SLOW = {  # modules of these folders that take more than three seconds
 }  # fmt: skip
 CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and one fixture's parameter
 PROCESSES = re.compile(r"subprocess|multiprocessing|os\.fork|ray_session|RayExecutor")
-DOCUMENTS = re.compile(r"README|\bdocs\b|golden\.txt|pyproject|\.ci\b|results|\bstatic\b|playwright|\bbrowser\b")
+DOCUMENTS = re.compile(r"README|\bdocs\b|golden\.txt|pyproject|\.ci\b|results|\bstatic\b|tests/web/")
 
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=100 * SEARCHED, deadline=None)
@@ -141,7 +141,8 @@ UNSEEN = {"product": (product, PROCESSES), "documents": (documents, DOCUMENTS)}
 
 @functools.cache
 def has(words: re.Pattern[str], test: str) -> bool:
-    """Return whether the module of a test, or a test module that it imports, has one of these words."""
+    """Return whether the module of a test, or a test module that it imports, has one of these words in its path or
+    text."""
     module = test.partition("::")[0]
     seen, to_read = set(), [module]
     while to_read:
@@ -150,7 +151,7 @@ def has(words: re.Pattern[str], test: str) -> bool:
             continue
         seen.add(path)
         text = path.read_text()
-        if words.search(text):
+        if words.search(f"{path}\n{text}"):
             return True
         to_read += [
             name.replace(".", "/") + ".py" for name in re.findall(r"^\s*(?:from|import) (tests\.[\w.]+)", text, re.M)
