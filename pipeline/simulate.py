@@ -45,6 +45,8 @@ def _main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     options.run = graph_named(argv, options.run)
     if options.run is None:
+        if rest:
+            _parser().parse_args(argv)  # reports what is wrong with them
         raise GraphError(
             Problem(
                 where="command line",
