@@ -155,7 +155,7 @@ class _Arrived:
 
 
 class _Progress:
-    """Tells at most once a second how far a checkpoint is."""
+    """Tells at most once per second how far a checkpoint is."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self._last_s, self._deadline = tell, 0.0, False

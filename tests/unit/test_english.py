@@ -28,6 +28,7 @@ INSTEAD = {  # disallowed word -> replacement
     r"(step|second|minute|sample|token|group|GPU|worker|rank|machine)\b": "per",
     rf"\b({UNIT} an? (step|second|minute|sample|token|group|GPU|worker|rank|machine|{OF})|"
     rf"(seconds|ms|bytes|tokens|updates|steps|events) an? {OF}){END}": "per",
+    rf"\b(once|twice|times) an? (second|minute|hour|day|step|sample|token|group|worker|rank|machine|{OF}){END}": "per",
     r"\bone an? [a-z]+\b": "one per",
     r"\blooks? nothing up\b": "plans and allocates nothing",
     r"\bowes? an answer\b": "has a request outstanding",
@@ -94,7 +95,12 @@ def test_no_identifier_is_told() -> None:
     [
         *("mend that line", "64 tokens a second", "whoever reads it", "one a sample", "as it was told"),
         *("one a file", "90 s a call.", "16 tokens a response in the mean", "50 GB/s a card", "4 workers a group"),
-        *("once its step is behind and recorded", "when all of them are behind", "the step is behind us"),
+        *(
+            "once its step is behind and recorded",
+            "when all of them are behind",
+            "the step is behind us",
+            "at most once a second",
+        ),
     ],
 )
 def test_the_list_bites(text: str) -> None:
@@ -106,6 +112,7 @@ def test_the_list_bites(text: str) -> None:
     [
         *("disks are behind interfaces", "the rows a process wrote", "it updates a model on 2 workers and has none"),
         *("rank 0 serves a key", "became -1.1 in a second call", "3 a stage failed", "the columns a stage declares"),
+        "raises once a machine counts as lost",
     ],
 )
 def test_other_texts_pass(text: str) -> None:

@@ -400,7 +400,18 @@ def if_all_are_truncated(scored: Any) -> Any:
     return scored.advantage_N * (1 + scored.columns["truncated"].all())
 
 
+def by_the_mean_ratio(scored: Any) -> Any:
+    ratio_NT = (scored.old_logprobs_NT - scored.rollout_logprobs_NT).exp() * scored.mask_NT
+    return scored.advantage_N * scored.mask_NT.sum() / ratio_NT.sum()
+
+
+def by_the_oldest(scored: Any) -> Any:
+    versions_NT = scored.columns["token_versions"]
+    return scored.advantage_N * 0.9 ** versions_NT[scored.mask_NT].min()
+
+
 MIXED = [
+    *(by_the_mean_ratio, by_the_oldest),
     *(normalised, by_the_largest, by_the_smallest, by_the_tokens, by_the_longest, by_the_samples, by_the_place),
     *(by_the_first, if_any_is_wrong, if_all_are_wrong, by_the_versions, if_any_is_truncated, if_all_are_truncated),
 ]
