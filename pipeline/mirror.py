@@ -155,10 +155,10 @@ class _Arrived:
 
 
 class _Progress:
-    """Tells at most once a second how far a checkpoint is."""
+    """Tells at most once per second how far a checkpoint is."""
 
     def __init__(self, tell: Tell) -> None:
-        self._tell, self._said_s, self._deadline = tell, 0.0, False
+        self._tell, self._last_s, self._deadline = tell, 0.0, False
 
     def set_deadline(self) -> None:
         """From now on the process ends if no byte arrives for a while."""
@@ -168,8 +168,8 @@ class _Progress:
     def copied(self, step: int, arrived: int, size_bytes: int) -> None:
         if self._deadline:
             signal.alarm(int(SILENT_S))
-        if arrived == size_bytes or time.monotonic() > self._said_s + TELL_S:
-            self._said_s = time.monotonic()
+        if arrived == size_bytes or time.monotonic() > self._last_s + TELL_S:
+            self._last_s = time.monotonic()
             self._tell(Said(text=f"step {step}: {arrived:,} of {size_bytes:,} bytes"))
 
 

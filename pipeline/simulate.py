@@ -25,7 +25,6 @@ from pipeline.cli.flags import add_flags
 from pipeline.cli.load import load
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
-from pipeline.plan.planner import plan
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent
 from pipeline.simulation.distributions import GRAMMAR
@@ -46,6 +45,8 @@ def _main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     options.run = graph_named(argv, options.run)
     if options.run is None:
+        if rest:
+            _parser().parse_args(argv)  # reports what is wrong with them
         raise GraphError(
             Problem(
                 where="command line",
@@ -91,6 +92,8 @@ def _simulate(recording: Recording, changes: Changes, options: argparse.Namespac
 
 def _planned(path: Path, argv: list[str], options: argparse.Namespace, rest: list[str]) -> Plan:
     """Return the plan of a graph file with its own flags. A flag that graph() also has is given to both."""
+    from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
+
     file = load(path)
     own = {action.dest: action for action in _parser()._actions}
     shared = {flag.name: getattr(options, flag.name, None) for flag in file.flags if flag.name in own}

@@ -1,11 +1,12 @@
-"""Runs the formulas of a user's loss and correction on four tokens, before a run starts.
+"""Runs the formulas of a user's loss and correction on a few tokens, before a run starts.
 
     for problem in trial_problems(MyLoss(), "graph.py:12"):
         ...
 
-The tokens are two samples of two; the last token is padding. A second run is the same, a third has different and wider
-padding, and a fourth another second sample: a formula must give the same values, in the last for the first sample. This
-module loads torch; `--check` loads it only for a user's formula.
+The first run has two samples of two tokens; the last token is padding. One run repeats it, and one has different and
+wider padding. The others have one of the two samples beside other samples: in another order, with another mask and
+other columns. A formula must give the same values for the same sample in all of them. This module loads torch;
+`--check` loads it only for a user's formula.
 """
 
 from __future__ import annotations
@@ -13,21 +14,56 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pipeline import Field
 from pipeline.declare.calls import fault
-from pipeline.errors import Problem, line_of_code, message_of, shown, user_line
+from pipeline.errors import Problem, counted, line_of_code, message_of, shown, user_line
 from stages.losses import Correction, PolicyLoss, Scored
 
 if TYPE_CHECKING:
     from stages.losses import Formula
 
 _PARAMETERS = {"policy_loss": "scored, weight_NT", "weights": "scored"}
-MASK_NT = torch.tensor([[True, True], [True, False]])
-CASES = ((0.0, 0, 1.0), (0.0, 0, 1.0), (-3.0, 2, 1.0), (0.0, 0, 1.5))  # padding, wider by, factor of the second sample
+
+
+class _Sample(NamedTuple):
+    """One sample: values per token, and the last two per sample. `read` and `read_once` are for the fields that a
+    formula `reads`."""
+
+    logprobs: tuple[float, ...]
+    old: tuple[float, ...]
+    rollout: tuple[float, ...]
+    ref: tuple[float, ...]
+    entropy: tuple[float, ...]
+    read: tuple[float, ...]
+    advantage: float
+    read_once: float
+
+
+class _Case(NamedTuple):
+    """A microbatch: its samples, the padding value, and the number of extra columns of padding."""
+
+    samples: tuple[_Sample, ...]
+    padding: float = 0.0
+    wide: int = 0
+
+
+# fmt: off
+FIRST = _Sample((-0.9, -1.5), (-0.9, -1.55), (-0.92, -1.5), (-0.8, -1.4), (0.7, 1.1), (0.5, 1.0), 1.0, 0.5)
+SECOND = _Sample((-2.2,), (-2.15,), (-2.1,), (-2.0,), (0.4,), (0.75,), -0.5, 1.0)
+LONG = _Sample(
+    (-0.3, -3.1, -1.2), (-0.5, -2.9, -1.3), (-0.4, -3.3, -1.35), (-0.2, -2.6, -1.7), (0.2, 1.9, 0.8), (1.5, 0.25, 1.25),
+    2.5, 0.3,
+)
+SHORT = _Sample((-0.65,), (-0.62,), (-0.6,), (-0.9,), (0.3,), (0.3,), 0.4, 0.25)
+LAST = _Sample((-2.6,), (-2.3,), (-2.45,), (-2.4,), (1.4,), (1.3,), -1.25, 1.5)
+# fmt: on
+PAIR = _Case((FIRST, SECOND))
+MIXES = (PAIR, _Case((LONG, FIRST, SHORT)), _Case((LAST, SECOND)))  # advantages: one is negative, none, all
+CASES = (PAIR, PAIR, _Case(PAIR.samples, padding=-3.0, wide=2), *MIXES[1:])
 
 
 class _Wrong(Exception):  # noqa: N818 - not an error: it carries a finding of the check
@@ -66,7 +102,7 @@ def _problem(
         return Problem(
             where=user_line(error) or line,
             what=f"{owner} raised {message_of(error)}",
-            why="the check runs the formula on two samples, of two tokens and then of four",
+            why="the check runs the formula on microbatches of two and three samples, one to four tokens wide",
             fix="correct the formula; scored has the fields of stages.Scored"
             + _not_declared(formula, loss)
             + _not_widened(formula, error),
@@ -96,28 +132,28 @@ def _not_widened(formula: Callable[..., Formula], error: BaseException) -> str:
 
 def _try_weights(loss: PolicyLoss) -> None:
     """Check that each token has a finite weight that depends on nothing but its input."""
-    weights, again, padded, beside = (_weights(loss, *case) for case in CASES)
-    _repeated(weights, again, "weights")
-    _same(weights, padded, "weights")
-    _alone(weights, beside, "weights")
+    first, again, padded, *beside = (_weights(loss, case) for case in CASES)
+    _repeated(first, again, "weights")
+    _same(first, padded, "weights")
+    _alone([first, *beside], "weights")
 
 
-def _weights(loss: PolicyLoss, padding: float, wide: int, second: float) -> torch.Tensor:
-    """The weights of the three tokens that are not padding."""
+def _weights(loss: PolicyLoss, case: _Case) -> torch.Tensor:
+    """The weights of the tokens that are not padding."""
     assert loss.correction is not None
-    scored = _scored(loss, padding, wide, second)
+    scored = _scored(loss, case)
     weight_NT = _tokens(loss.correction.weights(scored), scored, "the factor of each token's policy loss")
-    _unchanged(scored, _scored(loss, padding, wide, second))
+    _unchanged(scored, _scored(loss, case))
     return weight_NT[scored.mask_NT].detach()
 
 
 def _try_loss(loss: PolicyLoss) -> None:
     """Check that the loss has a value per token and a finite gradient, uses the weight, and depends on nothing but its
     input."""
-    (value, slope), (again, slope_again), (padded, padded_slope), (beside, beside_slope) = (
-        _run(loss, *case) for case in CASES
+    (value, again, padded, *values), (slope, slope_again, padded_slope, *slopes) = zip(
+        *(_run(loss, case) for case in CASES), strict=True
     )
-    if not slope.any():
+    if not any(each.any() for each in (slope, *slopes)):
         raise _Wrong(
             "has the gradient 0 for every token",
             "a loss teaches the policy through scored.logprobs_NT",
@@ -127,15 +163,16 @@ def _try_loss(loss: PolicyLoss) -> None:
     _repeated(slope, slope_again, "the gradient")
     _same(value, padded, "the loss")
     _same(slope, padded_slope, "the gradient")
-    _alone(value, beside, "the loss")
-    _alone(slope, beside_slope, "the gradient")
+    _alone([value, *values], "the loss")
+    _alone([slope, *slopes], "the gradient")
     if not loss.needs_entropy and _differentiates_entropy(loss):
         raise _Wrong(
             "uses scored.entropy_NT, which has no gradient here",
             "the entropy is a constant unless the class asks for its gradient, which takes memory",
             "set entropy_gradient = True in the class, or write scored.entropy_NT.detach()",
         )
-    if loss.correction is not None and torch.equal(slope, _run(loss, *CASES[0], weight=0.5)[1]):
+    halved = (_run(loss, case, weight=0.5)[1] for case in MIXES)
+    if loss.correction is not None and all(map(torch.equal, (slope, *slopes), halved)):
         raise _Wrong(
             f"does not use weight_NT, and the loss has correction={shown(loss.correction)}",
             "the correction multiplies the policy loss of each token",
@@ -145,7 +182,7 @@ def _try_loss(loss: PolicyLoss) -> None:
 
 def _differentiates_entropy(loss: PolicyLoss) -> bool:
     """Whether the loss would have a gradient with respect to the entropy, if that had one."""
-    scored = _scored(loss, *CASES[0])
+    scored = _scored(loss, PAIR)
     assert scored.entropy_NT is not None
     scored.entropy_NT.requires_grad_()
     made = loss.policy_loss(scored, torch.ones_like(scored.old_logprobs_NT))
@@ -153,15 +190,13 @@ def _differentiates_entropy(loss: PolicyLoss) -> bool:
     return scored.entropy_NT.grad is not None and bool(scored.entropy_NT.grad.any())
 
 
-def _run(
-    loss: PolicyLoss, padding: float, wide: int, second: float, weight: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and its gradient for the three tokens that are not padding."""
-    scored = _scored(loss, padding, wide, second)
+def _run(loss: PolicyLoss, case: _Case, weight: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and its gradient for the tokens that are not padding."""
+    scored = _scored(loss, case)
     weight_NT = torch.full_like(scored.old_logprobs_NT, weight)
     made = loss.policy_loss(scored, weight_NT)
     loss_NT = _tokens(made, scored, "the loss of each token")
-    _unchanged(scored, _scored(loss, padding, wide, second))
+    _unchanged(scored, _scored(loss, case))
     if not (weight_NT == weight).all():
         raise _changes("weight_NT")
     if not loss_NT.requires_grad:
@@ -203,7 +238,7 @@ def _tokens(made: Any, scored: Scored, meaning: str) -> torch.Tensor:
         )
     if not value[scored.mask_NT].isfinite().all():
         raise _Wrong(
-            f"returned {_numbers(value[scored.mask_NT])} for three tokens",
+            f"returned {_numbers(value[scored.mask_NT])} for {counted(int(scored.mask_NT.sum()), 'token')}",
             "every token needs a finite value",
             "keep logarithms, divisions and exponents in range",
         )
@@ -245,42 +280,47 @@ def _same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
         )
 
 
-def _alone(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    """Check that the values of the first sample's two tokens do not depend on the second sample."""
-    if not torch.allclose(one[:2], other[:2], rtol=1e-4, atol=1e-6):
-        raise _Wrong(
-            f"mixes samples: {name} of the first sample's two tokens, {_numbers(one[:2])}, became "
-            f"{_numbers(other[:2])} beside another second sample",
-            "which samples are computed together depends on the microbatches and the ranks",
-            "reduce over the tokens of one sample only: dimension 1 of a tensor [N, T]",
-        )
+def _alone(made: list[torch.Tensor], name: str) -> None:
+    """Check that the values of a sample's tokens are the same in all of MIXES. `made` has the tokens of each."""
+    before: dict[_Sample, torch.Tensor] = {}
+    for case, values in zip(MIXES, made, strict=True):
+        parts = values.split([len(sample.logprobs) for sample in case.samples])
+        for sample, now in zip(case.samples, parts, strict=True):
+            one = before.setdefault(sample, now)
+            if not torch.allclose(one, now, rtol=1e-4, atol=1e-6):
+                raise _Wrong(
+                    f"mixes samples: {name} of one sample's tokens, {_numbers(one)}, became {_numbers(now)} beside "
+                    "other samples",
+                    "which samples are computed together depends on the microbatches and the ranks",
+                    "reduce over the tokens of one sample only: dimension 1 of a tensor [N, T]",
+                )
 
 
-def _scored(loss: PolicyLoss, padding: float, wide: int, second: float) -> Scored:
-    """The four tokens, with `padding` as the padding value and `wide` extra columns of it. The values of the second
-    sample are multiplied by `second`."""
-    mask_NT = torch.nn.functional.pad(MASK_NT, (0, wide))
+def _scored(loss: PolicyLoss, case: _Case) -> Scored:
+    """The microbatch that a formula gets."""
+    lengths = [len(sample.logprobs) for sample in case.samples]
+    mask_NT = torch.arange(max(lengths) + case.wide) < torch.tensor(lengths)[:, None]
 
-    def column(*numbers: float) -> torch.Tensor:
-        column_NT = torch.full(mask_NT.shape, padding)
-        column_NT[mask_NT] = torch.tensor(numbers) * torch.tensor([1.0, 1.0, second])
+    def column(name: str) -> torch.Tensor:
+        column_NT = torch.full(mask_NT.shape, case.padding)
+        column_NT[mask_NT] = torch.tensor([number for sample in case.samples for number in getattr(sample, name)])
         return column_NT
 
     def read(field: Field) -> torch.Tensor:
-        made = column(0.5, 1.0, 0.75) if field.dims == "N T" else torch.tensor([0.5, second])
+        once = torch.tensor([sample.read_once for sample in case.samples])
+        made = column("read") if field.dims == "N T" else once
         if field.dtype == "bool":
             return made > 0.5
         return made.to(getattr(torch, field.dtype)) if field.dtype.startswith("float") else (4 * made).long()
 
-    ref_NT = column(-0.8, -1.4, -2.0)
     return Scored(
-        logprobs_NT=column(-0.9, -1.5, -2.2).requires_grad_(),
-        old_logprobs_NT=column(-0.9, -1.55, -2.15),
-        rollout_logprobs_NT=column(-0.92, -1.5, -2.1),
-        advantage_N=torch.tensor([1.0, -0.5 * second]),
+        logprobs_NT=column("logprobs").requires_grad_(),
+        old_logprobs_NT=column("old"),
+        rollout_logprobs_NT=column("rollout"),
+        advantage_N=torch.tensor([sample.advantage for sample in case.samples]),
         mask_NT=mask_NT,
-        ref_logprobs_NT=ref_NT if loss.needs_reference else None,
-        entropy_NT=column(0.7, 1.1, 0.4).requires_grad_(loss.needs_entropy),
+        ref_logprobs_NT=column("ref") if loss.needs_reference else None,
+        entropy_NT=column("entropy").requires_grad_(loss.needs_entropy),
         columns={field.name: read(field) for field in loss.columns},
     )
 

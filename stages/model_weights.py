@@ -94,7 +94,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def _differences(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Path]
 ) -> list[Fault]:
-    """Return the tensors whose shape the config contradicts, one a file, or that it asks for and no file has."""
+    """Return the tensors whose shape the config contradicts, one per file, or that it asks for and no file has."""
     if not shapes or "quantization_config" in config or config["model_type"] not in FAMILIES:
         return []
     prefix = "model." if any(name.startswith("model.") for name in shapes) else ""  # absent in a model without a head

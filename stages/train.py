@@ -158,7 +158,7 @@ class Train(Stage):
                 )
 
     def _loss_problems(self) -> Iterable[Problem]:
-        """Check the loss; if nothing else is wrong, run a user's formula once, on four tokens."""
+        """Check the loss; if nothing else is wrong, run a user's formulas on a few tokens."""
         where = str(self.location)
         found = list(loss_problems(self.loss, where))
         yield from found

@@ -1,9 +1,9 @@
 """The parameters of `graph()` as command-line flags.
 
 Each parameter has a type (int, float, str, bool, a Literal of those, or one of them | None) and a default. The flag is
-the parameter's name with dashes; a bool has `--name` and `--no-name`. Its help is the docstring line that starts with
-its name followed by two spaces or a colon, plus any lines below that are indented further. Without such a line, it is
-the comment at the end of the parameter's own line:
+the parameter's name with dashes, without an underscore at its end; a bool has `--name` and `--no-name`. Its help is the
+docstring line that starts with its name followed by two spaces or a colon, plus any lines below that are indented
+further. Without such a line, it is the comment at the end of the parameter's own line:
 
     def graph(
         steps: int = 100,  # batches to train on
@@ -56,7 +56,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return f"--{dashed(self.name)}"
 
     @property
     def shown(self) -> str:
@@ -94,20 +94,28 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
                 metavar = braces(flag.choices) if flag.choices else _TYPES[flag.type]
                 action = group.add_argument(flag.option, type=flag.parse, metavar=metavar, **settings)
         except ArgumentError as error:
+            twin = next((other.name for other in flags if other.option == flag.option and other is not flag), None)
             raise GraphError(
                 Problem(
                     where=flag.where,
                     what=f"parameter {flag.name!r} of graph() would be the flag {flag.option}",
-                    why="the command already has a flag of that name",
+                    why="the command already has a flag of that name"
+                    if twin is None
+                    else f"parameter {twin!r} has a flag of that name",
                     fix="rename the parameter",
                 )
             ) from error
         action.shown = flag.shown
 
 
+def dashed(name: str) -> str:
+    """Return the name of a parameter's flag, without an underscore at its end: `class_` is --class."""
+    return (name.rstrip("_") or name).replace("_", "-")
+
+
 def spelled(name: str, value: object) -> list[str]:
     """Return the command-line words that set a parameter of graph() to this value."""
-    option = name.replace("_", "-")
+    option = dashed(name)
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
     return [f"--{option}", str(value)]

@@ -47,7 +47,7 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
             Problem(
                 where=str(folder),
                 what="the checkpoint describes no model",
-                why="a stage that trains on the backend torch or megatron writes a description beside its weights",
+                why="a backend that saves the model's description writes it beside the weights",
                 fix="resume the run, which writes newer checkpoints with this version, or name another run",
             )
         )

@@ -16,10 +16,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
-from pipeline.plan.plan import Gate
-
-ADDED = "samples"  # the stage that every plan adds: it follows a gate, but does not justify one
-
+from pipeline.plan.plan import ADDED, Gate
 
 _ROUNDS = at_least(
     "max_rounds",

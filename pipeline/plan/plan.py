@@ -6,6 +6,8 @@ import msgspec
 
 from pipeline.declare.sharding import Sharding
 
+ADDED = "samples"  # the stage that every plan adds: it follows a gate, but does not justify one
+
 
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     """A stage as the scheduler sees it. `groups` are worker groups: one, or source and target of a transfer.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import networkx as nx
-from msgspec.structs import replace
 
 from pipeline.declare.abilities import run_of, shown_by, stamped_by
 from pipeline.declare.fields import Field
@@ -20,6 +19,7 @@ from pipeline.plan import checks
 from pipeline.plan.gate import awaited, gate_of
 from pipeline.plan.lifetimes import entry_bytes, partitions
 from pipeline.plan.plan import Edge, Fence, Lifetime, PlacedGroup, Plan, PlannedStage
+from pipeline.plan.pool import with_pool
 from pipeline.plan.samples import KeepSamples
 from pipeline.plan.schedule_checks import capacity_problems, pool_problems
 from pipeline.plan.structure import structure
@@ -195,24 +195,6 @@ def paths(stages: Sequence[Stage], dag: nx.DiGraph, fences: Sequence[Fence]) -> 
         behind = max((path[after] for after in order.successors(name)), default=0)
         path[name] = behind + 1 if behind or name in ends or not ends else 0
     return path
-
-
-def with_pool(made: Plan) -> Plan:
-    """Return the plan with its pool: the stages that need to know neither the batch nor the step of a group."""
-    if made.on_stale != "drop" or not made.max_staleness:
-        return replace(made, pool=())
-    bound = {name for fence in made.fences for name in (fence.before, fence.after)}
-    external = {stage.name for stage in made.stages if stage.shape == "external"}
-    writer = {field: stage.name for stage in made.stages for field in stage.writes}
-    weights = set(made.weights_fields)
-    pool: set[str] = set()
-    for stage in sorted(made.stages, key=lambda stage: stage.layer):
-        free = stage.per != "batch" and stage.every == 1 and stage.shape not in ("transfer", "external")
-        before = {writer[field] for field in (*stage.reads, *stage.awaits)} - external
-        apart = stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes))
-        if free and apart and before <= pool:
-            pool.add(stage.name)
-    return replace(made, pool=tuple(stage.name for stage in made.stages if stage.name in pool))
 
 
 def _early_and_late(stages: Sequence[Stage]) -> Iterator[Problem]:

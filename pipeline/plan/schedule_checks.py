@@ -88,13 +88,13 @@ def schedule_problems(graph: Graph) -> Iterator[Problem]:
 
 
 def _keep_problems(schedule: Schedule, where: str) -> Iterator[Problem]:
-    """Yield the problem of checkpoints that are to stay for good, and would anyway, or are never written."""
+    """Yield the problems of a `keep_every` whose checkpoints stay without it, or are never written."""
     every, step = schedule.keep_every, schedule.checkpoint_every
     if every and schedule.keep_checkpoints is None:
         yield Problem(
             where=where,
             what=f"Schedule(keep_every={every}) and keep_checkpoints=None",
-            why="no checkpoint is removed, so there is none to except",
+            why="no checkpoint is removed, so keep_every has no effect",
             fix="keep_checkpoints=3, or leave out keep_every",
         )
     if every and (not step or every % step):

@@ -17,8 +17,7 @@ import msgspec
 
 from pipeline.analysis.report import Report, analyse
 from pipeline.errors import SluiceError
-from pipeline.plan.gate import ADDED
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import ADDED, Plan
 from pipeline.precedence import typed
 from pipeline.record.history import Tasks
 from pipeline.simulation.recording import Recording, simulated

@@ -17,9 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeline.errors import GraphError, Problem
-from pipeline.plan.gate import ADDED
-from pipeline.plan.plan import Plan, PlannedStage
-from pipeline.plan.planner import with_pool
+from pipeline.plan.plan import ADDED, Plan, PlannedStage
+from pipeline.plan.pool import with_pool
 from pipeline.simulation.distributions import GRAMMAR, MOST_S, Distribution, Term, parse
 from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
 

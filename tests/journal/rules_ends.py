@@ -65,7 +65,7 @@ def weights_are_settled(ledger: Ledger, line: Line) -> Found:
         yield "I8", f"the state after step {step + 1} was held twice"
     for stage in (*planned.trainers, *planned.transfers):
         if step >= ledger.start and planned.runs_at(stage, step) and not ledger.finished(stage, step):
-            yield "I8", f"the checkpoint of step {step + 1} was begun before {stage} was behind"
+            yield "I8", f"the checkpoint of step {step + 1} was begun before {stage} was done"
 
 
 @rule("removed")

@@ -111,7 +111,7 @@ def fences(ledger: Ledger, line: Line) -> Found:
         else:
             due = at == ledger.start - 1 and planned.opens(before, ledger.start)
         if due and step >= ledger.start and not ledger.finished(before, at):
-            yield "I7", f"{fence['after']} of step {step + 1} started before {before} of step {at + 1} was behind"
+            yield "I7", f"{fence['after']} of step {step + 1} started before {before} of step {at + 1} was done"
 
 
 @rule("submitted")

@@ -7,12 +7,13 @@ from tests.errors.harness import command
 
 OURS = "ClippedLoss(correction=TruncatedIS(cap=2.0) if max_staleness else None)"
 PAGE = snippet("your-own-loss.md")
+BY_AGE = snippet("your-own-loss.md", 1)
 TRAINED = [
     ("TrustRegion()", {"train/clip_fraction": 0.0}),
     ("ClippedLoss(correction=Fading())", {"train/is_changed": 0.0}),
     ("TrustRegion(penalty=0.2, correction=Fading(strength=2.0))", {"train/is_changed": 0.0}),
 ]
-BY_AGE = '''"""A correction that reads a further column, one value per token, and a loss that reads one per sample."""
+FURTHER = '''"""A correction that reads a further column, one value per token, and a loss that reads one per sample."""
 from dataclasses import dataclass
 
 from stages import Correction, PolicyLoss
@@ -63,8 +64,17 @@ def test_the_loss_and_the_correction_of_the_page_train(tmp_path, loss, expected)
         assert 0 < found[-1]["train/is_weight"] <= 1
 
 
+def test_the_correction_of_the_page_that_reads_a_column_trains(tmp_path):
+    """With several versions in a sample, its weights depend on the sample alone: `--check` tries that."""
+    folder = with_loss(tmp_path, "ClippedLoss(correction=ByAge())", BY_AGE, "ByAge")
+    assert run(folder, "--check")[0] == 0
+    code, _, err = run(folder, *FEW_STEPS, "--executor", "local", "--run-dir", "RUN", "--plain")
+    assert code == 0, err
+    assert [line["train/is_weight"] for line in metrics(folder / "RUN")] == [1.0, 1.0]  # nothing is stale
+
+
 def test_a_formula_reads_further_columns_per_token_and_per_sample(tmp_path):
-    folder = with_loss(tmp_path, "Whole(correction=ByAge())", BY_AGE, "ByAge, Whole")
+    folder = with_loss(tmp_path, "Whole(correction=ByAge())", FURTHER, "ByAge, Whole")
     code, _, err = run(folder, *FEW_STEPS, "--executor", "local", "--run-dir", "RUN", "--plain", "--minibatches", "4")
     assert code == 0, err
     for line in metrics(folder / "RUN"):

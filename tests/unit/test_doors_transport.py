@@ -180,3 +180,26 @@ def test_a_transport_that_cannot_be_sent_is_refused() -> None:
     made = Mail()
     made.lock = threading.Lock()  # type: ignore[attr-defined]
     assert missing(made) == "Mail cannot be sent to workers: cannot pickle '_thread.lock' object"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("both_carries", "both_carry"),
+        ("both_carrys", "both_carry"),
+        ("one_machines", "one_machine"),
+        ("by_loaders", "by_loader"),
+        ("keep_copies", "keep_copy"),
+        ("device", "devices"),
+    ],
+)
+def test_a_misspelt_attribute_of_a_transport_is_refused(wrong: str, right: str) -> None:
+    kind = type("Named", (Mail,), {wrong: True})
+    assert missing(kind()) == f"Named defines {wrong}, which nothing uses; the name is {right}"
+
+
+@pytest.mark.parametrize(
+    "name", ["loader", "copy", "carry", "bytes_at_once", "send_buffer", "sends", "machine", "deadline_s"]
+)
+def test_other_attributes_of_a_transport_are_its_own(name: str) -> None:
+    assert missing(type("Named", (Mail,), {name: True})()) == ""

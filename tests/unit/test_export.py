@@ -140,6 +140,7 @@ def test_the_command_writes_both(run, tmp_path, capsys):
     ("argv", "told"),
     [
         ([], "no run is named"),
+        (["--nope"], "--nope: there is no such flag"),
         (["RUN"], "no format is named"),
         (["nowhere", "--csv", "FILE/x"], "plan.json does not exist"),
         (["RUN", "--csv", "FILE/x"], "cannot be written: Not a directory"),

@@ -148,4 +148,6 @@ def test_a_checkpoint_that_describes_no_model_or_not_all_of_it_is_refused(folder
     found = refused(folder, "--model", "model", code=6)
     assert found["what"] == "the saved files have 32 of the 33 numbers of tensor 'model.norm.weight'"
     rewritten(lambda path: path.unlink())
-    assert refused(folder, "--model", "model")["what"] == "the checkpoint describes no model"
+    said = refused(folder, "--model", "model")
+    assert said["what"] == "the checkpoint describes no model"
+    assert said["why"] == "a backend that saves the model's description writes it beside the weights"

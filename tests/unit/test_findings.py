@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.durations import Costs
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
+from tests.doors import REPOSITORY
 from tests.examples import few
 from tests.unit import toy
 from tests.unit.records import SECONDS, records, times
@@ -234,10 +237,22 @@ def test_the_command_compares(sync, tmp_path, capsys):
     assert "are the same" in printed(capsys, analyse, sync, "--compare", sync)[1]
 
 
+@pytest.mark.parametrize("command", [("analyse",), ("simulate", "--json"), ("export", "--csv", "{made}")])
+def test_a_run_directory_is_read_without_networkx(sync, tmp_path, command):
+    name, *flags = (part.format(made=tmp_path / "made") for part in command)
+    code = f"import sys; sys.modules['networkx'] = None\nfrom pipeline.{name} import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(sync), *flags],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
         ([], "no run is named"),
+        (["--nope"], "--nope: there is no such flag"),
         (["nowhere"], "plan.json does not exist"),
         (["RUN", "--step", "9"], "--step 9: that step is not in the record"),
         (["RUN", "--step", "0"], "--step 0: that step is not in the record"),

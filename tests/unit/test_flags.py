@@ -211,3 +211,29 @@ def test_a_switch_that_takes_no_value_says_so(tmp_path):
     assert refused(parser_of(tmp_path), "--no-colocated=true") == [
         ("--no-colocated", "it was given a value", "--no-colocated, or --colocated=false")
     ]
+
+
+def test_an_underscore_at_the_end_is_not_part_of_the_flag(tmp_path):
+    """`class` is a word of Python, so the parameter is `class_`."""
+    parser = parser_of(
+        tmp_path, GRAPH.replace("colocated: bool", "class_: int = 1, for_: bool = False, colocated: bool")
+    )
+    values = vars(parser.parse_args(["--class", "3", "--for"]))
+    assert (values["graph.class_"], values["graph.for_"]) == (3, True)
+    assert refused(parser, "--class-=3") == [("--class-=3", "there is no such flag", "did you mean --class?")]
+    assert spelled("class_", 3) + spelled("for_", False) == ["--class", "3", "--no-for"]
+    assert spelled("max_staleness", 1) == ["--max-staleness", "1"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "flag", "why"),
+    [
+        ("lr_", "--lr", "parameter 'lr' has a flag of that name"),
+        ("gpus_", "--gpus", "the command already has a flag of that name"),
+    ],
+)
+def test_two_names_of_one_flag_are_refused(tmp_path, parameter, flag, why):
+    with pytest.raises(GraphError) as error:
+        parser_of(tmp_path, GRAPH.replace("    name: str", f"    {parameter}: int = 1,\n    name: str"))
+    (problem,) = error.value.problems
+    assert problem.what == f"parameter {parameter!r} of graph() would be the flag {flag}" and problem.why == why

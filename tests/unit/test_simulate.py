@@ -333,6 +333,8 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
     ("arguments", "told"),
     [
         ([], "no run is named"),
+        (["--nope"], "--nope: there is no such flag"),
+        (["--max-stalenes=1", "--json"], "did you mean --max-staleness?"),
         (["nowhere"], "there is no such file"),
         (["{folder}"], "plan.json does not exist"),
         (["{record}", "--max-stalenes", "1"], "did you mean --max-staleness?"),

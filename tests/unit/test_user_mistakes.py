@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -22,14 +22,36 @@ from pipeline.executors import returned
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
-from stages import Correction, PolicyLoss, Reward, Train
+from stages import (
+    CispoLoss,
+    ClippedLoss,
+    Correction,
+    Decoupled,
+    IcePop,
+    PolicyLoss,
+    Reward,
+    SequenceMask,
+    Train,
+    TruncatedIS,
+)
 from stages.backends import backend_problems, model_problems
 from stages.backends.objective import _both
 from stages.formula_check import trial_problems
+from stages.vocabulary import TOKEN_VERSIONS, TRUNCATED
 from tests.errors.harness import command, live_text
 from tests.unit.toy import PROMPT, REWARD, Toy
 
 LINE = "graph.py:"
+LOSSES = [
+    ClippedLoss(),
+    ClippedLoss(clip=(0.01, 0.01), dual_clip=1.5, kl=0.1),
+    ClippedLoss(ratio="sequence", clip=(3e-4, 4e-4), entropy=0.1),
+    *(ClippedLoss(aggregation="fixed_length", max_tokens=4), CispoLoss(), CispoLoss(clip=(0.1, 0.1))),
+]
+CORRECTED = [
+    *(TruncatedIS(cap=1.01), TruncatedIS(level="sequence"), IcePop(low=0.99, high=1.01), IcePop(level="sequence")),
+    *(SequenceMask(low=0.999, high=1.002), Decoupled()),
+]
 
 
 def problems(*stages: Stage, source: Stage | None = None) -> list[str]:
@@ -324,6 +346,109 @@ def test_a_loss_that_is_not_repeatable_is_called_that(formula: Any) -> None:
 def test_so_is_a_correction() -> None:
     (found,) = trained(Weighted(correction=type("Fades", (Halved,), {"weights": random_weights})()))
     assert "Fades.weights gives different values for the same input: weights of three tokens" in found
+
+
+def normalised(scored: Any) -> Any:
+    return (scored.advantage_N - scored.advantage_N.mean()) / (scored.advantage_N.std() + 1e-6)
+
+
+def by_the_largest(scored: Any) -> Any:
+    return scored.advantage_N / scored.advantage_N.abs().max()
+
+
+def by_the_smallest(scored: Any) -> Any:
+    return scored.advantage_N - scored.advantage_N.min()
+
+
+def by_the_tokens(scored: Any) -> Any:
+    return scored.advantage_N * scored.mask_NT.sum()
+
+
+def by_the_longest(scored: Any) -> Any:
+    return scored.advantage_N / scored.mask_NT.sum(1).max()
+
+
+def by_the_samples(scored: Any) -> Any:
+    return scored.advantage_N / len(scored.advantage_N)
+
+
+def by_the_place(scored: Any) -> Any:
+    return scored.advantage_N * torch.arange(1, len(scored.advantage_N) + 1)
+
+
+def by_the_first(scored: Any) -> Any:
+    return scored.advantage_N / scored.advantage_N[0]
+
+
+def if_any_is_wrong(scored: Any) -> Any:
+    return scored.advantage_N * (scored.advantage_N < 0).any()
+
+
+def if_all_are_wrong(scored: Any) -> Any:
+    return scored.advantage_N * (1 + (scored.advantage_N < 0).all())
+
+
+def by_the_versions(scored: Any) -> Any:
+    return scored.advantage_N * 0.9 ** scored.columns["token_versions"].max()
+
+
+def if_any_is_truncated(scored: Any) -> Any:
+    return scored.advantage_N * (1 + scored.columns["truncated"].any())
+
+
+def if_all_are_truncated(scored: Any) -> Any:
+    return scored.advantage_N * (1 + scored.columns["truncated"].all())
+
+
+def by_the_mean_ratio(scored: Any) -> Any:
+    ratio_NT = (scored.old_logprobs_NT - scored.rollout_logprobs_NT).exp() * scored.mask_NT
+    return scored.advantage_N * scored.mask_NT.sum() / ratio_NT.sum()
+
+
+def by_the_oldest(scored: Any) -> Any:
+    versions_NT = scored.columns["token_versions"]
+    return scored.advantage_N * 0.9 ** versions_NT[scored.mask_NT].min()
+
+
+MIXED = [
+    *(by_the_mean_ratio, by_the_oldest),
+    *(normalised, by_the_largest, by_the_smallest, by_the_tokens, by_the_longest, by_the_samples, by_the_place),
+    *(by_the_first, if_any_is_wrong, if_all_are_wrong, by_the_versions, if_any_is_truncated, if_all_are_truncated),
+]
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_a_formula_that_mixes_samples_is_found(mixed: Any) -> None:
+    """In a loss and in a correction, whatever the formula takes from the other samples."""
+    reads = (TOKEN_VERSIONS, TRUNCATED)
+
+    def policy_loss(self: Any, scored: Any, weight_NT: torch.Tensor) -> Any:
+        return -weight_NT * mixed(scored)[:, None] * scored.logprobs_NT
+
+    def weights(self: Any, scored: Any) -> Any:
+        return mixed(scored)[:, None].expand(scored.mask_NT.shape)
+
+    (found,) = trained(type("Mine", (Weighted,), {"policy_loss": policy_loss, "reads": reads})())
+    assert "Mine.policy_loss mixes samples: the loss of one sample's tokens, " in found
+    (found,) = trained(Weighted(correction=type("Fades", (Halved,), {"weights": weights, "reads": reads})()))
+    assert "Fades.weights mixes samples: weights of one sample's tokens, " in found
+
+
+def by_the_versions_of_all(self: Any, scored: Any) -> Any:
+    age_NT = scored.columns["token_versions"].max() - scored.columns["token_versions"]
+    return 0.9**age_NT
+
+
+def test_so_is_an_age_that_counts_from_the_newest_version_of_all_samples() -> None:
+    by_age = type("ByAge", (Halved,), {"weights": by_the_versions_of_all, "reads": (TOKEN_VERSIONS,)})
+    (found,) = trained(Weighted(correction=by_age()))
+    assert "ByAge.weights mixes samples: " in found
+
+
+@pytest.mark.parametrize("correction", [None, *CORRECTED], ids=repr)
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+def test_our_formulas_pass_the_check_of_a_users(loss: PolicyLoss, correction: Correction | None) -> None:
+    assert not list(trial_problems(replace(loss, correction=correction), "graph.py:1"))
 
 
 class Shows(Stage):
