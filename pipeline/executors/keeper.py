@@ -7,7 +7,7 @@
 `timeout`, SLURM, systemd and a closed terminal signal all processes of a group: with Ray among them, its control store
 would die under the driver while that still saves. The keeper's standard input is a pipe from the driver. Once it ends,
 because the driver closed it or died, the keeper shuts Ray down and kills what is left in its session: workers, their
-children, the data plane.
+children, the data plane. Ray runs in a child of the keeper, because it aborts a process whose control store is gone.
 
 This file is run as a script, and then imports nothing of Sluice.
 """
@@ -30,6 +30,8 @@ from typing import Any
 
 START_S = 120.0  # for Ray to come up
 STOP_S = 20.0  # for Ray to shut down, before everything is killed
+POLL_S = 0.2  # between looks at the process that runs Ray
+KEEP = "keep"  # the argument of that process
 
 
 @dataclass
@@ -72,10 +74,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin
     with suppress(OSError):
         process.stdin.close()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S + 5.0)
-    except subprocess.TimeoutExpired:
-        _kill(process)
+    _kill(process)  # it may have been killed before its session was empty
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -107,6 +108,29 @@ def _kill_session() -> None:
         time.sleep(0.05)
 
 
+def _guard() -> None:
+    """Run `_keep` in a process of its own until standard input ends, or until it dies: Ray ends a process whose control
+    store is gone. Then end what is left in the session."""
+    keep = subprocess.Popen([sys.executable, "-P", __file__, KEEP], stdin=subprocess.PIPE)
+    assert keep.stdin
+    to = keep.stdin
+
+    def forward() -> None:
+        """Let the other process read what the driver writes, and its end."""
+        with suppress(OSError), to:
+            while part := os.read(sys.stdin.fileno(), 1 << 16):
+                to.write(part)
+                to.flush()
+
+    ended = threading.Thread(target=forward, daemon=True)
+    ended.start()
+    while ended.is_alive() and keep.poll() is None:
+        ended.join(POLL_S)
+    with suppress(subprocess.TimeoutExpired):
+        keep.wait(STOP_S)
+    _kill_session()
+
+
 def _keep() -> None:
     """Run Ray until standard input ends."""
     options = json.loads(sys.stdin.readline())
@@ -121,12 +145,8 @@ def _keep() -> None:
         print(json.dumps(answer), flush=True)
     if "address" in answer:
         sys.stdin.read()
-    stopping = threading.Thread(target=ray.shutdown, daemon=True)
-    stopping.start()
-    stopping.join(STOP_S)
-    _kill_session()
-    signal.raise_signal(signal.SIGKILL)  # a thread of Ray's may hang
+    ray.shutdown()
 
 
 if __name__ == "__main__":
-    _keep()
+    _keep() if sys.argv[1:] == [KEEP] else _guard()

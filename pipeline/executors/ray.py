@@ -46,7 +46,7 @@ from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_star
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
-from pipeline.executors.machines import Machines
+from pipeline.executors.machines import ControlStore, Machines
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.sent import user_folders
@@ -103,6 +103,7 @@ class RayExecutor:
         self._retired: dict[Any, tuple[str, int]] = {}  # dead actors that were replaced
         self._heartbeat = Heartbeat()
         self._machines = Machines()
+        self._store: ControlStore | None = None
         self._served: dict[tuple[str, str], _Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
@@ -192,6 +193,8 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
         self._machines.look()
+        if self._store:
+            self._store.look()
         waiting = [*self._pending, *self._streams]
         if not waiting:
             time.sleep(timeout_s)
@@ -242,19 +245,25 @@ class RayExecutor:
     def close(self) -> None:
         """End the workers, the data plane and, if the run started it, Ray; without its help if it does not answer."""
         self._machines.close()
-        try:
-            in_thread(self._let_go, CLOSE_S, "Ray")
-        except AbandonedError:
-            rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
-            print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
-            if self._keeper:
-                self._keeper.kill()
+        if self._store and self._store.is_dead:  # Ray's calls would not return
+            self._give_up()
+        else:
+            try:
+                in_thread(self._let_go, CLOSE_S, "Ray")
+            except AbandonedError:
+                rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
+                print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
+                self._give_up()
         for module in self._modules:
             if module.__name__ in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.unregister_pickle_by_value(module)
         if self._keeper:
             self._keeper.close()
             self._keeper = None
+
+    def _give_up(self) -> None:
+        if self._keeper:
+            self._keeper.kill()
 
     def _let_go(self) -> None:
         for actor in [actor for group in self._actors.values() for actor in group]:
@@ -302,6 +311,7 @@ class RayExecutor:
                 )
             ) from error
         self._owns_ray = True
+        self._store = ControlStore(ray.get_runtime_context().gcs_address)
 
     def _own(self, plan: Plan) -> dict[str, Any]:
         """Return the options of a Ray of the run's own."""

@@ -159,6 +159,18 @@ def test_a_run_ends_even_if_rays_control_store_has_stopped(tmp_path):
     assert told.splitlines()[-1].endswith(f"(from step {run_dir.checkpoint_steps()[-1]})")
 
 
+def test_a_run_whose_control_store_has_died_says_so_and_leaves_no_process(tmp_path):
+    """Ray alone would abort the driver after a minute, with exit code 1 and without a word of ours."""
+    process, _ = started(tmp_path / "run", "--steps", "10000")
+    session = session_of(process.pid)
+    (store,) = (pid for pid in members(session) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(store, signal.SIGKILL)
+    _, told = process.communicate(timeout=50)
+    assert process.returncode == 3 and "its process has died" in told and "Traceback" not in told
+    assert told.splitlines()[-1].startswith("resume: ")
+    wait_until_empty(session)
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_run_outlives_the_reader_of_its_output(tmp_path, both):
     command = [*COMMAND, "--executor", "local", "--run-dir", str(tmp_path / "run"), "--steps", "8", "--plain"]
