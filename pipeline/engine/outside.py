@@ -28,6 +28,7 @@ from pipeline.schedule.events import Landed
 from pipeline.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0  # between two polls of the store
+LATE_S = 60.0  # after a group is cleared: what arrives for it within this time is cleared too
 
 
 class Outside:
@@ -43,6 +44,7 @@ class Outside:
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
         self._shared: dict[str, Shared] = {}  # by stage: what its process can read
+        self._gone_s: dict[int, float] = {}  # by group: when its handles were withdrawn
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
         """Note that groups were admitted to a step: their fields may arrive from now on."""
@@ -67,6 +69,7 @@ class Outside:
         found = []
         for stage in self.stages:
             self._share(stage)
+            self._clear_late(stage)
             for step in steps:
                 for field in (field for field in stage.writes if field in self._read):
                     groups = scheduler.absent(step, field)
@@ -84,9 +87,21 @@ class Outside:
         if stage.name not in self._shared:
             self._shared[stage.name] = Shared(self._executor.plane, self._plan.partition, stage.name)
         shared, complete = self._shared[stage.name], self._handles.complete(reads)
+        self._gone_s |= dict.fromkeys(shared.groups - complete, self._asked_s)
         shared.keep(set(complete))
         new = (self._of(group, reads) for group in complete if group not in shared.groups)
         shared.share([handle for handle in new if dims <= handle.lengths.keys()])
+
+    def _clear_late(self, stage: PlannedStage) -> None:
+        """Clear what a process has written to groups that were cleared while it wrote, such as dropped ones."""
+        self._gone_s = {group: at_s for group, at_s in self._gone_s.items() if self._asked_s - at_s <= LATE_S}
+        keys = keys_of(tuple(self._gone_s.keys() - self._handles.complete(())), self._plan.group_size)
+        plane, partition = self._executor.plane, self._plan.partition
+        for field in stage.writes if keys else ():
+            there = plane.presence(partition, keys, [field])[field]
+            if late := [key for key, is_there in zip(keys, there) if is_there]:
+                dim = self._fields[field].ragged
+                plane.clear(plane.adopt(partition, late, [field], {dim: (0,) * len(late)} if dim else {}))
 
     def _of(self, group: int, fields: Sequence[str]) -> KVBatchMeta:
         """Return a group's handle of `fields`, with all lengths that are known."""

@@ -109,6 +109,28 @@ def test_the_process_gets_handles_of_what_its_stage_reads_until_the_group_is_cle
     assert shared().keys() == {2}
 
 
+def test_what_is_written_to_a_group_just_as_it_is_dropped_is_cleared() -> None:
+    plane, handles, scheduler, outside = begun()
+
+    def look() -> None:
+        outside._asked_s = float("-inf")
+        outside.came(scheduler)
+
+    for group in (1, 2):
+        columns = {"shout": ["a", "b"], "marks": Ragged.of([torch.tensor([1]), torch.tensor([2])])}
+        for name, column in columns.items():
+            stage = {"shout": "shout", "marks": "mark"}[name]
+            handles.add(plane.put(keys_of((group,), 2), {name: column}, partition="small", stage=stage))
+    look()
+    handles.forget((1,))
+    look()  # the handle is withdrawn; the process has read it before
+    for key in ("00000001.0", "00000002.0"):
+        plane.write_outside("small", key, {"score": torch.tensor([3.0, 4.0])})
+    look()
+    there = plane.presence("small", keys_of((1, 2), 2), ["score"])["score"]
+    assert there == [False, False, True, True]
+
+
 def test_a_process_that_reads_nothing_gets_handles_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes only to groups that have one, so nothing is left of what it writes too late."""
     plane, handles, scheduler, outside = begun()
