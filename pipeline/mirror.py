@@ -170,7 +170,8 @@ class _Progress:
             signal.alarm(int(SILENT_S))
         if arrived == size_bytes or time.monotonic() > self._last_s + TELL_S:
             self._last_s = time.monotonic()
-            self._tell(Said(text=f"step {step}: {arrived:,} of {size_bytes:,} bytes"))
+            far = f"step {step}: {arrived:,} of {size_bytes:,} bytes"
+            self._tell(Said(text=far) if arrived == size_bytes else Said(progress=far))
 
 
 def _retried(problem: Problem) -> Problem:
@@ -202,7 +203,7 @@ def _as_text(said: Said) -> None:
     if said.problem:
         print_problems([said.problem])
     else:
-        print(said.text, flush=True)
+        print(said.text or said.progress, flush=True)
 
 
 def _as_json(said: Said) -> None:

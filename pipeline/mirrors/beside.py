@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from pipeline import precedence
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, GraphError, Problem
 from pipeline.reading import decode
 from pipeline.rundir import RunDir
 
@@ -27,9 +27,10 @@ Warn = Callable[[Problem], None]
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the process: what it does, or what is wrong."""
+    """A line of the process: what it does, how far it is, or what is wrong."""
 
     text: str = ""
+    progress: str = ""
     problem: Problem | None = None
 
 
@@ -38,8 +39,8 @@ def mirrored(run: RunDir, url: str | None, warn: Warn) -> Iterator[None]:
     """Start `pipeline.mirror` for this address, if any, and wait at the end until the last checkpoint is there. What it
     says goes to RUN/logs/mirror.log, and what is wrong to `warn`.
 
-    Raises CheckpointError at the start if the storage cannot be used. Later failures do not affect the
-    run, nor does the end of a run that a second signal or Ctrl-C ends: it waits for nothing.
+    Raises CheckpointError at the start if the storage cannot be used, GraphError if it has another run of that name.
+    Later failures do not affect the run. A run that a second signal or Ctrl-C ends waits for nothing.
     """
     if url is None:
         yield
@@ -59,8 +60,9 @@ class _Process:
 
     def __init__(self, run: RunDir, url: str, warn: Warn) -> None:
         self._run, self._url, self._warn = run, url, warn
-        self._said: queue.SimpleQueue[Said | None] = queue.SimpleQueue()  # None once the process has ended
+        self._first: queue.SimpleQueue[Said | None] = queue.SimpleQueue()  # until it has started; None at its end
         self._started = False
+        self._heard_s, self._progress = time.monotonic(), "no byte has arrived yet"
         self._process = subprocess.Popen(
             precedence.command("pipeline.mirror", str(run.path), url, "--until-eof"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -72,14 +74,20 @@ class _Process:
     def ready(self) -> None:
         """Wait until the storage has the run's folder. Raises what is wrong with it."""
         try:
-            said = self._said.get(timeout=READY_S)
+            said = self._first.get(timeout=READY_S)
         except queue.Empty:
             said = Said(problem=self._problem("it does not answer", f"a run waits {READY_S:.0f} s for its mirror"))
         if said is None:
             said = Said(problem=self._problem("its process has ended", f"{self._log} says why"))
         if said.problem:
-            raise CheckpointError(said.problem)
+            raise (GraphError if self._exit_code() == 2 else CheckpointError)(said.problem)
         self._started = True
+
+    def _exit_code(self) -> int | None:
+        """The exit code of a process that has said what is wrong; None if it goes on."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(5.0)
+        return None
 
     def end(self, *, at_once: bool) -> None:
         """Let the process copy what is left, and end. If it does not, say how the mirror is completed by hand."""
@@ -96,19 +104,13 @@ class _Process:
                 self._warn(self._problem("it lacks the end of the run", "the run did not wait for it"))
 
     def _wait(self) -> None:
-        """Wait until the process has ended, or says nothing for `SILENT_S`."""
-        heard_s = said_s = time.monotonic()
-        last = "no byte has arrived yet"
-        while (now_s := time.monotonic()) < heard_s + SILENT_S:
-            try:
-                if (said := self._said.get(timeout=1.0)) is None:
-                    return
-                heard_s, last = now_s, said.text or last
-            except queue.Empty:
-                pass
+        """Wait until the process has ended, or has said nothing for `SILENT_S`."""
+        self._heard_s = said_s = time.monotonic()
+        while self._reader.is_alive() and (now_s := time.monotonic()) < self._heard_s + SILENT_S:
             if now_s > said_s + SAY_S:
                 said_s = now_s
-                print(f"waiting for the mirror: {last} (Ctrl-C ends the wait)", file=sys.stderr, flush=True)
+                print(f"waiting for the mirror: {self._progress} (Ctrl-C ends the wait)", file=sys.stderr, flush=True)
+            self._reader.join(0.2)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -118,12 +120,15 @@ class _Process:
                     said = decode(line, Said)
                 except msgspec.DecodeError:  # of a library
                     said = Said(text=line.decode(errors="replace").rstrip())
-                log.write(f"{said.problem or said.text}\n".encode())
-                log.flush()
-                if said.problem and self._started:
+                self._heard_s, self._progress = time.monotonic(), said.progress or self._progress
+                if said.problem or said.text:
+                    log.write(f"{said.problem or said.text}\n".encode())
+                    log.flush()
+                if not self._started:
+                    self._first.put(said)
+                elif said.problem:
                     self._warn(said.problem)
-                self._said.put(said)
-        self._said.put(None)
+        self._first.put(None)
 
     @property
     def _log(self) -> Path:

@@ -108,10 +108,8 @@ class Mirror:
                 stamp, content = _Stamp.of(manifest), manifest.read_bytes()
                 sizes = {name: file.size_bytes for name, file in checkpoint.manifest_of(folder).files.items()}
                 files = {name: opened.enter_context((folder / name).open("rb")) for name in sizes}
-            except FileNotFoundError:
-                if not folder.exists():  # removed meanwhile; what is open stays readable
-                    return
-                raise
+            except FileNotFoundError:  # removed meanwhile; what is open stays readable
+                return
             self._remote.remove(name_of(manifest, self._run))  # of the same step before a resume
             self._send_files(step, files, sizes)
         self.send_record()

@@ -339,6 +339,14 @@ def test_a_storage_that_fails_at_the_start_ends_the_run_before_it_starts(tmp_pat
     assert command(tmp_path, *LOCAL, "--run-dir", "run", "--mirror", "other")[0] == 0  # the same folder can be used
 
 
+def test_a_name_that_another_run_has_there_is_refused_before_anything_starts(run: RunDir, tmp_path: Path) -> None:
+    place = tmp_path / "remote" / "run"
+    place.mkdir(parents=True)
+    (place / "run.json").write_text('{"another": 1}')
+    with pytest.raises(GraphError, match="another run is mirrored there"), mirrored(run, str(place.parent), print):
+        pass
+
+
 @pytest.fixture
 def stuck(run: RunDir, tmp_path: Path) -> Iterator[Path]:
     """A storage that does not answer: a pipe in the place of a file."""
