@@ -165,7 +165,7 @@ def rows_of(seen: list[Seen], counted: Counted, steps: int, parts: int) -> list[
     rows = []
     for part in range(parts):
         first, last = part * steps // parts, (part + 1) * steps // parts
-        here = [one for one in seen if first < one.step <= last]
+        here = [one for one in seen if first < one.step <= min(last, steps - 1)]  # after the last step processes end
         if not here:
             continue
         rows.append(

@@ -421,4 +421,8 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield offset, decode(line, _DECODER)
+            try:
+                event = _DECODER.decode(line)
+            except (UnicodeDecodeError, RecursionError):
+                event = decode(line, _DECODER)  # raises a DecodeError that says why
+            yield offset, event

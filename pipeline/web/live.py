@@ -103,15 +103,9 @@ class Live:
     def apply(self, event: trace.TraceEvent) -> None:
         """Apply one event, in record order."""
         match event:
-            case trace.Started():
-                self.begin()
-                self._ended_step, self._last_s = event.start - 1, event.monotonic_s
-            case trace.Placed():
-                actor = ActorNow(group=event.group, worker=event.worker, node=event.node, pid=event.pid)
-                self._actors[actor.group, actor.worker] = actor
-            case trace.Admitted():
-                for group in event.groups:
-                    self._done[group], self._given[group] = set(), set()
+            case trace.Ran() | trace.Got():  # the most frequent ones first
+                self._last_s = max(self._last_s, event.end_s)
+                return
             case trace.Submitted():
                 self._running[event.task] = _Running(event)
                 for group in event.groups:
@@ -121,6 +115,15 @@ class Live:
             case trace.Put():
                 if self._plan.stage(event.stage).shape == "external":
                     self._behind(event.stage, event.groups)
+            case trace.Started():
+                self.begin()
+                self._ended_step, self._last_s = event.start - 1, event.monotonic_s
+            case trace.Placed():
+                actor = ActorNow(group=event.group, worker=event.worker, node=event.node, pid=event.pid)
+                self._actors[actor.group, actor.worker] = actor
+            case trace.Admitted():
+                for group in event.groups:
+                    self._done[group], self._given[group] = set(), set()
             case trace.Retried():
                 self._running.pop(event.task, None)
                 for group in event.groups:

@@ -53,30 +53,35 @@ class Record:
     def read(path: Path) -> Record:
         """Return a record that is read to its end."""
         record = Record(path)
-        while record.advance():
+        while record._next():
             pass
         return record
 
     def advance(self) -> Block | None:
         """Read the next block; None if nothing new was written. Raises GraphError for a line that is not an
         event, or whose stage or group is not in the plan."""
-        before = behind = self.offset
+        before = self.offset
+        events = self._next()
+        return Block(offset=self.offset, rows=self._rows(before, events, spans=True)) if events else None
+
+    def _next(self) -> list[tuple[int, trace.TraceEvent]]:
+        """Read the events of the next block, each with the byte where it begins."""
+        behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
-        for offset, event in self._read(self.offset):
-            if isinstance(event, trace.Started):
-                self._begin(event, behind)
-            elif isinstance(event, trace.Placed):
-                self._place(event)
-            with consistent(self._run_dir.path):
+        with consistent(self._run_dir.path):
+            for offset, event in self._read(self.offset):
+                if isinstance(event, trace.Started):
+                    self._begin(event, behind)
+                elif isinstance(event, trace.Placed):
+                    self._place(event)
                 self._live.apply(event)
-            events.append((behind, event))
-            behind = offset
-        if not events:
-            return None
-        made = self._rows(before, events, spans=True)
-        self._marks.append((behind, self._marks[-1][1] + len(made.spans)))
-        self.offset = behind
-        return Block(offset=behind, rows=made)
+                events.append((behind, event))
+                behind = offset
+        if events:
+            spans = sum(isinstance(event, trace.Ran) for _, event in events)
+            self._marks.append((behind, self._marks[-1][1] + spans))
+            self.offset = behind
+        return events
 
     def block(self, offset: int) -> Block | None:
         """Return the rows after a known byte, without spans that are too old; None at the end."""
