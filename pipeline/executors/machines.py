@@ -97,6 +97,16 @@ class ControlStore:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + POLL_S
+        self._ask()
+
+    def check(self) -> None:
+        """Raise StageError if it has died, without waiting for the next poll: a call that needs it would not return."""
+        self._ask()
+        while self._refusals:
+            time.sleep(POLL_S / 10)
+            self._ask()
+
+    def _ask(self) -> None:
         self._refusals = self._refusals + 1 if self._refuses(self._host, self._port) else 0
         if self.is_dead:
             raise StageError(

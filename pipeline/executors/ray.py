@@ -524,6 +524,8 @@ class RayExecutor:
             self._restarts[name] += 1
             self._meetings.lose(f"{name}.{rank}", result.lost or "")
             try:
+                if self._store:
+                    self._store.check()
                 result.events.append(self._replace(name, rank))
             except SluiceError as failure:
                 return TaskResult(task=task, error=failure)

@@ -80,6 +80,16 @@ def test_a_control_store_has_died_once_its_port_refuses_three_times_in_a_row(mon
     assert store.is_dead
 
 
+def test_a_control_store_is_checked_at_once_before_a_worker_is_replaced() -> None:
+    answers = [True, True, True]
+    with pytest.raises(StageError, match="its process has died"):
+        ControlStore("127.0.0.1:6379", lambda address, port: answers.pop()).check()
+    answers = [False, True]  # the last one is asked first
+    store = ControlStore("127.0.0.1:6379", lambda address, port: answers.pop())
+    store.check()
+    assert not answers and not store.is_dead
+
+
 def test_a_port_is_refused_only_where_no_process_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
