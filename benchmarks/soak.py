@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import report
+from pipeline.record.runs import tail_metrics
 from pipeline.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,14 +111,9 @@ class Counted:
 
     def step(self) -> int:
         """Read what is new. Returns the newest step."""
-        with suppress(OSError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                values = json.loads(line)
-                self.stored[values["step"]] = values.get("stored/peak_bytes", 0.0)
+        for offset, values in tail_metrics(self._path, self._offset):
+            self._offset = offset
+            self.stored[int(values["step"])] = float(values.get("stored/peak_bytes", 0.0))
         return max(self.stored, default=0)
 
 
@@ -195,10 +191,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak") as place:
         run = RunDir(Path(options.run_dir or Path(place, "run")).resolve())
         seen, counted, code = watched(run, options.steps, options.executor)
-        if code:
-            print(f"the run ended with exit code {code}; its record is in {run.path}", file=sys.stderr)
-            return 1
         rows = rows_of(seen, counted, options.steps, options.parts)
+        if code or not rows:
+            print(f"the run ended with exit code {code}, seen {len(seen)} times", file=sys.stderr)
+            return 1
         ended = json.loads(run.events.read_bytes().splitlines()[-1])
         events = run.events.stat().st_size
         opened_s = view_s(run)

@@ -26,7 +26,7 @@ from pipeline.cli.ended import ended_input
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.precedence import typed
-from pipeline.record.runs import UNFINISHED, Metrics, of_a_run, run_json, state_on_disk, tail_metrics
+from pipeline.record.runs import UNFINISHED, Metrics, described_run, of_a_run, state_on_disk, tail_metrics
 from pipeline.rundir import RunDir
 
 EVERY_S = 1.0
@@ -116,16 +116,7 @@ class _Forwarder:
 
 def describe(run: Path) -> Described:
     """Return a run's description for services. Raises GraphError if it is not a run directory."""
-    message = run_json(run)
-    if not message:
-        raise GraphError(
-            Problem(
-                where=str(run),
-                what="run.json is missing or cannot be read",
-                why="it describes the run",
-                fix="name a folder that a run created",
-            )
-        )
+    message = described_run(run)
     name, started = run.resolve().name, str(message.get("started", ""))
     known = hashlib.sha256(f"{name} {started}".encode()).hexdigest()[:8]
     flags = message.get("args")

@@ -34,7 +34,7 @@ from pipeline.mirrors.fetched import fetch
 from pipeline.mirrors.mirror import Mirror
 from pipeline.mirrors.remote import opened
 from pipeline.precedence import typed
-from pipeline.record.runs import UNFINISHED, run_json, state_on_disk
+from pipeline.record.runs import UNFINISHED, described_run, state_on_disk
 from pipeline.rundir import RunDir
 
 EVERY_S, MOST_S, LAST_TRIES = 1.0, 60.0, 3  # between looks; after a failure at most; tries once the run has ended
@@ -95,15 +95,7 @@ def _main(argv: list[str]) -> int:
             )
         )
     run = RunDir(Path(options.run))
-    if not run_json(run.path):
-        raise GraphError(
-            Problem(
-                where=str(run.path),
-                what="run.json is missing or cannot be read",
-                why="it describes the run",
-                fix="name a folder that a run created",
-            )
-        )
+    described_run(run.path)  # raises if it is not a run directory
     tell = _as_json if options.until_eof else _as_text
     try:
         _mirror(run, options.url, tell, until_eof=options.until_eof, follows=options.follow)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import errno
 import itertools
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,4 +147,9 @@ class RunDir:
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
-        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step_*") if path.name[5:].isdigit())
+        return steps_named(path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+
+
+def steps_named(names: Iterable[str]) -> list[int]:
+    """Return the steps of the checkpoints among these names of folders, ascending."""
+    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())

@@ -1,18 +1,35 @@
 """Writes the record of a run: an error of the disk ends the run with the name of the file, as for a checkpoint.
 
 replace(run.plan, text)              # all of it or nothing
+refuse_password(url, flag=..., fix=...)   # of an address that is recorded with the flags
 with recording(run.metrics): ...     # whatever else writes there
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.errors import CheckpointError, Problem
+from pipeline.errors import CheckpointError, GraphError, Problem
 from pipeline.rundir import private
+
+_PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
+
+
+def refuse_password(address: str, *, flag: str, fix: str) -> None:
+    """Raise GraphError if an address that a flag names contains a password."""
+    if _PASSWORD.search(address):
+        raise GraphError(
+            Problem(
+                where=flag,
+                what="the address contains a password",
+                why="flags are written into the run directory",
+                fix=fix,
+            )
+        )
 
 
 @contextmanager

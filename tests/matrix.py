@@ -272,7 +272,8 @@ def lines(rows: Iterable[Row], results: Mapping[str, Result], recovery: Mapping[
         after = f"{recovery[row.measured]:.1f} s" if row.measured in recovery else "-"
         tests = ", ".join(f"`tests/{test}`" for test in row.tests)
         cases, longest_s = sum(one.passed for one in of), max(one.longest_s for one in of)
-        made.append(f"| {row.event} | {row.answer} | {tests} | {cases} | {longest_s:.1f} s | {after} |")
+        figures = f"{cases} | {longest_s:.1f} s" if cases else "- | -"
+        made.append(f"| {row.event} | {row.answer} | {tests} | {figures} | {after} |")
     return made
 
 
@@ -285,7 +286,7 @@ def page(results: Mapping[str, Result], recovery: Mapping[str, float]) -> str:
             "`python -m tests.matrix report.xml --out docs/fault-matrix.md` writes this page from the results of",
             "`python -m pytest --junitxml report.xml`; `.ci/run` fails if a row does not hold. `cases` passed;",
             "`longest` is the slowest of them. `next step after` is the time from the fault to the next trained step",
-            "on two cores (`python -m benchmarks.recovery`).",
+            "on two cores (`python -m benchmarks.recovery`); - is not measured yet.",
             "",
             *lines(FAULTS, results, recovery, "fault"),
             "",

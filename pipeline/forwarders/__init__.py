@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from pipeline.errors import GraphError, Problem, message_of
+from pipeline.writing import refuse_password
 
 SERVICES = ("tensorboard", "wandb", "mlflow")  # each names a module here, a package, a flag and an extra
-PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +41,8 @@ class Sink(Protocol):
 
 def check(service: str, where: str) -> None:
     """Raise GraphError if the service's package is not installed, or `where` contains a password."""
-    if PASSWORD.search(where):
-        raise GraphError(
-            Problem(
-                where=f"--{service}",
-                what="the address contains a password",
-                why="flags are written into the run directory",
-                fix="remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            )
-        )
+    fix = "remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    refuse_password(where, flag=f"--{service}", fix=fix)
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # a folder of that name is not the package
         raise GraphError(

@@ -11,7 +11,7 @@ from pipeline.mirrors.mirror import for_each, name_of, record_files
 from pipeline.mirrors.remote import Advance, Remote
 from pipeline.record import checkpoint
 from pipeline.record.checkpoint import MANIFEST
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, steps_named
 
 _FETCHED = ".step_fetched_"  # the name of a folder that is being fetched begins so; `checkpoint.clean` removes it
 
@@ -32,12 +32,12 @@ def fetch(remote: Remote, run: RunDir, step: int | None, advance: Advance) -> tu
     complete, the storage fails or the disk is full.
     """
     _check_fetch(remote, run)
-    steps = [int(name[5:]) for name in remote.sizes("checkpoints") if name.startswith("step_") and name[5:].isdigit()]
+    steps = steps_named(remote.sizes("checkpoints"))
     damaged: list[Problem] = []
     with checkpoint.writing(run.path):
         run.create()
         checkpoint.clean(run)
-        for number in [step] if step is not None else sorted(steps, reverse=True):
+        for number in [step] if step is not None else reversed(steps):
             problem = _fetch_checkpoint(remote, run, number, advance)
             if problem is None:
                 left = Fetched(url=remote.url, step=number, left=sorted({*steps} - {number}))

@@ -8,16 +8,15 @@ Keys come from where the storage's package looks for them: the environment, or f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipeline.errors import CheckpointError, GraphError, Problem, SluiceError, message_of
+from pipeline.writing import refuse_password
 
 CHUNK_BYTES = 16 << 20
-_PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "cos", "memory"}  # they have no folders to make
 
 Advance = Callable[[int], None]  # is called with the bytes of each part that has arrived
@@ -26,15 +25,8 @@ Advance = Callable[[int], None]  # is called with the bytes of each part that ha
 def check_address(url: str, *, flag: str) -> None:
     """Raise GraphError if an address has a password, an unknown protocol, or one whose package is not installed. Asks
     no other machine."""
-    if _PASSWORD.search(url):
-        raise GraphError(
-            Problem(
-                where=flag,
-                what="the address contains a password",
-                why="flags are written into the run directory",
-                fix="remove it; the storage's package takes keys from the environment or its own files",
-            )
-        )
+    fix = "remove it; the storage's package takes keys from the environment or its own files"
+    refuse_password(url, flag=flag, fix=fix)
     from fsspec import get_filesystem_class
     from fsspec.utils import get_protocol
 

@@ -186,6 +186,20 @@ def run_json(path: Path) -> dict[str, Any]:
         return {}
 
 
+def described_run(path: Path) -> dict[str, Any]:
+    """Return the contents of run.json. Raises GraphError if `path` is not a run directory."""
+    if found := run_json(path):
+        return found
+    raise GraphError(
+        Problem(
+            where=str(path),
+            what="run.json is missing or cannot be read",
+            why="it describes the run",
+            fix="name a folder that a run created",
+        )
+    )
+
+
 def state_on_disk(events: Path) -> str:
     """Return `state_of` of a record; reads only its end."""
     line = _last_line(events)
