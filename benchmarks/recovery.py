@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.report import report
 from pipeline.rundir import RunDir
 from tests.chaos.faults import FAULTS, Scene
-from tests.chaos.ordeal import GRAPH, ROOT, steps_of
+from tests.chaos.ordeal import GRAPH, ROOT, steps_of, with_root
 
 AIMS_S = {"sampler killed": 15.0, "learner killed": 30.0, "driver killed": 30.0}
 KILLED = (*AIMS_S, "reward killed", "controller killed", "storage killed")
@@ -38,7 +38,7 @@ def command(folder: Path, *, resume: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*words, *(["--resume"] if resume else [])],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        env=os.environ | {"PYTHONPATH": with_root(), "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -102,7 +102,7 @@ class Ordeal:
         """Run the command once, with faults unless `calm`. Returns its exit code and what it said."""
         command = [sys.executable, "-c", COMMAND, str(GRAPH), "--steps", str(self.steps), "--plain"]
         command += ["--executor", self.executor, "--run-dir", str(self.folder), *(["--resume"] if resume else [])]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = os.environ | {"PYTHONPATH": with_root(), "RAY_USAGE_STATS_ENABLED": "0"}
         with tempfile.TemporaryFile("w+") as stderr:  # not on the disk that is full at times
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
@@ -199,7 +199,12 @@ class Ordeal:
 
     def _say(self, text: str) -> None:
         if self.told:
-            print(f"  {text}", flush=True)
+            print(f"  {self.seed}: {text}", flush=True)
+
+
+def with_root() -> str:
+    """Return PYTHONPATH with this repository in front."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def steps_of(run_dir: RunDir) -> list[int]:
