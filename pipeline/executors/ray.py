@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +39,7 @@ from pipeline.declare.ranks import RankLayout
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Meeting, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
-from pipeline.executors import merged, shards
+from pipeline.executors import shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.admission import check_admission
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
@@ -49,6 +49,7 @@ from pipeline.executors.keeper import Keeper
 from pipeline.executors.machines import ControlStore, Machines
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
+from pipeline.executors.running import Offer, Running, Stream
 from pipeline.executors.sent import user_folders
 from pipeline.executors.storage import Units, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.turns import Turns
@@ -105,7 +106,7 @@ class RayExecutor:
         self._heartbeat = Heartbeat()
         self._machines = Machines()
         self._store: ControlStore | None = None
-        self._served: dict[tuple[str, str], _Offer] = {}  # the last offer to each group, by stage
+        self._served: dict[tuple[str, str], Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
         self._there: dict[str, list[str]] = {}  # by machine: the names of the processes there, for messages
@@ -113,8 +114,8 @@ class RayExecutor:
         self._placement = Placement()
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, RankLayout] = {}
-        self._pending: dict[ray.ObjectRef, _Running] = {}
-        self._streams: dict[Any, _Stream] = {}  # by the reference of its reports
+        self._pending: dict[ray.ObjectRef, Running] = {}
+        self._streams: dict[Any, Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
@@ -180,16 +181,16 @@ class RayExecutor:
                 actor = self._actors[name][rank]
                 stream = actor.stream.options(num_returns="streaming")
                 reports = stream.remote(task, handle, self._cleared.pop(f"{name}.{rank}", []))
-                self._streams[reports] = _Stream(task, actor, rank == leader)
+                self._streams[reports] = Stream(task, actor, rank == leader)
             return
         if stage.sharding and meta is not None:
             handles = shards(stage, task, meta, layout.data)
             calls = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
             leading, others = [call for call, *_ in calls], [call for _, *rest in calls for call in rest]
-            self._follow(_Running(task, dict(leading), dict(others)))
+            self._follow(Running(task, dict(leading), dict(others)))
             return
         first, *others = self._call(name, task.replica or 0, task, meta)
-        self._follow(_Running(task, dict([first]), dict(others)))
+        self._follow(Running(task, dict([first]), dict(others)))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
@@ -360,7 +361,7 @@ class RayExecutor:
         """Return whether all workers of both sides are on one machine."""
         return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
 
-    def _transfer(self, task: Task, stage: PlannedStage) -> _Running:
+    def _transfer(self, task: Task, stage: PlannedStage) -> Running:
         """Start offer and take, and, in a two-sided transfer, the source's carry."""
         source, target = stage.groups
         near = self._is_near(stage)
@@ -368,16 +369,16 @@ class RayExecutor:
             self._meeting(stage, range(len(self._actors[target]))) if self._stages[stage.name].meets(near) else None
         )
         sends = [actor.send.options(num_returns=2).remote(task, near, meeting) for actor in self._actors[source]]
-        offer = _Offer(task, near, meeting is not None, [payload for payload, _ in sends])
+        offer = Offer(task, near, meeting is not None, [payload for payload, _ in sends])
         sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
         carried = self._carried(offer, meeting)
         received = [
             (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
         ]
         others = dict([*sent, *carried])
-        return _Running(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
+        return Running(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
 
-    def _carried(self, offer: _Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
+    def _carried(self, offer: Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
         """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
         if meeting is None:
             return []
@@ -424,7 +425,7 @@ class RayExecutor:
             calls.append((actor.run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", [])), actor))
         return calls
 
-    def _follow(self, running: _Running) -> None:
+    def _follow(self, running: Running) -> None:
         self._pending |= dict.fromkeys([*running.leading, *running.others], running)
 
     def _report(self, stream: Any) -> TaskResult | None:
@@ -476,7 +477,7 @@ class RayExecutor:
             self._served[self._planned[task.stage].groups[-1], task.stage] = running.offer
         return whole
 
-    def _reached(self, running: _Running, ref: ray.ObjectRef) -> TaskResult | None:
+    def _reached(self, running: Running, ref: ray.ObjectRef) -> TaskResult | None:
         """Return a report that one of several replicas has the whole version while others do not, or None."""
         if not running.offer or ref not in running.leading:
             return None
@@ -562,50 +563,3 @@ class RayExecutor:
         self._heartbeat.watch([actor])
         self._watch_machines([placed])
         return placed
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """A running stream: its actor, and whether its reports count."""
-
-    task: Task
-    actor: Any
-    leads: bool
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """The source's offer in a transfer, one payload per rank; `carried` for a two-sided transfer."""
-
-    task: Task
-    near: bool
-    carried: bool
-    payloads: Sequence[ray.ObjectRef]
-
-
-@dataclass
-class _Running:
-    """A running task: calls whose results count, and calls that only must not fail, each with its actor.
-
-    `offer` belongs to a transfer, and `meeting` to a two-sided one. An error caused by a lost peer counts only after
-    all calls have returned; in a meeting it is the first one, `error`, which ended it for all.
-    """
-
-    task: Task
-    leading: dict[ray.ObjectRef, Any]
-    others: dict[ray.ObjectRef, Any]
-    offer: _Offer | None = None
-    meeting: Meeting | None = None
-    error: SluiceError | None = None
-    results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
-
-    def whole(self) -> TaskResult:
-        """Return the result of the task. All calls must have returned."""
-        result = merged(self.task, [self.results[ref] for ref in self.leading])
-        others = [self.results[ref] for ref in self.others]
-        result.events = [event for other in others for event in other.events] + result.events
-        for other in others:
-            result.metrics = other.metrics | result.metrics
-            result.error = result.error or other.error
-        result.error = self.error or result.error
-        return result

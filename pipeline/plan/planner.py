@@ -5,7 +5,7 @@ The Plan is plain data: the scheduler runs it, `plan.json` stores it and `--plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import networkx as nx
 
@@ -76,53 +76,12 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
     awaits = awaited(stages, dag)
     dag.add_edges_from((writer[field.name], name) for name, fields in awaits.items() for field in fields)
     layer = {name: depth for depth, names in enumerate(nx.topological_generations(dag)) for name in names}
-    host = graph.host.name
-    schedule = graph.schedule
-    fences = tuple(_fences(stages))
+    schedule, fences = graph.schedule, tuple(_fences(stages))
     path = paths(stages, dag, fences)
     planned = tuple(
-        PlannedStage(
-            name=stage.name,
-            kind=type(stage).__name__,
-            shape=stage.shape,
-            per=stage.per,
-            groups=tuple(group.name for group in stage.groups()) or ((host,) if stage.shape != "external" else ()),
-            reads=tuple(field.name for field in stage.reads),
-            writes=tuple(field.name for field in stage.writes),
-            reads_back=tuple(field.name for field in stage.reads_back),
-            uses=tuple(checks.model_name(model) for model in stage.uses),
-            updates=checks.model_name(stage.updates) if stage.updates else None,
-            every=stage.every,
-            first_groups=stage.keep if isinstance(stage, KeepSamples) else None,
-            chooses=tuple(field.name for field in stage.chooses) if isinstance(stage, KeepSamples) else (),
-            sharding=stage.sharding,
-            layer=layer[stage.name],
-            where=str(stage.location),
-            timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
-            awaits=tuple(field.name for field in awaits.get(stage.name, ())),
-            run_groups=run_groups(stage, graph),
-            stamps=stamps.name if (stamps := stamped_by(stage)) else None,
-            path=path[stage.name],
-        )
-        for stage in stages
+        _planned(stage, graph, layer[stage.name], awaits.get(stage.name, ()), path[stage.name]) for stage in stages
     )
-    edges = tuple(
-        Edge(
-            field=field.name,
-            writer=writer[field.name],
-            reader=stage.name,
-            back=back,
-            bytes_per_sample=entry_bytes(field) if fetched else 0,
-            ragged=field.ragged,
-        )
-        for stage in stages
-        for fields, back, fetched in (
-            (stage.reads, False, True),
-            (stage.reads_back, True, True),
-            (awaits.get(stage.name, ()), False, False),
-        )
-        for field in fields
-    )
+    edges = tuple(_edges(stages, writer, awaits))
     made = Plan(
         name=graph.name,
         source=graph.source.name,
@@ -142,28 +101,78 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
             Lifetime(field=name, writer=by, readers=tuple(e.reader for e in edges if e.field == name))
             for name, by in writer.items()
         ),
-        groups=tuple(
-            PlacedGroup(
-                name=group.name,
-                backend=str(group.backend),
-                workers=group.processes,
-                gpus=group.gpus,
-                cpus=group.cpus * group.workers / group.processes,
-                threads=group.threads,
-                model_parallel=group.processes // group.data_parallel,
-                stages=tuple(stage.name for stage in planned if group.name in stage.groups),
-                colocated=group.colocated.name if group.colocated else None,
-                leads=group.leads,
-                python=group.interpreter,
-            )
-            for group in worker_groups(stages, graph.host)
-        ),
+        groups=tuple(_placed(group, planned) for group in worker_groups(stages, graph.host)),
         weights_fields=tuple(field.name for stage in stages for field in stage.writes if field.per_step),
         gate=gate_of(stages, graph.batch),
         partitions=partitions(graph.name, stages, dag, graph.group_size),
         capacity_bytes=schedule.capacity_bytes,
     )
     return with_pool(made)
+
+
+def _planned(stage: Stage, graph: Graph, layer: int, awaits: Sequence[Field], path: int) -> PlannedStage:
+    """Return a stage as the plan describes it."""
+    host = (graph.host.name,) if stage.shape != "external" else ()
+    stamps = stamped_by(stage)
+    return PlannedStage(
+        name=stage.name,
+        kind=type(stage).__name__,
+        shape=stage.shape,
+        per=stage.per,
+        groups=tuple(group.name for group in stage.groups()) or host,
+        reads=tuple(field.name for field in stage.reads),
+        writes=tuple(field.name for field in stage.writes),
+        reads_back=tuple(field.name for field in stage.reads_back),
+        uses=tuple(checks.model_name(model) for model in stage.uses),
+        updates=checks.model_name(stage.updates) if stage.updates else None,
+        every=stage.every,
+        first_groups=stage.keep if isinstance(stage, KeepSamples) else None,
+        chooses=tuple(field.name for field in stage.chooses) if isinstance(stage, KeepSamples) else (),
+        sharding=stage.sharding,
+        layer=layer,
+        where=str(stage.location),
+        timeout_s=stage.timeout_s if stage.shape == "external" else None,  # type: ignore[attr-defined]
+        awaits=tuple(field.name for field in awaits),
+        run_groups=run_groups(stage, graph),
+        stamps=stamps.name if stamps else None,
+        path=path,
+    )
+
+
+def _edges(stages: Sequence[Stage], writer: Mapping[str, str], awaits: Mapping[str, Sequence[Field]]) -> Iterator[Edge]:
+    """Yield an edge per field that a stage reads, reads back or waits for; `writer` is by field, `awaits` by stage."""
+    for stage in stages:
+        for fields, back, fetched in (
+            (stage.reads, False, True),
+            (stage.reads_back, True, True),
+            (awaits.get(stage.name, ()), False, False),
+        ):
+            for field in fields:
+                yield Edge(
+                    field=field.name,
+                    writer=writer[field.name],
+                    reader=stage.name,
+                    back=back,
+                    bytes_per_sample=entry_bytes(field) if fetched else 0,
+                    ragged=field.ragged,
+                )
+
+
+def _placed(group: WorkerGroup, planned: Sequence[PlannedStage]) -> PlacedGroup:
+    """Return a worker group as the plan describes it."""
+    return PlacedGroup(
+        name=group.name,
+        backend=str(group.backend),
+        workers=group.processes,
+        gpus=group.gpus,
+        cpus=group.cpus * group.workers / group.processes,
+        threads=group.threads,
+        model_parallel=group.processes // group.data_parallel,
+        stages=tuple(stage.name for stage in planned if group.name in stage.groups),
+        colocated=group.colocated.name if group.colocated else None,
+        leads=group.leads,
+        python=group.interpreter,
+    )
 
 
 def run_groups(stage: Stage, graph: Graph) -> int | None:

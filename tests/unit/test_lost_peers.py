@@ -11,6 +11,7 @@ from pipeline.declare.ranks import RankLayout, reach_store
 from pipeline.errors import PeerLost, Problem, Unfit
 from pipeline.executors import ray as executors
 from pipeline.executors.ray import RayExecutor
+from pipeline.executors.running import Offer, Running
 from pipeline.executors.worker import TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record.trace import Placed
@@ -30,7 +31,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._replaceable = {"learner": False, "sampler": True}
     made._meetings._host = lambda: "127.0.0.1"
     made.meeting = made._meeting(made._planned["refit"], [0, 1])
-    running = executors._Running(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
+    running = Running(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
     made._follow(running)
 
     def replace(name: str, rank: int) -> Placed:
@@ -110,10 +111,10 @@ def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch:
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
     ranks = [f"sampler.{rank}" for rank in range(4)]
     made._actors, made._layouts = {"learner": [LEARNER], "sampler": ranks}, {"sampler": RankLayout(tensor=2, data=2)}
-    offer = executors._Offer(task=TASK, near=True, carried=False, payloads=())
+    offer = Offer(task=TASK, near=True, carried=False, payloads=())
 
     def served(**answers: Any) -> list[int | None]:
-        running = executors._Running(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
+        running = Running(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
         made._pending.clear()
         made._follow(running)
         return [report.served for report in told(made, monkeypatch, **answers)]
