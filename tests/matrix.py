@@ -186,9 +186,13 @@ THREATS = (
         ),
     ),
     Row(
-        "a stranger joins or asks Ray",
-        "its token is needed; a wrong one is refused in one line",
-        ("integration/test_three_hosts.py::test_the_cluster_refuses_another_token_in_one_line",),
+        "a stranger joins or asks Ray, or finds another open socket",
+        "its token is needed, a wrong one is refused in one line; all other sockets are on the loopback interface",
+        (
+            "integration/test_three_hosts.py::test_the_cluster_refuses_another_token_in_one_line",
+            "integration/test_stopping.py::test_every_socket_of_a_run_is_closed_to_a_stranger",
+            "engines/test_vllm.py::test_an_engine_is_reached_by_its_owner_only",
+        ),
     ),
     Row(
         "another user reads a run; a secret gets into its files",

@@ -62,7 +62,12 @@ from pipeline.record.trace import Placed, Turned
 RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 WRITE_S = 3600.0  # for all workers to write their state
-NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")  # the control store would keep 100,000 of them
+QUIET = {
+    "RAY_task_events_report_interval_ms": "0",  # the control store would keep 100,000 of them
+    "RAY_enable_metrics_collection": "0",  # these three would be served on all addresses, without the token
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}  # of a Ray of the run's own, unless the user has set them
 CLOSE_S = 30.0  # for Ray to end the workers and the data plane
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
@@ -299,7 +304,7 @@ class RayExecutor:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         try:
             if self._address is None:
-                os.environ.setdefault(*NO_TASK_EVENTS)
+                os.environ.update(QUIET | {name: os.environ[name] for name in QUIET if name in os.environ})
                 self._keeper = Keeper.start(options | self._own(plan))
             address = self._keeper.address if self._keeper else self._address
             with _kept_handler(signal.SIGTERM):  # Ray installs its own

@@ -1,11 +1,13 @@
 """The vLLM backend on a real engine: its samples, their logprobs, and weight changes during generation."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from stages.backends.vllm.limits import problems
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 from tests.shares import shares_of
+from tests.sockets import files, listening
 
 need("vllm", "vllm")
 
@@ -73,6 +76,14 @@ def rows_of(made: Generation) -> list[list[int]]:
 
 async def collected(stream: Any) -> list[Any]:
     return [event async for event in stream]
+
+
+def test_an_engine_is_reached_by_its_owner_only(backend: Any) -> None:
+    """Its processes unpickle what they receive, on the loopback interface and through files that others cannot open."""
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    found, paths = list(listening(pids)), files(pids)
+    assert found and all(one.is_loopback for one in found), found
+    assert paths and not [path for path in paths if path.stat().st_mode & 0o022]  # to connect is to write
 
 
 @pytest.mark.parametrize(

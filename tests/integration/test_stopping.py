@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.integration.test_async import NUMBERS, QUICKSTART, SLOW_TAIL, events,
 from tests.integration.test_lost_workers import FLAGS
 from tests.journal.checker import check
 from tests.sessions import session_of, wait_until_empty
+from tests.sockets import called, listening, status
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES: list[dict[str, Any]] = [{}, {"max_staleness": 2}]
@@ -143,12 +145,42 @@ def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number
     assert not check(run_dir.path)
 
 
-def test_a_run_ends_even_if_rays_control_store_has_stopped(tmp_path):
-    """Stopped, not dead: Ray's calls that end the workers never return."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, RunDir]]:
+    """A run on Ray that trains on two ranks and gives Ray two seconds to end. The second test of it ends it."""
     quick = (
         "import sys, pipeline.executors.ray as ray; ray.CLOSE_S = 2.0; from pipeline.run import main; sys.exit(main())"
     )
-    process, run_dir = started(tmp_path / "run", "--steps", "10000", run=[sys.executable, "-c", quick, str(NUMBERS)])
+    folder = tmp_path_factory.mktemp("two_ranks") / "run"
+    process, run_dir = started(
+        folder, run=[sys.executable, "-c", quick, str(ROOT / "tests/integration/two_ranks_graph.py")]
+    )
+    yield process, run_dir
+    with suppress(ProcessLookupError):
+        process.kill()
+    process.wait(60)
+
+
+def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
+    """On all addresses listens only what refuses whoever has no token; all else is out of other machines' reach."""
+    process, _ = two_ranks
+    found = list(listening([process.pid, *members(session_of(process.pid))]))
+    open_to_all = [one for one in found if not one.is_loopback]
+    assert len(open_to_all) >= 8, found  # driver, workers, TransferQueue's two, raylet's two, control store, agent
+    for one in open_to_all:
+        answers = called(one)
+        assert set(answers.values()) == {"UNIMPLEMENTED", "UNAUTHENTICATED"}, (one, answers)
+    near = [one for one in found if one.is_loopback]
+    agents = [one for one in near if one.command.endswith("Agent")]
+    assert len(agents) >= 2 and {status(one) for one in agents} == {401}, agents
+    others = {one.command.partition(" ")[0].partition(".")[0] for one in near if one not in agents}
+    assert {"ray::Actor", "ray::TransferQueueController", "ray::SimpleStorageUnit"} <= others  # gloo's, TransferQueue's
+    assert process.poll() is None, "it trains on, whoever has asked"
+
+
+def test_a_run_ends_even_if_rays_control_store_has_stopped(two_ranks):
+    """Stopped, not dead: Ray's calls that end the workers never return."""
+    process, run_dir = two_ranks
     session = session_of(process.pid)
     (store,) = (pid for pid in members(session) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(store, signal.SIGSTOP)
