@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,10 +289,11 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
     from pipeline.record import checkpoint
 
     for left in range(asked.options.restarts, -1, -1):
+        executor = _executor(asked, run_dir)
         engine = Engine(
             asked.graph,
             asked.planned,
-            _executor(asked),
+            executor,
             run_dir=run_dir,
             start=start,
             on_step=progress.step,
@@ -303,7 +305,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             engine.execute()
             return engine.stopped
         except WorkerLost as error:
-            if not left or not run_dir.checkpoint_steps() or termination.asked:
+            if not left or not run_dir.checkpoint_steps() or termination.asked or not executor.can_restart:
                 raise
             progress.end()
             console.print_problems(error.problems)
@@ -327,7 +329,7 @@ def _run_dir(path: Path | None, name: str) -> RunDir:
         ) from error
 
 
-def _executor(asked: _Asked) -> Any:
+def _executor(asked: _Asked, run_dir: RunDir) -> Any:
     options = asked.options
     if options.executor == "local":
         from pipeline.executors.local import LocalExecutor
@@ -341,6 +343,7 @@ def _executor(asked: _Asked) -> Any:
         modules=user_modules(asked.file.module),
         trusted_network=options.trusted_network,
         storage_units=options.storage_units,
+        last_words=partial(_print_way_on, asked, run_dir),
     )
 
 

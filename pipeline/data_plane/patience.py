@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
@@ -18,6 +19,7 @@ from typing import TypeVar
 LOOKS = 30  # polls per deadline
 ASKED = 3  # tries per deadline
 CONNECT_S = 1.0
+LOOK_S = 1.0
 T = TypeVar("T")
 
 
@@ -29,9 +31,10 @@ class AbandonedError(Exception):
     """Blocking code has not ended by its deadline; its thread was left behind."""
 
 
-def in_thread(work: Callable[[], T], deadline_s: float, name: str) -> T:
+def in_thread(work: Callable[[], T], deadline_s: float, name: str, look: Callable[[], None] | None = None) -> T:
     """Run blocking code in a thread and return its result. Raises what it raises, and AbandonedError at the deadline:
-    a call into a stopped process may never return."""
+    a call into a stopped process may never return. `look` is called every second meanwhile, and ends the wait if it
+    raises."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -43,7 +46,11 @@ def in_thread(work: Callable[[], T], deadline_s: float, name: str) -> T:
 
     thread = threading.Thread(target=run, daemon=True, name=name)
     thread.start()
-    thread.join(deadline_s)
+    ends_s = time.monotonic() + deadline_s
+    while thread.is_alive() and (left_s := ends_s - time.monotonic()) > 0:
+        thread.join(min(left_s, LOOK_S) if look else left_s)
+        if look and thread.is_alive():
+            look()
     if failed:
         raise failed[0]
     if not done:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from pipeline.data_plane.patience import LOOK_S
 from pipeline.errors import Problem, SluiceError, StageError, WorkerLost, is_user_file, message_of
 from pipeline.executors.heartbeat import dead
 
@@ -18,12 +20,14 @@ START_DEADLINE_S = 300.0  # to place and set up all workers, model loading inclu
 
 
 def get_all(
-    refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S, *, among: Sequence[Any] = ()
-) -> list[Any]:
+    refs: Sequence[ray.ObjectRef], what: str, deadline_s: float = START_DEADLINE_S, *, among: Sequence[Any] = (),
+    look: Callable[[], None] | None = None,
+) -> list[Any]:  # fmt: skip
     """Wait for calls on all actors. Raises the first error that a worker returned, raised or died with. If one `among`
-    these workers is dead, that is the error: it explains the others'."""
+    these workers is dead, that is the error: it explains the others'. `look` is called every second meanwhile, and ends
+    the wait if it raises."""
     try:
-        answers = ray.get(list(refs), timeout=deadline_s)
+        answers = _got(list(refs), deadline_s, look)
     except GetTimeoutError as error:
         raise WorkerLost(
             Problem(
@@ -42,6 +46,19 @@ def get_all(
         if isinstance(answer, SluiceError):
             raise answer
     return answers
+
+
+def _got(refs: list[ray.ObjectRef], deadline_s: float, look: Callable[[], None] | None) -> list[Any]:
+    """Return what the calls return. Raises GetTimeoutError at the deadline."""
+    ends_s = time.monotonic() + deadline_s
+    while True:
+        left_s = max(0.0, ends_s - time.monotonic())
+        try:
+            return ray.get(refs, timeout=min(left_s, LOOK_S) if look else left_s)
+        except GetTimeoutError:
+            if look is None or left_s <= LOOK_S:
+                raise
+            look()
 
 
 def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> StageError:

@@ -39,6 +39,7 @@ class LocalExecutor:
     """The in-process executor."""
 
     name = "local"
+    can_restart = True
 
     def __init__(self) -> None:
         self.plane: DataPlane = MemoryPlane()

@@ -1,5 +1,4 @@
-"""Notices that another machine of the run is gone: without power, without network, or without its Ray node; or that
-Ray's control store has died.
+"""Notices that another machine of the run is gone: without power, without network, or without its Ray node.
 
     machines = Machines()
     machines.watch({"10.0.0.2": 40123}, {"10.0.0.2": ["learner.0"]})   # the ports of Ray's nodes, and who runs there
@@ -19,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.errors import Problem, StageError, WorkerLost
+from pipeline.errors import Problem, WorkerLost
 
 POLL_S = 2.0  # between two polls, and for a connection
 SAID = 3  # polls without a connection, in a row, until a warning
@@ -75,59 +74,6 @@ class Machines:
             if self._missed[address] == SAID and not self._closed.is_set():
                 wait = f"the run waits {(LOST - SAID) * POLL_S:g} s more, or until Ray gives the machine up"
                 print(self._problem(address, SAID, wait, is_warning=True), file=sys.stderr, flush=True)
-
-
-class ControlStore:
-    """Ray's control store, of which a run notices that its process has died: Ray would abort the driver a minute later,
-    without a word. A stopped one still takes connections, and training goes on without it."""
-
-    def __init__(self, address: str, refuses: Callable[[str, int], bool] | None = None) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
-        self._refuses = refuses or refused
-        self._refusals, self._next_s = 0, 0.0
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it has refused so many connections in a row that its process is gone."""
-        return self._refusals >= SAID
-
-    def look(self) -> None:
-        """Raise StageError if it has died. Asks it at most every `POLL_S`."""
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + POLL_S
-        self._ask()
-
-    def check(self) -> None:
-        """Raise StageError if it has died, without waiting for the next poll: a call that needs it would not return."""
-        self._ask()
-        while self._refusals:
-            time.sleep(POLL_S / 10)
-            self._ask()
-
-    def _ask(self) -> None:
-        self._refusals = self._refusals + 1 if self._refuses(self._host, self._port) else 0
-        if self.is_dead:
-            raise StageError(
-                Problem(
-                    where=f"Ray's control store (gcs_server, {self._host}:{self._port})",
-                    what="its process has died",
-                    why="a run cannot replace a worker without it, and Ray aborts every process that uses it",
-                    fix="resume the run from its last checkpoint; with --address, start that Ray cluster again first",
-                )
-            )
-
-
-def refused(address: str, port: int) -> bool:
-    """Return whether a machine that answers has no process at this port."""
-    try:
-        socket.create_connection((address, port), timeout=POLL_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def reached(address: str, port: int) -> bool:

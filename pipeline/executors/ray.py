@@ -43,10 +43,11 @@ from pipeline.executors import shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.admission import check_admission
 from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
+from pipeline.executors.control_store import ControlStore, Lifeline
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
-from pipeline.executors.machines import ControlStore, Machines
+from pipeline.executors.machines import Machines
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
 from pipeline.executors.running import Offer, Running, Stream
@@ -62,6 +63,7 @@ from pipeline.record.trace import Placed, Turned
 RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 WRITE_S = 3600.0  # for all workers to write their state
+REPLACE_S = 3600.0  # for a replacement; each wait in it has a shorter deadline
 QUIET = {
     "RAY_task_events_report_interval_ms": "0",  # the control store would keep 100,000 of them
     "RAY_enable_metrics_collection": "0",  # these three would be served on all addresses, without the token
@@ -87,7 +89,8 @@ class RayExecutor:
 
     `modules` are the user's modules, pickled by value; `address` joins a cluster; `trusted_network` lets the data plane
     listen beyond loopback, which a multi-machine cluster needs. `storage_units` is the number of TransferQueue's
-    storage units on this machine, or "per-node" for one on each machine of the cluster.
+    storage units on this machine, or "per-node" for one on each machine of the cluster. `last_words` prints how the run
+    goes on, before this process ends because Ray's control store has died under a call of Ray's.
     """
 
     name = "ray"
@@ -95,10 +98,10 @@ class RayExecutor:
 
     def __init__(
         self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False,
-        storage_units: int | str = 1,
+        storage_units: int | str = 1, last_words: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._address, self._modules, self._trusted_network = address, modules, trusted_network
-        self._storage_units = storage_units
+        self._storage_units, self._last_words = storage_units, last_words
         self.plane: Any = None
         self._owns_ray = False
         self._controller_resource: str | None = None  # of the node of TransferQueue's controller
@@ -111,6 +114,7 @@ class RayExecutor:
         self._heartbeat = Heartbeat()
         self._machines = Machines()
         self._store: ControlStore | None = None
+        self._lifeline: Lifeline | None = None
         self._served: dict[tuple[str, str], Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
@@ -158,14 +162,14 @@ class RayExecutor:
             setups += [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
         self.plane = self._open_plane(units)  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
-        get_all(joins, "meet the other ranks of their group")
-        get_all(setups, "set up")
-        joined = get_all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        self._all(joins, "meet the other ranks of their group")
+        self._all(setups, "set up")
+        joined = self._all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         for placed_at, replaceable in joined:
             self._replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
             self._nodes.setdefault(placed_at.group, set()).add(placed_at.node)
         if restore:
-            get_all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
+            self._all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         self._heartbeat.watch(actors)
         self._watch_machines([placed_at for placed_at, _ in joined])
         return [placed_at for placed_at, _ in joined]
@@ -200,8 +204,7 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
         self._machines.look()
-        if self._store:
-            self._store.look()
+        self._look()
         waiting = [*self._pending, *self._streams]
         if not waiting:
             time.sleep(timeout_s)
@@ -215,6 +218,22 @@ class RayExecutor:
             results[0].events[:0] = self._turns.taken()
         return results
 
+    def _all(
+        self,
+        refs: Sequence[ray.ObjectRef],
+        what: str,
+        deadline_s: float = START_DEADLINE_S,
+        *,
+        among: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Wait for calls on workers, but not for a Ray whose control store has died."""
+        return get_all(refs, what, deadline_s, among=among, look=self._look)
+
+    def _look(self) -> None:
+        """Raise StageError if Ray's control store has died: calls that need it would not return."""
+        if self._store:
+            self._store.look()
+
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         name = self._planned[task.stage].groups[0]
         assert task.replica is not None
@@ -223,18 +242,18 @@ class RayExecutor:
 
     def hold(self, folder: Path) -> None:
         actors = list(self._stateful().values())
-        get_all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
+        self._all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
 
     def saved(self, folder: Path) -> dict[str, dict[str, int]]:
         stateful = self._stateful()
         actors = list(stateful.values())
-        get_all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
-        files = get_all([actor.files.remote(folder) for actor in actors], "list what they wrote", among=actors)
+        self._all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
+        files = self._all([actor.files.remote(folder) for actor in actors], "list what they wrote", among=actors)
         return dict(zip(stateful, files, strict=True))
 
     def saved_bytes(self) -> int:
         actors = list(self._stateful().values())
-        return sum(get_all([actor.saved_bytes.remote() for actor in actors], "measure their state", among=actors))
+        return sum(self._all([actor.saved_bytes.remote() for actor in actors], "measure their state", among=actors))
 
     def _stateful(self) -> dict[str, Any]:
         return {
@@ -256,7 +275,9 @@ class RayExecutor:
             self._give_up()
         else:
             try:
-                in_thread(self._let_go, CLOSE_S, "Ray")
+                in_thread(self._let_go, CLOSE_S, "Ray", self._look)
+            except StageError:
+                self._give_up()
             except AbandonedError:
                 rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
                 print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
@@ -267,6 +288,13 @@ class RayExecutor:
         if self._keeper:
             self._keeper.close()
             self._keeper = None
+        if self._lifeline:
+            self._lifeline.close()
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether this process can start another Ray, once this one is closed: it has let go of the old one."""
+        return not self._owns_ray
 
     def _give_up(self) -> None:
         if self._keeper:
@@ -306,6 +334,7 @@ class RayExecutor:
             if self._address is None:
                 os.environ.update(QUIET | {name: os.environ[name] for name in QUIET if name in os.environ})
                 self._keeper = Keeper.start(options | self._own(plan))
+                self._lifeline = Lifeline(ControlStore(self._keeper.address), self._last_words)
             address = self._keeper.address if self._keeper else self._address
             with _kept_handler(signal.SIGTERM):  # Ray installs its own
                 ray.init(**options, address=address, runtime_env=runtime_env)
@@ -320,6 +349,7 @@ class RayExecutor:
             ) from error
         self._owns_ray = True
         self._store = ControlStore(ray.get_runtime_context().gcs_address)
+        self._lifeline = self._lifeline or Lifeline(ControlStore(self._store.address), self._last_words)
 
     def _own(self, plan: Plan) -> dict[str, Any]:
         """Return the options of a Ray of the run's own."""
@@ -412,7 +442,7 @@ class RayExecutor:
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""
         calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
-        return get_all(calls, "wake up" if awake else "release their memory", among=self._actors[name])
+        return self._all(calls, "wake up" if awake else "release their memory", among=self._actors[name])
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
@@ -529,10 +559,9 @@ class RayExecutor:
         if self._actors[name][rank] is actor:  # otherwise another of its tasks has handled that
             self._restarts[name] += 1
             self._meetings.lose(f"{name}.{rank}", result.lost or "")
+            replaces = partial(self._replace, name, rank)
             try:
-                if self._store:
-                    self._store.check()
-                result.events.append(self._replace(name, rank))
+                result.events.append(in_thread(replaces, REPLACE_S, f"replaces {name}.{rank}", self._look))
             except SluiceError as failure:
                 return TaskResult(task=task, error=failure)
             self._retired[actor] = name, rank

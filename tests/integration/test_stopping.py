@@ -172,7 +172,7 @@ def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
         assert set(answers.values()) == {"UNIMPLEMENTED", "UNAUTHENTICATED"}, (one, answers)
     near = [one for one in found if one.is_loopback]
     agents = [one for one in near if one.command.endswith("Agent")]
-    assert len(agents) >= 2 and {status(one) for one in agents} == {401}, agents
+    assert agents and {status(one) for one in agents} == {401}, agents
     others = {one.command.partition(" ")[0].partition(".")[0] for one in near if one not in agents}
     assert {"ray::Actor", "ray::TransferQueueController", "ray::SimpleStorageUnit"} <= others  # gloo's, TransferQueue's
     assert process.poll() is None, "it trains on, whoever has asked"

@@ -1,15 +1,20 @@
 """Executor reports when workers lose each other in a transfer or one of them fails for good; without Ray."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from graphs.quickstart import graph
 from pipeline import Task
+from pipeline.data_plane import patience
 from pipeline.declare.ranks import RankLayout, reach_store
-from pipeline.errors import PeerLost, Problem, Unfit
+from pipeline.errors import PeerLost, Problem, StageError, Unfit, WorkerLost
+from pipeline.executors import answers, control_store
 from pipeline.executors import ray as executors
+from pipeline.executors.control_store import ControlStore
 from pipeline.executors.ray import RayExecutor
 from pipeline.executors.running import Offer, Running
 from pipeline.executors.worker import TaskResult
@@ -103,6 +108,36 @@ def test_one_that_gives_up_and_cannot_be_replaced_is_the_error(
         executor._replaceable["sampler"] = False
     (report,) = told(executor, monkeypatch, sampler_1=result(UNFIT))
     assert report.error is UNFIT
+
+
+def test_a_replacement_is_not_waited_for_once_the_control_store_has_died(
+    executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died after its worker, in the middle of the replacement: Ray's call does not return."""
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    never, refusals = threading.Event(), iter([False, True, True, True])
+    executor._replace = lambda name, rank: never.wait(60)
+    executor._store = ControlStore("127.0.0.1:6379", lambda address, port: next(refusals))
+    monkeypatch.setattr(control_store, "POLL_S", 0.0)
+    (report,) = told(executor, monkeypatch, sampler_0=None)
+    never.set()
+    assert report.lost is None and "its process has died" in str(report.error)
+
+
+def test_workers_are_not_waited_for_once_the_control_store_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: list[str], timeout: float) -> None:
+        time.sleep(timeout)
+        raise GetTimeoutError
+
+    monkeypatch.setattr(answers.ray, "get", get)
+    monkeypatch.setattr(answers, "LOOK_S", 0.01)
+    monkeypatch.setattr(control_store, "POLL_S", 0.0)
+    executor: Any = RayExecutor()
+    with pytest.raises(WorkerLost, match=r"the workers did not save it in 0\.05 s"):
+        executor._all([FIRST], "save it", 0.05)
+    executor._store = ControlStore("127.0.0.1:6379", lambda address, port: True)
+    with pytest.raises(StageError, match="its process has died"):
+        executor._all([FIRST], "save it", 60.0)
 
 
 def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

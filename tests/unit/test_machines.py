@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from pipeline.errors import StageError, WorkerLost
+from pipeline.errors import WorkerLost
 from pipeline.executors import machines
-from pipeline.executors.machines import LOST, POLL_S, SAID, ControlStore, Machines, reached, refused
+from pipeline.executors.machines import LOST, POLL_S, SAID, Machines, reached
 from tests.waiting import until
 
 
@@ -64,34 +64,3 @@ def test_a_port_that_listens_is_reached_and_a_closed_one_is_not() -> None:
         port = server.getsockname()[1]
         assert reached("127.0.0.1", port)
     assert not reached("127.0.0.1", port)
-
-
-def test_a_control_store_has_died_once_its_port_refuses_three_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, answers = [0.0], iter([True, True, False, True, True, True])
-    monkeypatch.setattr(machines.time, "monotonic", lambda: now_s[0])
-    store = ControlStore("127.0.0.1:6379", lambda address, port: next(answers))
-    for _ in range(5):
-        store.look()
-        store.look()  # too early to ask again
-        now_s[0] += machines.POLL_S
-    assert not store.is_dead
-    with pytest.raises(StageError, match="its process has died"):
-        store.look()
-    assert store.is_dead
-
-
-def test_a_control_store_is_checked_at_once_before_a_worker_is_replaced() -> None:
-    answers = [True, True, True]
-    with pytest.raises(StageError, match="its process has died"):
-        ControlStore("127.0.0.1:6379", lambda address, port: answers.pop()).check()
-    answers = [False, True]  # the last one is asked first
-    store = ControlStore("127.0.0.1:6379", lambda address, port: answers.pop())
-    store.check()
-    assert not answers and not store.is_dead
-
-
-def test_a_port_is_refused_only_where_no_process_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert not refused("127.0.0.1", port)
-    assert refused("127.0.0.1", port)
