@@ -27,7 +27,7 @@ from benchmarks.delayed import DelayedRollout, with_delays
 from benchmarks.report import report
 from graphs import quickstart
 from pipeline import Graph
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -76,7 +76,7 @@ def run(steps: int, tail: float, staleness: int, on_stale: str, refit: str, fold
 
     graph = described(steps, tail, staleness, on_stale, refit)
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], RayExecutor(modules=[sys.modules["benchmarks.delayed"]]), run_dir=run_dir).execute()
+    Driver(graph, plan(graph)[0], RayExecutor(modules=[sys.modules["benchmarks.delayed"]]), run_dir=run_dir).execute()
     rollout: Any = next(stage for stage in graph.stages if isinstance(stage, DelayedRollout))
     arm = "sync" if staleness == 0 else f"k={staleness} {on_stale}" + (", drained" if refit == "drain" else "")
     return {"tail": tail, "arm": arm, **measured(run_dir, rollout, graph.schedule.seed)}

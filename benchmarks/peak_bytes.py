@@ -24,7 +24,7 @@ from benchmarks.report import report
 from graphs.quickstart import TINY_QWEN3
 from pipeline import Field, Graph, Model, Output, Schedule, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, Ragged
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -145,7 +145,7 @@ def main() -> None:
         parser.error("; ".join(map(str, problems)))
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder) / "run").create()
-        Engine(graph, planned, LocalExecutor(), run_dir=run_dir).execute()
+        Driver(graph, planned, LocalExecutor(), run_dir=run_dir).execute()
         metrics = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
         before = whole_groups(run_dir)
     most = {name: max(line[name] for line in metrics) for name in metrics[0] if name.startswith("stored/peak")}

@@ -37,7 +37,7 @@ from benchmarks.report import report
 from graphs.quickstart import TINY_QWEN3
 from ops.refit.transports import TRANSPORTS, Transport
 from pipeline import Graph, Model, Schedule, WorkerGroup
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -149,7 +149,7 @@ def run(graph: Graph, folder: Path) -> RunDir:
     if made is None:
         raise ValueError("; ".join(str(problem) for problem in problems if not problem.warning))
     run_dir = RunDir(folder).create()
-    Engine(graph, made, RayExecutor(), run_dir=run_dir).execute()
+    Driver(graph, made, RayExecutor(), run_dir=run_dir).execute()
     return run_dir
 
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.refit import MAPPINGS, MODELS, NAMES, trained
 from benchmarks.refit_plan import QWEN3_30B, deepseek, qwen3, split
 from benchmarks.report import report
 from ops.refit.layout import Layout
-from ops.refit.plan import Plan, build
+from ops.refit.plan import RefitPlan, build
 from stages.backends.model.decoder import Decoder
 
 FITTED, AIM = "Qwen3-4B", 0.15
@@ -49,7 +49,7 @@ class Load:
     tensors: int
 
     @staticmethod
-    def of(plan: Plan, source: Layout) -> Load:
+    def of(plan: RefitPlan, source: Layout) -> Load:
         """The load of all copies of a plan."""
         receivers = len(plan.received)
         pairs = np.zeros((len(plan.sent), receivers))

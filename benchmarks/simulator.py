@@ -89,14 +89,14 @@ def described(name: str, steps: int) -> Graph:
 
 def run(name: str, steps: int, folder: Path) -> None:
     """Run a configuration in this process, recorded in `folder`."""
-    from pipeline.engine.driver import Engine
+    from pipeline.engine.driver import Driver
     from pipeline.executors.ray import RayExecutor
 
     graph = described(name, steps)
     planned = plan(graph)[0]
     run_dir = RunDir(folder).create()
     run_dir.plan.write_bytes(msgspec.json.encode(planned))
-    Engine(graph, planned, RayExecutor(modules=(delayed, asleep)), run_dir=run_dir).execute()
+    Driver(graph, planned, RayExecutor(modules=(delayed, asleep)), run_dir=run_dir).execute()
 
 
 def measured(name: str, steps: int, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.report import report
 from graphs import quickstart
 from pipeline import Graph
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
@@ -56,7 +56,7 @@ def run(seed: int, arm: str, folder: Path) -> dict[str, Any]:
     """Run one arm. Returns exact match before, half-way and after, and the mismatch of sampler and trainer."""
     graph = described(seed, *ARMS[arm])
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
+    Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     match = {line["step"]: line["eval/exact_match"] for line in lines if "eval/exact_match" in line}
     trained = [line for line in lines if line["step"] > 0]

@@ -73,7 +73,7 @@ def by_hand(steps: int, threads: int) -> list[float]:
 
 def ours(steps: int, threads: int, executor_name: str) -> list[float]:
     """Seconds between published versions of a run."""
-    from pipeline.engine.driver import Engine
+    from pipeline.engine.driver import Driver
     from pipeline.plan.planner import plan
     from pipeline.record import trace
     from pipeline.rundir import RunDir
@@ -85,7 +85,7 @@ def ours(steps: int, threads: int, executor_name: str) -> list[float]:
     graph = described(steps, threads)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder)).create()
-        Engine(graph, plan(graph)[0], Executor(), run_dir=run_dir).execute()
+        Driver(graph, plan(graph)[0], Executor(), run_dir=run_dir).execute()
         return _between([e.at_s for _, e in trace.read(run_dir.events) if isinstance(e, trace.Published)])
 
 

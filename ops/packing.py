@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PackedRow:
     """One row. The last token of a response is only a target, so it is not in the input.
 
     ids_1S, positions_1S   input ids, and positions inside each sample
@@ -33,7 +33,7 @@ class Row:
     targets_1R: torch.Tensor
 
 
-def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> Row:
+def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> PackedRow:
     """Pack one prompt [P] and one response [T] per sample, ids of one integer dtype, into a row.
 
     Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample.
@@ -48,7 +48,9 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> 
         positions.append(torch.arange(size, device=prompt.device))
         keep.append(torch.arange(start + len(prompt) - 1, start + size, device=prompt.device))
         start += size
-    return Row(torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None])
+    return PackedRow(
+        torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None]
+    )
 
 
 def rectangle(values_R: torch.Tensor, lengths_N: Sequence[int], width: int) -> torch.Tensor:

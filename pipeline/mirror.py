@@ -107,7 +107,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _mirror(run: RunDir, url: str, tell: Tell, *, until_eof: bool, follows: bool) -> None:
-    progress = _Progress(tell)
+    progress = _CopyProgress(tell)
     remote = opened(url, flag="--mirror" if until_eof else "URL").within(run.path.resolve().name)
     mirror = Mirror(run, remote, progress.copied)
     with suppress(ValueError, OSError):  # all files of a checkpoint are open at once
@@ -146,7 +146,7 @@ class _Arrived:
         self.bytes += size_bytes
 
 
-class _Progress:
+class _CopyProgress:
     """Tells at most once per second how far a checkpoint is."""
 
     def __init__(self, tell: Tell) -> None:
@@ -171,7 +171,7 @@ def _retried(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, why=why, warning=True)
 
 
-def _ended_driver(progress: _Progress) -> Callable[[float], bool]:
+def _ended_driver(progress: _CopyProgress) -> Callable[[float], bool]:
     """Wait for the end of standard input; from then on nobody else ends a process whose storage does not answer."""
     over = ended_input(progress.set_deadline)
 

@@ -285,12 +285,12 @@ def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:
     """Run to the end, or until SIGTERM. Returns whether SIGTERM stopped it. If only a checkpoint can restore a lost
     worker's state, restart from the last one."""
-    from pipeline.engine.driver import Engine
+    from pipeline.engine.driver import Driver
     from pipeline.record import checkpoint
 
     for left in range(asked.options.restarts, -1, -1):
         executor = _executor(asked, run_dir)
-        engine = Engine(
+        driver = Driver(
             asked.graph,
             asked.planned,
             executor,
@@ -302,8 +302,8 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             termination=termination,
         )
         try:
-            engine.execute()
-            return engine.stopped
+            driver.execute()
+            return driver.stopped
         except WorkerLost as error:
             if not left or not run_dir.checkpoint_steps() or termination.asked or not executor.can_restart:
                 raise

@@ -12,7 +12,7 @@ import msgspec
 from pipeline import Model, StageError
 from pipeline.errors import Problem
 from pipeline.reading import BROKEN, check_file, check_files, decode, readable, reason
-from stages.model_shape import Fault
+from stages.model_shape import FileFault
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
@@ -56,7 +56,7 @@ def lacking_problems(model: Model) -> Iterator[Problem]:
             )
 
 
-def tokenizer_faults(folder: Path) -> list[Fault]:
+def tokenizer_faults(folder: Path) -> list[FileFault]:
     """Return which JSON files of a folder's tokenizer cannot be read."""
     faults = []
     for name, read in (("tokenizer.json", _read_large), ("tokenizer_config.json", _read_small)):
@@ -65,7 +65,7 @@ def tokenizer_faults(folder: Path) -> list[Fault]:
                 check_file(file)
                 read(file.read_bytes())
             except BROKEN as error:
-                faults.append(Fault(file, f"it cannot be read: {reason(error)}", "it has the model's tokenizer"))
+                faults.append(FileFault(file, f"it cannot be read: {reason(error)}", "it has the model's tokenizer"))
     return faults
 
 

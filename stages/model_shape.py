@@ -19,7 +19,7 @@ _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 OPTIONAL = ("num_key_value_heads", "head_dim")
 
 
-class Fault(NamedTuple):
+class FileFault(NamedTuple):
     """What is wrong with a file of a model, and why it matters."""
 
     file: Path
@@ -64,7 +64,7 @@ def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     return wrong
 
 
-def read_config(file: Path) -> tuple[Mapping[str, Any], list[Fault]]:
+def read_config(file: Path) -> tuple[Mapping[str, Any], list[FileFault]]:
     """Return a saved config and what is wrong with it. It must have its family's numbers: transformers would take those
     of another model in their place."""
     describes = "it describes the model"
@@ -72,12 +72,12 @@ def read_config(file: Path) -> tuple[Mapping[str, Any], list[Fault]]:
         check_file(file)
         config = json.loads(file.read_bytes())
     except BROKEN as error:
-        return {}, [Fault(file, f"it cannot be read: {reason(error)}", describes)]
+        return {}, [FileFault(file, f"it cannot be read: {reason(error)}", describes)]
     if not (isinstance(config, dict) and "model_type" in config):
-        return {}, [Fault(file, "it has no 'model_type'", describes)]
+        return {}, [FileFault(file, "it has no 'model_type'", describes)]
     absent = [name for name in _NUMBERS if name not in config] if config["model_type"] in FAMILIES else []
-    faults = [Fault(file, f"it has no {', '.join(map(repr, absent))}", describes)] if absent else []
-    return config, faults + [Fault(file, what, why) for what, why in shape_faults(config)]
+    faults = [FileFault(file, f"it has no {', '.join(map(repr, absent))}", describes)] if absent else []
+    return config, faults + [FileFault(file, what, why) for what, why in shape_faults(config)]
 
 
 def _config(model: Model) -> Mapping[str, Any]:

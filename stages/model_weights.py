@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from pipeline.reading import BROKEN, check_file, decode, reason
-from stages.model_shape import DENSE, FAMILIES, OPTIONAL, Fault
+from stages.model_shape import DENSE, FAMILIES, OPTIONAL, FileFault
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
 
 
-class _Tensor(msgspec.Struct):
+class _TensorHeader(msgspec.Struct):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
@@ -33,13 +33,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[Fault]:
+def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[FileFault]:
     """Return why the weights of a folder cannot be those of its config: files that are absent, damaged or cut, and
     tensors that are absent or have another shape. Knows the shapes of the families in `model_shape`."""
     try:
         listed = _listed(folder)
     except BROKEN as error:
-        return [Fault(folder / INDEX, f"it cannot be read: {reason(error)}", "it says which file has a tensor")]
+        return [FileFault(folder / INDEX, f"it cannot be read: {reason(error)}", "it says which file has a tensor")]
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, Path] = {}
     faults = []
@@ -48,10 +48,10 @@ def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[Fault]:
         try:
             held = _shapes(file)
         except BROKEN as error:
-            faults.append(Fault(file, f"it cannot be read: {reason(error)}", "it has weights of the model"))
+            faults.append(FileFault(file, f"it cannot be read: {reason(error)}", "it has weights of the model"))
             continue
         if absent := sorted(wanted - held.keys()):
-            faults.append(Fault(file, f"it has no {_first(absent)}", f"{INDEX} says that it has"))
+            faults.append(FileFault(file, f"it has no {_first(absent)}", f"{INDEX} says that it has"))
         shapes |= held
         places |= dict.fromkeys(held, file)
     return faults or _differences(folder, config, shapes, places)
@@ -84,7 +84,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"its {size:,} bytes do not begin with a safetensors header")
         header = decode(file.read(length), dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
-    tensors = {name: decode(bytes(tensor), _Tensor) for name, tensor in header.items()}
+    tensors = {name: decode(bytes(tensor), _TensorHeader) for name, tensor in header.items()}
     named = _LENGTH.size + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if named != size:
         raise ValueError(f"it has {size:,} bytes, and its header describes {named:,}")
@@ -93,22 +93,22 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _differences(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Path]
-) -> list[Fault]:
+) -> list[FileFault]:
     """Return the tensors whose shape the config contradicts, one per file, or that it asks for and no file has."""
     if not shapes or "quantization_config" in config or config["model_type"] not in FAMILIES:
         return []
     prefix = "model." if any(name.startswith("model.") for name in shapes) else ""  # absent in a model without a head
-    faults: dict[Path, Fault] = {}
+    faults: dict[Path, FileFault] = {}
     for name, shape, said in _wanted(config):
         found = shapes.get(prefix + name)
         if found is None:
             why = "config.json asks for it, and transformers would draw it at random"
-            return [*faults.values()] or [Fault(folder, f"its weights have no {prefix}{name}", why)]
+            return [*faults.values()] or [FileFault(folder, f"its weights have no {prefix}{name}", why)]
         if found != shape:
             given = ", ".join(f"{number}={config[number]}" for number in said if config.get(number) is not None)
             what = f"{prefix}{name} has the shape {list(found)}"
             file = places[prefix + name]
-            faults.setdefault(file, Fault(file, what, f"config.json asks for {list(shape)}: {given}"))
+            faults.setdefault(file, FileFault(file, what, f"config.json asks for {list(shape)}: {given}"))
     return list(faults.values())
 
 

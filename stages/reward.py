@@ -192,7 +192,7 @@ class Reward(Stage):
 
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
-            samples = _Samples(task.step, task.groups, context.group_size)
+            samples = _TaskSamples(task.step, task.groups, context.group_size)
             scores = scorer.scores(plain, len(next(iter(plain.values()))), samples.name)
             total = [sum(map(mul, weights, row)) for row in zip(*scores)]
             for i, value in enumerate(total):
@@ -209,7 +209,7 @@ class Reward(Stage):
 
 
 @dataclass(frozen=True)
-class _Samples:
+class _TaskSamples:
     """The samples of a task, for messages."""
 
     step: int

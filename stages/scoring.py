@@ -58,14 +58,14 @@ class Scorer:
         Raises StageError if a function raises, times out, or returns anything but finite numbers.
         """
         made: dict[int, list[float]] = {}
-        waiting: dict[int, list[_Call]] = {}
+        waiting: dict[int, list[_RewardCall]] = {}
         for at, (function, target, names) in enumerate(zip(self._functions, self._targets, self._names)):
             columns = {name: plain[name] for name in names}
             if is_batched(function):
                 made[at] = _batch(function, target, columns, size, sample, self._where)
                 continue
             rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-            calls = [_Call(function, target, inputs, i, sample, self._where) for i, inputs in enumerate(rows)]
+            calls = [_RewardCall(function, target, inputs, i, sample, self._where) for i, inputs in enumerate(rows)]
             if is_async(function):
                 waiting[at] = calls
             else:
@@ -81,7 +81,7 @@ class Scorer:
                 found |= {f"{name_of(function)}_{name}": value for name, value in target.metrics().items()}
         return found
 
-    def _awaited(self, waiting: Mapping[int, Sequence[_Call]]) -> dict[int, list[float]]:
+    def _awaited(self, waiting: Mapping[int, Sequence[_RewardCall]]) -> dict[int, list[float]]:
         if not waiting:
             return {}
         if self._loop is None:  # kept, so that a function can keep its connections open
@@ -96,7 +96,7 @@ class Scorer:
 
 
 @dataclass(slots=True)
-class _Call:
+class _RewardCall:
     """A call of one function on one sample, which `sample(index)` names."""
 
     function: RewardFunction
@@ -163,7 +163,7 @@ def _raised(call: asyncio.Task[Any]) -> BaseException | None:
     return error.__cause__ if isinstance(error, _EndedError) else error
 
 
-async def _all(calls: Sequence[_Call], limits: AsyncCalls) -> list[float]:
+async def _all(calls: Sequence[_RewardCall], limits: AsyncCalls) -> list[float]:
     gate = asyncio.Semaphore(limits.concurrency)
     tasks = [asyncio.ensure_future(call.awaited(limits, gate)) for call in calls]
     try:
@@ -201,7 +201,9 @@ def _batch(
         ) from error
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
         raise StageError(_failure(function, f"returned {short(values)}", columns, f"{size} samples", where))
-    calls = (_Call(function, target, {n: c[i] for n, c in columns.items()}, i, sample, where) for i in range(size))
+    calls = (
+        _RewardCall(function, target, {n: c[i] for n, c in columns.items()}, i, sample, where) for i in range(size)
+    )
     return [call.checked(value) for call, value in zip(calls, values)]
 
 

@@ -23,7 +23,7 @@ from ops.refit.share import Shares, layout_of
 from ops.refit.transports import TRANSPORTS as KNOWN
 from ops.refit.transports.broadcast import Buckets
 from ops.refit.transports.meeting import Meeting
-from ops.refit.transports.packed import Exchange
+from ops.refit.transports.packed import PackedExchange
 from stages.backends.megatron import places as megatron
 from stages.backends.vllm import places as vllm
 from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained
@@ -85,7 +85,7 @@ class Rank:
         elif active:
             own = Shares(tensors, source.ranks[self.number], typed)
         if active:
-            packed = Exchange.of_plan(
+            packed = PackedExchange.of_plan(
                 build(source, destination, segment_bytes=256), self.group(*everyone), number=self.number,
                 receives=self.receives, senders=len(parts), receivers=len(takers), buffers=flat, slot_bytes=2048,
             )  # fmt: skip

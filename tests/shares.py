@@ -11,7 +11,7 @@ import torch
 from ops.refit.layout import Tensor, dense, whole
 from ops.refit.share import Share
 from ops.refit.transports import TRANSPORTS
-from pipeline.declare.task import Meeting
+from pipeline.declare.task import MeetingPlace
 from stages.backends import Route
 from stages.backends.refit.source import Source
 
@@ -31,7 +31,8 @@ def shares_of(weights: Mapping[str, torch.Tensor], *, near: bool = True) -> list
 def route_of(store: Any, name: str, transport: str = "gloo") -> Route:
     """Return the route to the only worker of a target, through this store."""
     return Route(
-        TRANSPORTS[transport], Meeting(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0)
+        TRANSPORTS[transport],
+        MeetingPlace(host="127.0.0.1", port=store.port, name=name, targets=(0,), deadline_s=240.0),
     )
 
 

@@ -45,7 +45,7 @@ from ops.refit.share import Shares, digest_of, layout_of
 from ops.refit.sums import Sums, digest
 from ops.refit.transports.broadcast import Buckets
 from ops.refit.transports.meeting import Meeting
-from ops.refit.transports.packed import Exchange
+from ops.refit.transports.packed import PackedExchange
 from ops.refit.transports.pull import PullReceiver
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
@@ -194,7 +194,7 @@ class Rank:
             publish = lambda: own.publish(held)  # noqa: E731
             made["pull"] = lambda: None
         self.offered = digest_of(self.shares)
-        packed = Exchange.of_plan(
+        packed = PackedExchange.of_plan(
             plan, self.all, number=self.own, receives=self.receives, senders=self.senders,
             receivers=self.ranks - self.senders, buffers=flat,
         )  # fmt: skip

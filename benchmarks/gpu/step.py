@@ -33,7 +33,7 @@ from benchmarks.report import report
 from ops.refit.transports import TRANSPORTS
 from pipeline import Graph, Model, Schedule, WorkerGroup
 from pipeline.declare.sharding import Packed
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path
             raise EnoughError
 
     with suppress(EnoughError):
-        Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
+        Driver(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
 
 
 class EnoughError(Exception):

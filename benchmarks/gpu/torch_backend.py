@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.report import report
 from ops.rewards import digit_match
 from pipeline import Graph, Model, Schedule, WorkerGroup
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
@@ -96,7 +96,7 @@ def main() -> None:
     described = graph(options.steps, gpus, config, options.max_tokens, options.workers, options.fully_sharded)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder)).create()
-        Engine(described, plan(described)[0], executor(options.ray), run_dir=run_dir).execute()
+        Driver(described, plan(described)[0], executor(options.ray), run_dir=run_dir).execute()
         lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     names = ["step", "time/step_s", "time/rollout_s", "time/prev_logprobs_s", "time/ref_logprobs_s", "time/train_s"]
     names += ["time/refit_s", "rollout/length_mean", "train/mismatch_kl", "train/kl", "train/grad_norm"]

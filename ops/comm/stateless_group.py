@@ -32,7 +32,7 @@ class GroupError(RuntimeError):
     """A group could not be formed, or a transfer in it failed."""
 
 
-class Wire(Protocol):
+class GroupWire(Protocol):
     """The library that moves the bytes of a group."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> None: ...
@@ -53,7 +53,7 @@ class StatelessGroup:
     Every rank must issue its `together` blocks in the same order."""
 
     def __init__(
-        self, wire: Wire, store: dist.Store, rank: int, ranks: int, device: torch.device,
+        self, wire: GroupWire, store: dist.Store, rank: int, ranks: int, device: torch.device,
         reason: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         self.wire, self.store, self.rank, self.ranks, self.device = wire, store, rank, ranks, device
@@ -88,9 +88,9 @@ class StatelessGroup:
         try:
             own = dist.PrefixStore(f"group {name}", store)
             if device.type == "cuda":
-                wire: Wire = _Nccl(own, rank, ranks, interface, device, deadline_s, reason)
+                wire: GroupWire = _NcclWire(own, rank, ranks, interface, device, deadline_s, reason)
             else:
-                wire = _Gloo(own, rank, ranks, interface, deadline_s, reason)
+                wire = _GlooWire(own, rank, ranks, interface, deadline_s, reason)
         except RuntimeError as error:
             raise _not_met(rank, ranks, where, error) from error
         group = cls(wire, own, rank, ranks, device, reason)
@@ -160,7 +160,7 @@ class StatelessGroup:
         self.close()
 
 
-class _Gloo:
+class _GlooWire:
     """torch's gloo without a default group. Sends and receives inside one `together` run concurrently."""
 
     def __init__(
@@ -221,7 +221,7 @@ def _nccl_errors() -> Iterator[None]:
         raise GroupError(f"NCCL: {error}") from error
 
 
-class _Nccl:
+class _NcclWire:
     """An nccl4py communicator. NCCL reads the interface once per process, at the first communicator; it takes the
     InfiniBand card from NCCL_IB_HCA."""
 

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from ops.comm.stateless_group import GroupError
-from ops.refit.waves import Report, State, settled
+from ops.refit.waves import RankReport, State, settled
 
 GRACE_S = 1.0  # time for the peer of a broken connection to report that it is alive
 
@@ -33,7 +33,7 @@ class Agreement:
         self._tell(f"{stage} here {self._rank}", "yes")
 
     def settle(
-        self, stage: str, state: State, expected: Collection[int], report: Report | None, *,
+        self, stage: str, state: State, expected: Collection[int], report: RankReport | None, *,
         unheard: Collection[int] = (), wait_s: float,
     ) -> State:  # fmt: skip
         """Report this rank if it is one of the `expected`, and the peers whose transfers broke. Then wait up to
@@ -57,13 +57,13 @@ class Agreement:
         self._old, self._new = self._new, []
 
     def _settle(
-        self, stage: str, state: State, expected: Collection[int], report: Report | None, unheard: Collection[int],
+        self, stage: str, state: State, expected: Collection[int], report: RankReport | None, unheard: Collection[int],
         wait: timedelta,
     ) -> State:  # fmt: skip
         last = report is not None and self._report(stage, self._rank, report, expected)
         for peer in unheard:
             if not self._comes(f"{stage} here {peer}", timedelta(seconds=GRACE_S)):
-                last = self._report(stage, peer, Report(self._rank), expected) or last
+                last = self._report(stage, peer, RankReport(self._rank), expected) or last
         if last:
             self._decide(stage, state, expected, expected)
         elif not self._comes(f"{stage} state", wait):
@@ -78,7 +78,7 @@ class Agreement:
             raise ValueError(found.refused)
         return found
 
-    def _report(self, stage: str, rank: int, report: Report, expected: Collection[int]) -> bool:
+    def _report(self, stage: str, rank: int, report: RankReport, expected: Collection[int]) -> bool:
         """Report a rank unless it is already reported. Returns whether it was the last one."""
         text = msgspec.json.encode(report).decode()
         if self._write(f"{stage} {rank}", text) != text:
@@ -87,7 +87,7 @@ class Agreement:
 
     def _decide(self, stage: str, state: State, expected: Collection[int], heard: Collection[int]) -> None:
         said = self._store.multi_get([f"{stage} {rank}" for rank in heard])
-        reports = {rank: msgspec.json.decode(text, type=Report) for rank, text in zip(heard, said)}
+        reports = {rank: msgspec.json.decode(text, type=RankReport) for rank, text in zip(heard, said)}
         mine = settled(state, expected, reports, self._senders)
         text = msgspec.json.encode(mine).decode()
         if self._tell(f"{stage} state", text) == text:

@@ -65,7 +65,7 @@ class _Segment(msgspec.Struct, frozen=True):
     destinations: tuple[tuple[int, Place], ...]
 
 
-class Plan:
+class RefitPlan:
     """The result of `build`. `sent` and `received` are bytes by rank."""
 
     def __init__(self, segments: Sequence[_Segment], chosen: Sequence[np.ndarray], senders: int, to: Layout) -> None:
@@ -112,7 +112,7 @@ class Plan:
             )  # fmt: skip
 
 
-def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> Plan:
+def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_BYTES) -> RefitPlan:
     """Build the plan. Raises ValueError, naming the tensor, if shapes or dtypes differ or no source holds a box."""
     held, wanted = _holders(source), _holders(destination)
     segments: list[_Segment] = []
@@ -127,7 +127,7 @@ def build(source: Layout, destination: Layout, *, segment_bytes: int = SEGMENT_B
                 for piece in pieces(part, max(1, segment_bytes // tensor.item_bytes)):
                     took = size(piece) * tensor.item_bytes
                     segments.append(_Segment(piece, tensor.item_bytes, took, holders[giver], receivers))
-    return Plan(segments, _choose(segments, len(source.ranks)), len(source.ranks), destination)
+    return RefitPlan(segments, _choose(segments, len(source.ranks)), len(source.ranks), destination)
 
 
 def pieces(box: Box, limit: int) -> list[Box]:

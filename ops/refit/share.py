@@ -66,7 +66,7 @@ class Shares:
         ledger: Ledger | None = None,
     ) -> None:  # fmt: skip
         on_cpu = next(iter(parameters.values())).device.type == "cpu"
-        self._all = [_Version(tensors, places, parameters, ledger) for _ in range(2 if on_cpu else 1)]
+        self._all = [_VersionMemory(tensors, places, parameters, ledger) for _ in range(2 if on_cpu else 1)]
         self._versions = cycle(self._all)
 
     def publish(self, parameters: Mapping[str, torch.Tensor], offer: Callable[[SharedMemory], Any] = open_to) -> Share:
@@ -122,7 +122,7 @@ class Lent:
         self._mark = Mark.new()
 
 
-class _Version:
+class _VersionMemory:
     """Memory for one version."""
 
     def __init__(

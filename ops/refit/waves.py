@@ -34,7 +34,7 @@ class State(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """The report of the rank `by` about a rank. About itself: whether it has the version, and which ranks it could not
     get it from. About another rank: that it is gone. `plan` identifies the inputs of its plan."""
 
@@ -117,7 +117,7 @@ def parts(wave: Wave, source: Layout, destination: Layout, rank: int, segment_by
     return found
 
 
-def settled(state: State, expected: Collection[int], reports: Mapping[int, Report], senders: int) -> State:
+def settled(state: State, expected: Collection[int], reports: Mapping[int, RankReport], senders: int) -> State:
     """Return the state after a wave, or after a roll call, of the `expected` ranks. A rank that did not report itself
     is gone; a failed transfer between two live ranks is not retried."""
     there = {rank for rank in expected if rank in reports and reports[rank].by == rank}

@@ -40,7 +40,7 @@ class Workers:
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = list(command)
-        self._processes = [_Process(self._command) for _ in range(count)]
+        self._processes = [_WorkerProcess(self._command) for _ in range(count)]
         self._finalizer = weakref.finalize(self, _end_all, self._processes)
 
     @property
@@ -90,10 +90,10 @@ class Workers:
 
     def _replace(self, index: int) -> None:
         self._processes[index].end()
-        self._processes[index] = _Process(self._command)
+        self._processes[index] = _WorkerProcess(self._command)
 
 
-class _Process:
+class _WorkerProcess:
     def __init__(self, command: Sequence[str]) -> None:
         self._popen = subprocess.Popen(
             command,
@@ -163,6 +163,6 @@ class _Process:
             raise RuntimeError(f"{' '.join(self._popen.args)} was not ready after {START_DEADLINE_S:g} s")  # type: ignore[arg-type]
 
 
-def _end_all(processes: list[_Process]) -> None:
+def _end_all(processes: list[_WorkerProcess]) -> None:
     for process in processes:
         process.end()

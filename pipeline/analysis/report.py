@@ -45,7 +45,7 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
         return median(self.seconds) if self.seconds else 0.0
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+class LengthBucket(msgspec.Struct, frozen=True, kw_only=True):
     """Groups by the tokens of their longest response, from `low` to `high` inclusive."""
 
     low: int
@@ -54,14 +54,14 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
 
 
-class Drops(msgspec.Struct, frozen=True, kw_only=True):
+class DroppedGroups(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that were dropped. `share` is relative to all groups that left; `by_length` is empty if no length is
     known."""
 
     groups: int
     share: float
     by_reason: dict[str, int]
-    by_length: tuple[Bucket, ...]
+    by_length: tuple[LengthBucket, ...]
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: dict[str, float]
     cores: float
     staleness: Staleness
-    dropped: Drops
+    dropped: DroppedGroups
     critical_path: CriticalPath
 
 
@@ -187,7 +187,7 @@ def _lengths(event: trace.Trained, tokens: Mapping[int, int]) -> list[float]:
     return [total * weight / sum(weights) for weight in weights] if sum(weights) else []
 
 
-def drops(tasks: Tasks) -> Drops:
+def drops(tasks: Tasks) -> DroppedGroups:
     """Return the dropped groups by reason, and their lengths relative to the rest."""
     reasons: Counter[str] = Counter()
     lengths = dict(tasks.tokens)
@@ -201,7 +201,7 @@ def drops(tasks: Tasks) -> Drops:
         elif isinstance(event, trace.Claimed):
             claimed += len(event.groups)
     left = len(gone) + claimed
-    return Drops(
+    return DroppedGroups(
         groups=len(gone),
         share=len(gone) / left if left else 0.0,
         by_reason=dict(reasons),
@@ -209,7 +209,7 @@ def drops(tasks: Tasks) -> Drops:
     )
 
 
-def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[Bucket]:
+def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[LengthBucket]:
     """Yield buckets of equal size, as far as ties allow."""
     ordered = sorted(lengths, key=lambda group: lengths[group])
     start = 0
@@ -219,7 +219,7 @@ def _buckets(lengths: Mapping[int, int], gone: set[int]) -> Iterable[Bucket]:
             stop += 1
         members = ordered[start:stop]
         if members:
-            yield Bucket(
+            yield LengthBucket(
                 low=lengths[members[0]],
                 high=lengths[members[-1]],
                 admitted=len(members),

@@ -115,7 +115,7 @@ def _write(folder: Path, described: Path, manifest: Manifest, made: Path) -> Non
     """Write one model. `described` is its folder inside the checkpoint."""
     from safetensors.torch import save_file
 
-    tensors, saved = read_tensors_json(folder / described), _Saved(folder, described.parent, manifest)
+    tensors, saved = read_tensors_json(folder / described), _SavedTensors(folder, described.parent, manifest)
     files: list[list[str]] = []
     kinds: set[str] = set()
     for lot in _lots(tensors, saved):
@@ -148,7 +148,7 @@ def _write_config(path: Path, made: Path, kinds: set[str]) -> None:
     made.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _lots(tensors: dict[str, Pieces], saved: _Saved) -> Iterator[dict[str, torch.Tensor]]:
+def _lots(tensors: dict[str, Pieces], saved: _SavedTensors) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors by name, a few GiB at a time."""
     lot: dict[str, torch.Tensor] = {}
     size_bytes = 0
@@ -198,7 +198,7 @@ def _part(number: int) -> str:
     return f"part-{number}.safetensors"
 
 
-class _Saved:
+class _SavedTensors:
     """The tensors that a stage saved. Keeps the last one that was read, since neighbors are pieces of one."""
 
     def __init__(self, folder: Path, stage: Path, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ def outliving(record: str) -> Iterator[None]:
     stderr; `record` names where the output can be found."""
     before = sys.stdout, sys.stderr
     gone = f"nobody reads the output any more; the run goes on, and its record is in {record}"
-    sys.stdout, sys.stderr = _Stream(before[0], gone), _Stream(before[1], "")
+    sys.stdout, sys.stderr = _TextStream(before[0], gone), _TextStream(before[1], "")
     try:
         yield
     finally:
@@ -29,7 +29,7 @@ def discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Stream:
+class _TextStream:
     """A text stream that writes to nowhere once its pipe is closed, and then says so on stderr."""
 
     def __init__(self, stream: TextIO, gone: str) -> None:

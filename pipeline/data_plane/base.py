@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from pipeline.data_plane.checks import Partition, broken, check_get, check_put
+from pipeline.data_plane.checks import PartitionSchema, broken, check_get, check_put
 from pipeline.data_plane.rows import Block, assemble, lay_out
 from pipeline.declare.columns import Column, Columns
 from pipeline.declare.fields import Field
@@ -26,7 +26,7 @@ class RowPlane:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # since the start: requests to the store, cache hits and misses
-        self._partitions: dict[str, Partition] = {}
+        self._partitions: dict[str, PartitionSchema] = {}
         self._registering = threading.Lock()
 
     def _write(self, parts: Mapping[str, Mapping[str, Block]], rows: tuple[str, ...], where: str) -> None:
@@ -47,7 +47,7 @@ class RowPlane:
         parts: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         """Declare a partition; see `DataPlane.register`."""
-        declared = Partition.of(partition, fields, readers, parts)
+        declared = PartitionSchema.of(partition, fields, readers, parts)
         with self._registering:
             before = self._partitions.setdefault(partition, declared)
         if before != declared:
@@ -139,7 +139,7 @@ class RowPlane:
         declared = self._partitions.get(partition)
         return declared.parts if declared else (partition,)
 
-    def _declared(self, partition: str, where: str) -> Partition:
+    def _declared(self, partition: str, where: str) -> PartitionSchema:
         declared = self._partitions.get(partition)
         if declared is None:
             raise broken(

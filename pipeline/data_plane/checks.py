@@ -26,7 +26,7 @@ _KEY = re.compile(r"\d{8,}_g\d{3,}\Z")
 
 
 @dataclass(frozen=True)
-class Partition:
+class PartitionSchema:
     """A declared partition: its fields by name, its readers, and the part of each field."""
 
     name: str
@@ -37,7 +37,7 @@ class Partition:
     @staticmethod
     def of(
         name: str, fields: Sequence[Field], readers: Sequence[str], parts: Mapping[str, Sequence[str]] | None = None
-    ) -> Partition:
+    ) -> PartitionSchema:
         """Build from a declaration. Raises DataPlaneError if two fields share a name, or if a field is not in exactly
         one part."""
         by_name = {field.name: field for field in fields}
@@ -60,7 +60,9 @@ class Partition:
                 "every field is in one part",
                 "list each field in one part",
             )
-        return Partition(name, by_name, frozenset(readers), {f: part for part, held in parts.items() for f in held})
+        return PartitionSchema(
+            name, by_name, frozenset(readers), {f: part for part, held in parts.items() for f in held}
+        )
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ def broken(where: str, what: str, why: str, fix: str) -> DataPlaneError:
 
 
 def check_put(
-    partition: Partition, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str
+    partition: PartitionSchema, keys: Sequence[str], columns: Mapping[str, Column], *, stage: str
 ) -> dict[str, tuple[int, ...]]:
     """Check a put and return its lengths, ragged dimension -> one per key. Raises DataPlaneError if it breaks the
     contract."""
@@ -119,7 +121,7 @@ def check_put(
     return lengths
 
 
-def check_get(partition: Partition, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> None:
+def check_get(partition: PartitionSchema, meta: KVBatchMeta, fields: Sequence[str], *, reader: str) -> None:
     """Check a get. Raises DataPlaneError if the reader, a field or the handle does not match the declaration."""
     where = f"reader {reader!r}, get from {partition.name!r}"
     if reader not in partition.readers:

@@ -1,8 +1,8 @@
 """Batches writes, reads and removals over a store of rows, and routes errors to the right caller.
 
-The calls of one `Lane` batch share requests: one lookup for all their rows, one request for calls on the same fields.
-Callers cannot notice: a repeat is a no-op, conflicting bytes and missing rows raise for their own caller only, and a
-request that the store rejects is repeated call by call. Knows blocks and rows; the store is a `Wire`.
+The calls of one batch (`Batcher`) share requests: one lookup for all their rows, one request for calls on the same
+fields. Callers cannot notice: a repeat is a no-op, conflicting bytes and missing rows raise for their own caller only,
+and a request that the store rejects is repeated call by call. Knows blocks and rows; the store is a `Wire`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data_plane.base import absent, conflict
-from pipeline.data_plane.lane import Call, contained
+from pipeline.data_plane.batcher import Call, contained
 from pipeline.data_plane.rows import Block, Value, same_bytes
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ LONGEST_S = 86_400.0  # of a deadline
 HANDLE = Field("handle", dtype="str")  # of a group, as JSON: in the text of its first sample
 
 
-class Shared:
+class SharedHandles:
     """The handles that the driver shares with the outside process of one `External` stage."""
 
     def __init__(self, plane: DataPlane, partition: str, stage: str) -> None:

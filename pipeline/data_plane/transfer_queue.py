@@ -6,8 +6,8 @@
 
 It exposes nothing of transfer_queue. One TransferQueue row is a run of a group's samples (`rows`); a put costs three
 round trips (names to indexes, data, production status), a get two, a clear four. Puts that arrive from several threads
-during a put share the next round trips, and so do gets and clears (`lane`, `exchange`). Every call runs on a separate
-loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
+during a put share the next round trips, and so do gets and clears (`batcher`, `exchange`). Every call runs on a
+separate loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
 (`patience`). A bounded cache keeps the rows a process wrote or fetched, so stages that share a process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so messages are signed with a key of the run (`signed`), and the
@@ -32,10 +32,10 @@ from uuid import uuid4
 
 from pipeline.data_plane import row_name
 from pipeline.data_plane.base import RowPlane, RowsOf
+from pipeline.data_plane.batcher import Batcher, Call
 from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
 from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
-from pipeline.data_plane.lane import Call, Lane
 from pipeline.data_plane.patience import ASKED, AbandonedError, Patience, StoreGoneError, in_thread
 from pipeline.data_plane.rows import Block, block_of
 from pipeline.data_plane.signed import KEY_BYTES, sign_messages, signing_actors
@@ -101,10 +101,10 @@ class TransferQueuePlane(RowPlane):
         self._patience = Patience(settings.addresses, settings.deadline_s)
         self._wire = TransferQueueWire(self._client, self._patience, self.counts)
         exchange, deadline_s = Exchange(self._wire), settings.deadline_s
-        self._writes: Lane[Write] = Lane(self._loop, exchange.write, deadline_s)
-        self._reads: Lane[Read] = Lane(self._loop, exchange.read, deadline_s)
+        self._writes: Batcher[Write] = Batcher(self._loop, exchange.write, deadline_s)
+        self._reads: Batcher[Read] = Batcher(self._loop, exchange.read, deadline_s)
         # indexes are reused, so two clears of the same rows must not interleave: they too go one batch at a time
-        self._removals: Lane[Remove] = Lane(self._loop, exchange.remove, deadline_s)
+        self._removals: Batcher[Remove] = Batcher(self._loop, exchange.remove, deadline_s)
 
     @staticmethod
     def create(
@@ -152,10 +152,10 @@ class TransferQueuePlane(RowPlane):
             raise _gone("attach to TransferQueue", gone) from gone
         return TransferQueuePlane(settings, owns=False)
 
-    def _ask(self, what: str, lane: Lane, calls: Sequence[Call]) -> None:
-        """Send calls with the lane's next batch and wait for the replies."""
+    def _ask(self, what: str, batcher: Batcher, calls: Sequence[Call]) -> None:
+        """Send calls with the batcher's next batch and wait for the replies."""
         self._check_open(what)
-        lane.submit(*calls)
+        batcher.submit(*calls)
         for call in calls:
             self._wait(what, call.done)
 
@@ -286,8 +286,8 @@ class TransferQueuePlane(RowPlane):
             return
         self._closed = True
         self._cache.forget_all()
-        for lane in (self._writes, self._reads, self._removals):
-            lane.fail(_closed("data plane"))
+        for batcher in (self._writes, self._reads, self._removals):
+            batcher.fail(_closed("data plane"))
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(self.settings.deadline_s)
         if not self._thread.is_alive():

@@ -62,7 +62,7 @@ class Output:
     cancelled: Mapping[int, int] = field(default_factory=dict)
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class MeetingPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where workers of both sides of a transfer meet: a key-value store (torch's TCPStore) that the executor serves at
     `host` and `port`.
 
@@ -86,7 +86,7 @@ class Rendezvous(Protocol):
 
     side: Literal["source", "carrier", "target"]
     is_near: bool
-    meeting: Meeting | None
+    meeting: MeetingPlace | None
 
     def offer(self, payload: Any) -> None:
         """Offer this rank's payload (source)."""

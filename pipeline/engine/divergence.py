@@ -32,7 +32,7 @@ SAME = 1e-9  # relative difference of equal rewards
 
 
 @dataclass(frozen=True)
-class Notice:
+class DivergenceNotice:
     """One divergence, noticed at `step`. `before` is the metric's median in the steps before, if it has a history."""
 
     kind: str
@@ -97,7 +97,7 @@ class Divergence:
         self._noticed: set[str] = set()
         self._odd: set[str] = set()  # metrics of this step that may show a divergence: not a part of the history
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> list[Notice]:
+    def take(self, step: int, metrics: Mapping[str, float]) -> list[DivergenceNotice]:
         """Return what the metrics of a step show for the first time."""
         self._odd.clear()
         found = {notice.kind: notice for notice in reversed([*self._found(step, metrics)])}
@@ -108,7 +108,7 @@ class Divergence:
                 self._history.setdefault(name, deque(maxlen=WINDOW)).append(abs(value))
         return new
 
-    def _found(self, step: int, metrics: Mapping[str, float]) -> Iterator[Notice]:
+    def _found(self, step: int, metrics: Mapping[str, float]) -> Iterator[DivergenceNotice]:
         """Yield what holds at a step, noticed before or not."""
         spread = max((value for name, value in metrics.items() if _part(name) == "abs_mean"), default=0.0)
         for name, value in metrics.items():
@@ -133,14 +133,16 @@ class Divergence:
                 what = f"{name} has been {value:.4g} for {CONSTANT} steps"
                 yield self._notice("reward", step, name, value, _NO_REWARD, _OTHER, what)
 
-    def _notice(self, kind: str, step: int, name: str, value: float, why: str, fix: str, what: str = "") -> Notice:
+    def _notice(
+        self, kind: str, step: int, name: str, value: float, why: str, fix: str, what: str = ""
+    ) -> DivergenceNotice:
         history = self._history.get(name)
         before = median(history) if history else None
         if not what:
             what = f"{name} is {value:.4g}"
             if history:
                 what += f", and was {before:.4g}, the median of {counted(len(history), 'step')} before"
-        return Notice(kind, step, name, value, before, what, why, fix)
+        return DivergenceNotice(kind, step, name, value, before, what, why, fix)
 
     def _explodes(self, name: str, value: float, watched: _Watched) -> bool:
         history = self._history.get(name, ())

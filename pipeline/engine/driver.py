@@ -1,9 +1,9 @@
 """Drives one run: the scheduler decides, the executor acts, the journal records.
 
-run = Engine(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
+run = Driver(graph, plan, LocalExecutor(), run_dir=RunDir.new(Path("runs"), "quickstart"))
 run.execute()
 
-`pipeline.engine.loop.Driver` is shared by real runs and simulations; `Engine` gives it the components of a real run.
+`pipeline.engine.loop.Loop` is shared by real runs and simulations; `Driver` gives it the components of a real run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.declare.graph import Graph
 from pipeline.engine.checkpoints import Folders
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal, WallClock
-from pipeline.engine.loop import Driver
+from pipeline.engine.loop import Loop
 from pipeline.engine.outside import Outside
 from pipeline.engine.oversight import Oversight
 from pipeline.engine.run_rows import RunRows
@@ -37,13 +37,13 @@ from pipeline.schedule.scheduler import Scheduler
 from pipeline.writing import replace
 
 
-class Engine:
+class Driver:
     """One run of a graph. `execute` runs it to the end or raises the error that ended it; both release everything.
 
     `on_step(step, metrics)` is called after each step (step -1: before the first), `on_divergence(problem)` for each
     sign of divergence, unless the graph's schedule stops the run then. `deadline_s` bounds the time in which no task
     finishes. `termination` may ask the run to stop: the steps in training are then finished and saved,
-    `execute` returns, and `driver.stopped` is true.
+    `execute` returns, and `stopped` is true.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         listeners = [on_step, watch.take] if on_step else [watch.take]
         steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
-        self.driver = Driver(
+        self.loop = Loop(
             Scheduler(plan, start=start),
             executor,
             journal=journal,
@@ -88,19 +88,19 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler of the run."""
-        return self.driver.scheduler
+        return self.loop.scheduler
 
     @property
     def stopped(self) -> bool:
         """Whether the run stopped on request, before its last step."""
-        return self.driver.stopped
+        return self.loop.stopped
 
     def execute(self) -> None:
         """Run the remaining steps. Raises SluiceError; KeyboardInterrupt and SystemExit pass through."""
         start, restore, mark = self.scheduler.start, None, ""
         if self.run_dir and start:
             restore, manifest, _ = checkpoint.read(self.run_dir, start)
-            self.driver.scheduler = Scheduler(
+            self.loop.scheduler = Scheduler(
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
@@ -118,7 +118,7 @@ class Engine:
         )
 
         def bring_up() -> Iterable[trace.Placed]:
-            termination = self.driver.oversight.termination
+            termination = self.loop.oversight.termination
             with termination.starting() if termination else nullcontext():
                 placed = list(self.executor.start(self.graph, self.plan, settings, restore))
             yield from placed
@@ -134,4 +134,4 @@ class Engine:
                     parts=settings.parts,
                 )
 
-        self.driver.run(bring_up)
+        self.loop.run(bring_up)

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.declare.task import Task
-from pipeline.engine.divergence import Notice
+from pipeline.engine.divergence import DivergenceNotice
 from pipeline.errors import SluiceError
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
@@ -180,7 +180,7 @@ class Journal:
             )
         )
 
-    def diverged(self, notice: Notice, problem: str) -> None:
+    def diverged(self, notice: DivergenceNotice, problem: str) -> None:
         """Record a sign of divergence, and its text."""
         self.write(
             trace.Diverged(

@@ -1,7 +1,7 @@
 """Carries out the scheduler's decisions and passes reports back to it. Shared by real runs and simulations.
 
 The executor acts, the journal records. Disks, threads and columns are behind interfaces that a simulation replaces.
-`pipeline.engine.driver.Engine` assembles a real run, `pipeline.simulation.virtual_run` a simulated one.
+`pipeline.engine.driver.Driver` assembles a real run, `pipeline.simulation.virtual_run` a simulated one.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pipeline.engine.checkpoints import Checkpoints
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal
 from pipeline.engine.oversight import Oversight
-from pipeline.engine.reports import Notice, Report
+from pipeline.engine.reports import Notice, TaskReport
 from pipeline.engine.steps import Steps
 from pipeline.errors import CheckpointError, SluiceError, StageError
 from pipeline.record import trace
 from pipeline.schedule.events import (
     Admit,
+    AttemptLost,
     Cancel,
     Claim,
     Clear,
     Decision,
     Drop,
-    Dropped,
     Event,
-    Failed,
     Finished,
     GiveUp,
+    GroupsDropped,
     Landed,
+    ReplicaServed,
     Run,
     Save,
-    Served,
     StepDone,
 )
 from pipeline.schedule.scheduler import Scheduler
@@ -43,7 +43,7 @@ from pipeline.schedule.scheduler import Scheduler
 EVERY_S = 1.0  # the longest wait for a report
 
 
-class Runs(Protocol):
+class RunsTasks(Protocol):
     """What the driver needs of an executor. `pipeline.executors.Executor` and the simulated workers implement it."""
 
     name: str
@@ -51,7 +51,7 @@ class Runs(Protocol):
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         """Start a task."""
 
-    def wait(self, timeout_s: float) -> Sequence[Report | Notice]:
+    def wait(self, timeout_s: float) -> Sequence[TaskReport | Notice]:
         """Return reports in order of arrival; empty if none arrives within `timeout_s`."""
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
@@ -102,13 +102,13 @@ class Arrivals(Protocol):
         """Return what has arrived since the last call."""
 
 
-class Driver:
+class Loop:
     """One run of a plan: passes the scheduler's decisions to its components and their reports to the scheduler."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Runs,
+        executor: RunsTasks,
         *,
         journal: Journal,
         rows: Store,
@@ -237,7 +237,7 @@ class Driver:
             self.journal.write(event)
         return [notice.event]
 
-    def _take(self, report: Report) -> list[Event]:
+    def _take(self, report: TaskReport) -> list[Event]:
         task, journal = report.task, self.journal
         for event in report.events:
             journal.reported(event)
@@ -261,7 +261,7 @@ class Driver:
         if report.dropped:
             gate = self.scheduler.plan.gate
             self.drops.refused(gate.stage if gate else task.stage, task.step, report.dropped)
-            events.append(Dropped(task.step, dict(report.dropped), task.number))
+            events.append(GroupsDropped(task.step, dict(report.dropped), task.number))
         if self.drops.cancelled:
             self.drops.acknowledged(finished, report.cancelled)
         if finished or not task.groups:
@@ -269,7 +269,7 @@ class Driver:
             events.append(Finished(task, finished))
         return events
 
-    def _fence(self, report: Report) -> list[Event]:
+    def _fence(self, report: TaskReport) -> list[Event]:
         """Ignore a report of a replaced attempt and remove its puts. A stream's empty last report is not recorded."""
         if report.finished or report.handles or not report.task.groups:
             self.journal.fenced(report.task, report.finished)
@@ -281,12 +281,12 @@ class Driver:
         self.drops.unheard(owed)
         self.journal.retried(task, owed, reason)
         self.rows.lost(owed, task.attempt)
-        return [Failed(task)]
+        return [AttemptLost(task)]
 
     def _served(self, task: Task, replica: int) -> list[Event]:
         """Record that a replica has the version of a transfer."""
         self.journal.served(task, replica)
-        return [Served(task, replica)]
+        return [ReplicaServed(task, replica)]
 
     def _made(self, task: Task, weights: tuple[int, str]) -> Landed:
         """Return the event for new weights of a stage; record them if it publishes them."""

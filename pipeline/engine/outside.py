@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pipeline.data_plane import DataPlane
-from pipeline.data_plane.outside import Shared
+from pipeline.data_plane.outside import SharedHandles
 from pipeline.declare.columns import group_bytes, summed
 from pipeline.declare.fields import Field
 from pipeline.declare.handle import KVBatchMeta, group_of, groups_of, keys_of
@@ -43,7 +43,7 @@ class Outside:
         self._read = {edge.field for edge in plan.edges}
         self._asked_s = time.monotonic()
         self._admitted_s: dict[int, float] = {}  # by step: when groups were last admitted to it
-        self._shared: dict[str, Shared] = {}  # by stage: what its process can read
+        self._shared: dict[str, SharedHandles] = {}  # by stage: what its process can read
         self._gone_s: dict[int, float] = {}  # by group: when its handles were withdrawn
 
     def admitted(self, step: int, groups: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ class Outside:
         reads = [field for field in stage.reads if field not in self._plan.weights_fields]
         dims = {dim for field in stage.writes if field in self._read and (dim := self._fields[field].ragged)}
         if stage.name not in self._shared:
-            self._shared[stage.name] = Shared(self._executor.plane, self._plan.partition, stage.name)
+            self._shared[stage.name] = SharedHandles(self._executor.plane, self._plan.partition, stage.name)
         shared, complete = self._shared[stage.name], self._handles.complete(reads)
         self._gone_s |= dict.fromkeys(shared.groups - complete, self._asked_s)
         shared.keep(set(complete))

@@ -10,7 +10,7 @@ from pipeline.record import trace
 from pipeline.schedule.events import Event
 
 
-class Report(Protocol):
+class TaskReport(Protocol):
     """The part of a report that the driver reads. `pipeline.executors.worker.TaskResult` implements and documents it.
     Only the `Store` reads `handles`."""
 

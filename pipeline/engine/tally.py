@@ -10,7 +10,7 @@ from pipeline.plan.plan import Plan
 from pipeline.schedule.events import CANCELLED, STALE
 
 
-class _Numbers:
+class _StepSums:
     """The sums and counts of one step in flight."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Tally:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._steps: dict[int, _Numbers] = {}
+        self._steps: dict[int, _StepSums] = {}
         self._pooled: dict[int, list[tuple[dict[str, float], float]]] = {}  # by group, until a step claims it
         self._claimed: dict[int, int] = {}  # claimed group of a step in flight -> its step
         self._done = -2  # the last step that was closed
@@ -106,10 +106,10 @@ class Tally:
             numbers.sums[name] = numbers.sums.get(name, 0.0) + weight * value
             numbers.weights[name] = numbers.weights.get(name, 0.0) + weight
 
-    def _of(self, step: int) -> _Numbers:
+    def _of(self, step: int) -> _StepSums:
         """Return the numbers of a step, or of the next open one if it is closed: late reports count there."""
         step = max(step, self._done + 1)
-        return self._steps.setdefault(step, _Numbers())
+        return self._steps.setdefault(step, _StepSums())
 
 
 def _data(counts: Counter[str]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Handles the signals that ask a run to end: the first one asks it to stop, a second one ends it at once.
 
     with Termination() as termination:
-        Engine(..., termination=termination).execute()
+        Driver(..., termination=termination).execute()
 
 SIGTERM comes from schedulers and `timeout`, SIGHUP from a terminal that closes, SIGQUIT from Ctrl-\\. A signal that is
 ignored when the process starts, as SIGHUP is under nohup, stays ignored. While workers start, no step is in training,

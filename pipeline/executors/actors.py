@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.declare.handle import KVBatchMeta
-from pipeline.declare.task import Meeting, Task
+from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.interface import bind
 from pipeline.executors.meetings import End
@@ -75,17 +75,22 @@ class Hosted:
     def turn(self, awake: bool, room: int | None) -> Turned:
         return self._worker.turn(awake, room)
 
-    def send(self, task: Task, near: bool, meeting: Meeting | None) -> tuple[Any, TaskResult]:
+    def send(self, task: Task, near: bool, meeting: MeetingPlace | None) -> tuple[Any, TaskResult]:
         end = End("source", near, meeting)
         result = self._worker.transfer(task, end)
         return end.payloads[0] if end.payloads else None, result
 
-    def carry(self, task: Task, near: bool, meeting: Meeting, payloads: list[ray.ObjectRef]) -> TaskResult:
+    def carry(self, task: Task, near: bool, meeting: MeetingPlace, payloads: list[ray.ObjectRef]) -> TaskResult:
         """Called after `send` in a two-sided transfer."""
         return self._take("carrier", task, near, meeting, ray.get(payloads))
 
     def _take(
-        self, side: Literal["carrier", "target"], task: Task, near: bool, meeting: Meeting | None, payloads: list[Any]
+        self,
+        side: Literal["carrier", "target"],
+        task: Task,
+        near: bool,
+        meeting: MeetingPlace | None,
+        payloads: list[Any],
     ) -> TaskResult:
         if any(payload is None for payload in payloads):  # a source failed; its own result has the reason
             return TaskResult(task=task)
@@ -121,7 +126,9 @@ class Actor(Hosted):
     def run(self, task: Task, meta: bytes | None, cleared: Sequence[str]) -> TaskResult:
         return self._run(task, meta, cleared)
 
-    def receive(self, task: Task, near: bool, meeting: Meeting | None, payloads: list[ray.ObjectRef]) -> TaskResult:
+    def receive(
+        self, task: Task, near: bool, meeting: MeetingPlace | None, payloads: list[ray.ObjectRef]
+    ) -> TaskResult:
         taken = ray.get(payloads)  # a call that Ray queues for them would delay heartbeats
         return self._take("target", task, near, meeting, taken)
 
@@ -148,7 +155,7 @@ class StreamActor(Hosted):
             yield report
 
     async def receive(
-        self, task: Task, near: bool, meeting: Meeting | None, payloads: list[ray.ObjectRef]
+        self, task: Task, near: bool, meeting: MeetingPlace | None, payloads: list[ray.ObjectRef]
     ) -> TaskResult:
         return self._take("target", task, near, meeting, await asyncio.gather(*payloads))
 

@@ -20,7 +20,7 @@ from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.stage import Stage
-from pipeline.declare.task import Meeting, Task
+from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import GraphError, PeerLost
 from pipeline.executors import shards
 from pipeline.executors.meetings import End, Meetings
@@ -119,7 +119,7 @@ class LocalExecutor:
 
     def _transfer(self, task: Task, source: str, target: str) -> TaskResult:
         """Run both sides in sequence, or a two-sided transfer concurrently with one side in a thread."""
-        meeting: Meeting | None = None
+        meeting: MeetingPlace | None = None
         if self._stages[task.stage].meets(True):
             meeting = self._meetings.of(task.stage, [f"{source}.0"], target, [0])
         offer = End("source", True, meeting)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pipeline.declare.ranks import open_store
-from pipeline.declare.task import Meeting
+from pipeline.declare.task import MeetingPlace
 
 
 class Meetings:
@@ -27,7 +27,7 @@ class Meetings:
         self._births: Counter[str] = Counter()
         self._members: dict[str, frozenset[str]] = {}  # open meetings by name
 
-    def of(self, stage: str, sources: Sequence[str], target: str, ranks: Sequence[int]) -> Meeting:
+    def of(self, stage: str, sources: Sequence[str], target: str, ranks: Sequence[int]) -> MeetingPlace:
         """Return the meeting of all current sources and these target ranks."""
         if self._store is None:
             self._address = self._host()
@@ -36,7 +36,7 @@ class Meetings:
         born = [" ".join(f"{name}#{self._births[name]}" for name in side) for side in (sources, targets)]
         name = f"{stage} {' > '.join(born)}"
         self._members[name] = frozenset([*sources, *targets])
-        return Meeting(
+        return MeetingPlace(
             host=self._address, port=self._store.port, name=name, targets=tuple(ranks), deadline_s=self._deadline_s
         )
 
@@ -68,7 +68,7 @@ class End:
     """One end of a transfer; `payloads` holds what the source offered."""
 
     def __init__(
-        self, side: Literal["source", "carrier", "target"], is_near: bool, meeting: Meeting | None,
+        self, side: Literal["source", "carrier", "target"], is_near: bool, meeting: MeetingPlace | None,
         payloads: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self.side, self.is_near, self.meeting, self.payloads = side, is_near, meeting, list(payloads)

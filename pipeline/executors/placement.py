@@ -36,7 +36,7 @@ def worker_environment(deadline_s: float = DEADLINE_S) -> dict[str, str]:
     return environment(deadline_s) | dict(PRIORITY)
 
 
-class Placement:
+class PlacementGroups:
     """The placement groups of a run."""
 
     def __init__(self) -> None:

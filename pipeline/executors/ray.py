@@ -37,7 +37,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.stage import Stage
-from pipeline.declare.task import Meeting, Task
+from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import shards
 from pipeline.executors.actors import Actor, StreamActor
@@ -49,10 +49,10 @@ from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
 from pipeline.executors.machines import Machines
 from pipeline.executors.meetings import Meetings
-from pipeline.executors.placement import LOOPBACK, PRIORITY, Placement, placed_first
-from pipeline.executors.running import Offer, Running, Stream
+from pipeline.executors.placement import LOOPBACK, PRIORITY, PlacementGroups, placed_first
 from pipeline.executors.sent import user_folders
-from pipeline.executors.storage import Units, cpus_of, data_plane_cpus, shortages, units_of
+from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, shortages, units_of
+from pipeline.executors.task_calls import Offer, Stream, TaskCalls
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
@@ -120,10 +120,10 @@ class RayExecutor:
         self._stages: dict[str, Stage] = {}
         self._there: dict[str, list[str]] = {}  # by machine: the names of the processes there, for messages
         self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
-        self._placement = Placement()
+        self._placement = PlacementGroups()
         self._planned: dict[str, PlannedStage] = {}
         self._layouts: dict[str, RankLayout] = {}
-        self._pending: dict[ray.ObjectRef, Running] = {}
+        self._pending: dict[ray.ObjectRef, TaskCalls] = {}
         self._streams: dict[Any, Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
 
@@ -196,10 +196,10 @@ class RayExecutor:
             handles = shards(stage, task, meta, layout.data)
             calls = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
             leading, others = [call for call, *_ in calls], [call for _, *rest in calls for call in rest]
-            self._follow(Running(task, dict(leading), dict(others)))
+            self._follow(TaskCalls(task, dict(leading), dict(others)))
             return
         first, *others = self._call(name, task.replica or 0, task, meta)
-        self._follow(Running(task, dict([first]), dict(others)))
+        self._follow(TaskCalls(task, dict([first]), dict(others)))
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
@@ -361,7 +361,7 @@ class RayExecutor:
             "include_dashboard": False,
         }
 
-    def _reserve(self, plan: Plan) -> Units | None:
+    def _reserve(self, plan: Plan) -> StorageUnits | None:
         """Reserve the CPUs of TransferQueue, so that no worker group takes them; None if it runs already. Raises
         GraphError if the cluster lacks resources of the run."""
         nodes, here = ray.nodes(), ray.util.get_node_ip_address()
@@ -373,7 +373,7 @@ class RayExecutor:
             self._controller_resource = units.controller_resource(plan, nodes)
         return units
 
-    def _open_plane(self, units: Units | None) -> TransferQueuePlane:
+    def _open_plane(self, units: StorageUnits | None) -> TransferQueuePlane:
         """Return a data plane with these storage units. Ray may still list the one of a run that just ended."""
         if units is None:
             assert self.store is not None
@@ -396,7 +396,7 @@ class RayExecutor:
         """Return whether all workers of both sides are on one machine."""
         return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
 
-    def _transfer(self, task: Task, stage: PlannedStage) -> Running:
+    def _transfer(self, task: Task, stage: PlannedStage) -> TaskCalls:
         """Start offer and take, and, in a two-sided transfer, the source's carry."""
         source, target = stage.groups
         near = self._is_near(stage)
@@ -411,16 +411,16 @@ class RayExecutor:
             (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
         ]
         others = dict([*sent, *carried])
-        return Running(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
+        return TaskCalls(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
 
-    def _carried(self, offer: Offer, meeting: Meeting | None) -> list[tuple[ray.ObjectRef, Any]]:
+    def _carried(self, offer: Offer, meeting: MeetingPlace | None) -> list[tuple[ray.ObjectRef, Any]]:
         """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
         if meeting is None:
             return []
         sources = self._actors[self._planned[offer.task.stage].groups[0]]
         return [(actor.carry.remote(offer.task, offer.near, meeting, offer.payloads), actor) for actor in sources]
 
-    def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> Meeting:
+    def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> MeetingPlace:
         """Return the meeting of a transfer's sources with these target ranks."""
         source, target = stage.groups
         return self._meetings.of(
@@ -460,8 +460,8 @@ class RayExecutor:
             calls.append((actor.run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", [])), actor))
         return calls
 
-    def _follow(self, running: Running) -> None:
-        self._pending |= dict.fromkeys([*running.leading, *running.others], running)
+    def _follow(self, calls: TaskCalls) -> None:
+        self._pending |= dict.fromkeys([*calls.leading, *calls.others], calls)
 
     def _report(self, stream: Any) -> TaskResult | None:
         """Return the next report of a stream; None at its end."""
@@ -485,43 +485,43 @@ class RayExecutor:
 
     def _result(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Return the result of a task once all ranks have returned or one has failed; None before that."""
-        running = self._pending.pop(ref)
-        task = running.task
+        calls = self._pending.pop(ref)
+        task = calls.task
         try:
             result: TaskResult = ray.get(ref, timeout=START_DEADLINE_S)
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error, RayActorError):
                 return None  # this worker is alive; the call of its dead source reports the loss too
-            return self._without(task, (running.leading | running.others)[ref], error)
+            return self._without(task, (calls.leading | calls.others)[ref], error)
         if isinstance(result.error, Unfit):
-            return self._instead(task, (running.leading | running.others)[ref], result.error)
-        running.results[ref] = result
-        if result.error and running.meeting and not running.error:
-            running.error = result.error
-            self._meetings.fail(running.meeting.name, str(result.error))
+            return self._instead(task, (calls.leading | calls.others)[ref], result.error)
+        calls.results[ref] = result
+        if result.error and calls.meeting and not calls.error:
+            calls.error = result.error
+            self._meetings.fail(calls.meeting.name, str(result.error))
         if result.error and not isinstance(result.error, PeerLost):
             # other ranks may wait for this one; the run ends before their deadline
-            return self._lost_among((running.leading | running.others).values(), task) or result
-        if len(running.results) < len(running.leading) + len(running.others):
-            return self._reached(running, ref)
-        whole = running.whole()
-        if running.offer and not whole.error and (gone := self._retired.keys() & set(running.leading.values())):
+            return self._lost_among((calls.leading | calls.others).values(), task) or result
+        if len(calls.results) < len(calls.leading) + len(calls.others):
+            return self._reached(calls, ref)
+        whole = calls.whole()
+        if calls.offer and not whole.error and (gone := self._retired.keys() & set(calls.leading.values())):
             name, rank = self._retired[next(iter(gone))]
             return TaskResult(task=task, lost=f"worker {name}.{rank} was replaced after it had received the weights")
-        if running.offer and not whole.error:
-            self._served[self._planned[task.stage].groups[-1], task.stage] = running.offer
+        if calls.offer and not whole.error:
+            self._served[self._planned[task.stage].groups[-1], task.stage] = calls.offer
         return whole
 
-    def _reached(self, running: Running, ref: ray.ObjectRef) -> TaskResult | None:
+    def _reached(self, calls: TaskCalls, ref: ray.ObjectRef) -> TaskResult | None:
         """Return a report that one of several replicas has the whole version while others do not, or None."""
-        if not running.offer or ref not in running.leading:
+        if not calls.offer or ref not in calls.leading:
             return None
-        name, rank = self._find(running.leading[ref])
+        name, rank = self._find(calls.leading[ref])
         replica = self._layouts[name].replica(rank)
-        siblings = set(self._siblings(running.leading[ref]))
-        calls = [call for call, actor in running.leading.items() if actor in siblings]
-        has = all(call in running.results and not running.results[call].error for call in calls)
-        return TaskResult(task=running.task, served=replica) if has and len(calls) < len(running.leading) else None
+        siblings = set(self._siblings(calls.leading[ref]))
+        own = [call for call, actor in calls.leading.items() if actor in siblings]
+        has = all(call in calls.results and not calls.results[call].error for call in own)
+        return TaskResult(task=calls.task, served=replica) if has and len(own) < len(calls.leading) else None
 
     def _siblings(self, actor: Any) -> list[Any]:
         """Return the workers of the replica that the worker is part of."""

@@ -19,7 +19,7 @@ Nodes = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Units:
+class StorageUnits:
     """Storage units at these addresses of nodes, and the Ray resource of the nodes over which TransferQueue deals them.
 
     `here` is the address of the driver's node.
@@ -70,14 +70,14 @@ class Units:
         return host + CPUS * self.addresses.count(self.here)
 
 
-def units_of(asked: int | str, nodes: Nodes, here: str) -> Units:
+def units_of(asked: int | str, nodes: Nodes, here: str) -> StorageUnits:
     """Return the units for `--storage-units`: a number of them on the node at the address `here`, or one on each node.
 
     A node without CPUs, such as the head of many clusters, holds no unit.
     """
     if isinstance(asked, int):
-        return Units((here,) * asked, f"node:{here}", here)
-    return Units(tuple(node["NodeManagerAddress"] for node in _with_cpus(nodes)), "CPU", here)
+        return StorageUnits((here,) * asked, f"node:{here}", here)
+    return StorageUnits(tuple(node["NodeManagerAddress"] for node in _with_cpus(nodes)), "CPU", here)
 
 
 def data_plane_cpus(asked: int | str, nodes: int) -> float:
@@ -90,7 +90,7 @@ def cpus_of(groups: Iterable[PlacedGroup]) -> float:
     return sum(group.cpus * group.workers for group in groups)
 
 
-def shortages(plan: Plan, units: Units | None, nodes: Nodes) -> Iterator[Problem]:
+def shortages(plan: Plan, units: StorageUnits | None, nodes: Nodes) -> Iterator[Problem]:
     """Yield what a run with these units asks for and these nodes do not have: in all, on the driver's node, and on any
     one node."""
     store = units.cpus if units else 0.0

@@ -10,7 +10,7 @@ from pipeline.record.trace import Turned
 SLACK_BYTES = 256 << 20  # memory that is allocated again is fragmented differently
 
 
-class Call(Protocol):
+class WakeOrSleep(Protocol):
     """Wakes every worker of a group (True), or puts it to sleep until `room` bytes of each GPU are free; None frees as
     much as possible."""
 
@@ -24,7 +24,7 @@ class Turns:
     one partner keeps the rest. Every other group gets everything.
     """
 
-    def __init__(self, plan: Plan, call: Call) -> None:
+    def __init__(self, plan: Plan, call: WakeOrSleep) -> None:
         self._partners = {group.name: plan.partners(group.name) for group in plan.groups}
         self._fixed = {group.name for group in plan.groups if group.leads}
         self._call = call

@@ -45,7 +45,7 @@ def mirrored(run: RunDir, url: str | None, warn: Warn) -> Iterator[None]:
     if url is None:
         yield
         return
-    process = _Process(run, url, warn)
+    process = _MirrorProcess(run, url, warn)
     try:
         process.ready()
         yield
@@ -55,7 +55,7 @@ def mirrored(run: RunDir, url: str | None, warn: Warn) -> Iterator[None]:
     process.end(at_once=False)
 
 
-class _Process:
+class _MirrorProcess:
     """`pipeline.mirror RUN URL --until-eof`."""
 
     def __init__(self, run: RunDir, url: str, warn: Warn) -> None:

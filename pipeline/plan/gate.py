@@ -16,7 +16,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
-from pipeline.plan.plan import ADDED, Gate
+from pipeline.plan.plan import ADDED, PlannedGate
 
 _ROUNDS = at_least(
     "max_rounds",
@@ -26,11 +26,11 @@ _ROUNDS = at_least(
 )
 
 
-def gate_of(stages: Sequence[Stage], batch: int) -> Gate | None:
+def gate_of(stages: Sequence[Stage], batch: int) -> PlannedGate | None:
     """Return the gate of a graph; None if every group is kept."""
     for stage in stages:
         if stage.gate:
-            return Gate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
+            return PlannedGate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
     return None
 
 

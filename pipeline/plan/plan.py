@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     lifetimes: tuple[Lifetime, ...]
     groups: tuple[PlacedGroup, ...]
     weights_fields: tuple[str, ...]
-    gate: Gate | None = None
+    gate: PlannedGate | None = None
     pool: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     capacity_bytes: int | None = None
@@ -178,7 +178,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return {stage.name: stage for stage in self.stages}[name]
 
 
-class Gate(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedGate(msgspec.Struct, frozen=True, kw_only=True):
     """Stage `stage` writes `field` for the groups that it keeps; at most `max_groups` are admitted per step."""
 
     stage: str

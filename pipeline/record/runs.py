@@ -215,7 +215,7 @@ def _summary(path: Path) -> RunSummary:
     steps = None
     if run_dir.plan.is_file():
         try:
-            steps = decode(run_dir.plan.read_bytes(), _Steps).steps
+            steps = decode(run_dir.plan.read_bytes(), _PlanSteps).steps
         except (msgspec.DecodeError, OSError):
             steps = None
     last_line = _last_line(run_dir.metrics)
@@ -245,7 +245,7 @@ def _last_line(path: Path) -> Any:
         return None
 
 
-class _Steps(msgspec.Struct):
+class _PlanSteps(msgspec.Struct):
     """The part of plan.json that a list of runs needs."""
 
     steps: int

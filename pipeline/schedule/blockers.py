@@ -2,7 +2,7 @@
 
 Plain data with one type each, so a stage called "checkpoint" or a weights field called "stop" cannot collide.
 
-    reader.blockers = {Weights("trained_weights"), Fence("logprobs", 3)}
+    reader.blockers = {Weights("trained_weights"), StageDone("logprobs", 3)}
     [str(blocker) for blocker in reader.blockers]       # for messages: trained_weights, logprobs 3
 """
 
@@ -22,7 +22,7 @@ class Weights(msgspec.Struct, frozen=True, gc=False):
         return self.field
 
 
-class Fence(msgspec.Struct, frozen=True, gc=False):
+class StageDone(msgspec.Struct, frozen=True, gc=False):
     """Stage `stage` has acknowledged all of step `step`."""
 
     stage: str
@@ -58,4 +58,4 @@ class Stopped(msgspec.Struct, frozen=True, gc=False):
 
 
 STOPPED = Stopped()
-Blocker: TypeAlias = Weights | Fence | Version | Checkpoint | Stopped
+Blocker: TypeAlias = Weights | StageDone | Version | Checkpoint | Stopped

@@ -273,7 +273,7 @@ class Board:
     def _let_go(self, groups: Iterable[int], holders: int) -> list[Freed]:
         """Take holders from groups. Forgets groups without any. Returns the partitions that nobody holds any more, by
         the groups that they are free of."""
-        held, known = self._holders, self._lives.changes[holders]
+        held, known = self._holders, self._lives.releases[holders]
         freed: dict[int, tuple[Ending, list[int]]] = {}
         for group in groups:
             before = held[group]

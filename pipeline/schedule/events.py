@@ -42,7 +42,7 @@ class Finished(msgspec.Struct, frozen=True):
     groups: tuple[int, ...]
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class GroupsDropped(msgspec.Struct, frozen=True):
     """The gate has dropped groups, each with a reason; later stages will not see them."""
 
     step: int
@@ -56,14 +56,14 @@ class Saved(msgspec.Struct, frozen=True):
     step: int
 
 
-class Served(msgspec.Struct, frozen=True):
+class ReplicaServed(msgspec.Struct, frozen=True):
     """A replica has the version of a transfer before all of them have; it may sample with it."""
 
     task: Task
     replica: int
 
 
-class Failed(msgspec.Struct, frozen=True):
+class AttemptLost(msgspec.Struct, frozen=True):
     """An attempt was lost with its worker: unacknowledged groups are submitted again as the next attempt."""
 
     task: Task
@@ -135,5 +135,5 @@ class GiveUp(msgspec.Struct, frozen=True):
     problem: Problem
 
 
-Event: TypeAlias = Landed | Finished | Dropped | Saved | Failed | Served
+Event: TypeAlias = Landed | Finished | GroupsDropped | Saved | AttemptLost | ReplicaServed
 Decision: TypeAlias = Admit | Claim | Run | Cancel | Drop | Clear | Save | StepDone | GiveUp

@@ -21,14 +21,14 @@ from pipeline.plan.plan import PlacedGroup, Plan
 from pipeline.schedule.readiness import Reader, Unit
 
 
-class Workers:
+class GroupWorkers:
     """The state of one worker group."""
 
     def __init__(self, group: PlacedGroup) -> None:
         self.name = group.name
         self.replicas = group.replicas
         self.held = False  # no stream may start: a transfer runs, or waits for streams to end
-        self.partners: list[Workers] = []  # groups on the same GPUs; only one of them runs at a time
+        self.partners: list[GroupWorkers] = []  # groups on the same GPUs; only one of them runs at a time
         self.streams = 0
         self.taking = False  # a transfer to this group runs
         self.late: set[int] = set()  # replicas that must receive a transfer before they stream again
@@ -130,7 +130,7 @@ class Workers:
             heapq.heapify(self._load)
 
 
-class Running:
+class RunningTask:
     """A running task and its unacknowledged groups."""
 
     __slots__ = ("left", "reader", "task")
@@ -150,7 +150,7 @@ class Grants:
     def __init__(self, plan: Plan, *, version: Callable[[], int], can_wait: Callable[[Reader], bool]) -> None:
         self._version, self._can_wait = version, can_wait
         self._drains = plan.refit == "drain"
-        self._workers = {group.name: Workers(group) for group in plan.groups}
+        self._workers = {group.name: GroupWorkers(group) for group in plan.groups}
         self._feeds = {name: {name} for name in self._workers}  # group -> groups whose offers depend on its state
         for stage in plan.stages:
             if stage.shape == "transfer":
@@ -160,7 +160,7 @@ class Grants:
             self._feeds[name].update(plan.partners(name))
         self._offers: dict[str, dict[int, Reader]] = {name: {} for name in self._workers}
         self._dirty: set[str] = set()  # worker groups to reconsider
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningTask] = {}
         self._numbers = 0
         self._reached: list[Task] = []  # streams whose replicas have received their transfer
 
@@ -174,11 +174,11 @@ class Grants:
         """The running tasks, in order of submission."""
         return [running.task for running in self._running.values()]
 
-    def running(self, number: int | None) -> Running | None:
+    def running(self, number: int | None) -> RunningTask | None:
         """Return the running task of this number; None if it has ended or was replaced."""
         return self._running.get(number) if number is not None else None
 
-    def streams(self) -> Iterable[Running]:
+    def streams(self) -> Iterable[RunningTask]:
         """Return the running streams."""
         return [running for running in self._running.values() if running.reader.stage.shape == "stream"]
 
@@ -193,7 +193,7 @@ class Grants:
         """Reconsider every worker group, after a change that any stage may have waited for."""
         self._dirty.update(self._workers)
 
-    def acknowledge(self, running: Running, groups: Sequence[int]) -> None:
+    def acknowledge(self, running: RunningTask, groups: Sequence[int]) -> None:
         """Acknowledge groups of a task. Once none are left, the task ends and frees its workers."""
         for group in groups:
             del running.left[group]
@@ -202,13 +202,13 @@ class Grants:
                 self.reach(running, replica)
         self._free(running, len(groups))
 
-    def reach(self, transfer: Running, replica: int) -> None:
+    def reach(self, transfer: RunningTask, replica: int) -> None:
         """Record that a replica of a transfer's target has received it."""
         target = self._workers[transfer.reader.stage.groups[-1]]
         self._reached += target.reached(replica)
         self._dirty.add(target.name)
 
-    def lose(self, running: Running) -> Unit:
+    def lose(self, running: RunningTask) -> Unit:
         """End a lost attempt. Returns its unacknowledged groups."""
         left = tuple(running.left)
         running.left.clear()
@@ -235,7 +235,7 @@ class Grants:
         running.task = msgspec.structs.replace(task, step=step, version=version)
         return running.task
 
-    def _free(self, running: Running, groups: int, *, lost: bool = False) -> None:
+    def _free(self, running: RunningTask, groups: int, *, lost: bool = False) -> None:
         task, stage = running.task, running.reader.stage
         over = not running.left
         if stage.shape == "stream":
@@ -251,7 +251,7 @@ class Grants:
                 self._workers[name].release(task.replica)
             self._dirty |= self._feeds[name]
 
-    def _grant(self, workers: Workers, tasks: list[Task]) -> None:
+    def _grant(self, workers: GroupWorkers, tasks: list[Task]) -> None:
         offers = self._offers[workers.name]
         if not offers or (workers.partners and any(partner.busy for partner in workers.partners)):
             return
@@ -268,7 +268,7 @@ class Grants:
             if not reader.units:
                 del offers[key]
 
-    def _start(self, workers: Workers, reader: Reader, tasks: list[Task]) -> bool:
+    def _start(self, workers: GroupWorkers, reader: Reader, tasks: list[Task]) -> bool:
         """Start what can start. Returns whether the remaining free workers are reserved for this stage."""
         if reader.stage.shape == "transfer":
             return self._start_transfer(workers, reader, tasks)
@@ -285,20 +285,20 @@ class Grants:
                 self._run(reader, groups, workers.take(0 if whole else None), attempt, tasks)
         return False
 
-    def _start_stream(self, workers: Workers, reader: Reader, tasks: list[Task]) -> None:
+    def _start_stream(self, workers: GroupWorkers, reader: Reader, tasks: list[Task]) -> None:
         while not workers.closed and reader.units:
             unit, attempt = reader.take()
             for groups in divided(unit, workers.replicas):
                 self._run(reader, groups, workers.stream_on(len(groups)), attempt, tasks)
 
-    def _start_on_all(self, workers: Workers, reader: Reader, tasks: list[Task]) -> bool:
+    def _start_on_all(self, workers: GroupWorkers, reader: Reader, tasks: list[Task]) -> bool:
         if workers.idle:
             unit, attempt = reader.take()
             workers.take_all()
             self._run(reader, unit, None, attempt, tasks)
         return True
 
-    def _start_transfer(self, workers: Workers, reader: Reader, tasks: list[Task]) -> bool:
+    def _start_transfer(self, workers: GroupWorkers, reader: Reader, tasks: list[Task]) -> bool:
         target = self._workers[reader.stage.groups[-1]]
         target.held = self._drains
         if any(partner.busy for partner in target.partners if partner is not workers):
@@ -324,7 +324,7 @@ class Grants:
             number=self._numbers,
             replica=replica,
         )
-        self._running[task.number] = Running(task, reader)
+        self._running[task.number] = RunningTask(task, reader)
         tasks += self._workers[reader.stage.groups[0]].start(task) if reader.stage.shape == "stream" else [task]
 
 

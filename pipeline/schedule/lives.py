@@ -22,7 +22,7 @@ class Ending(NamedTuple):
     last: bool
 
 
-class Change(NamedTuple):
+class Release(NamedTuple):
     """Who still holds a group, as bits, and what ends; None if nothing does."""
 
     left: int
@@ -43,7 +43,7 @@ class Lives:
     def __init__(self, plan: Plan, holding: Collection[str]) -> None:
         self.bit = {name: 1 << i for i, name in enumerate(sorted(holding))}
         self.pool_bit = 1 << len(holding)
-        self.changes = defaultdict[int, dict[int, Change]](dict)  # holders that let go -> holders before; a cache
+        self.releases = defaultdict[int, dict[int, Release]](dict)  # holders that let go -> holders before; a cache
         pool = set(plan.pool)
         self._masks = {partition.name: self._mask(partition, pool) for partition in plan.partitions}
         self.budget = Budget(plan)
@@ -52,12 +52,12 @@ class Lives:
         """Return those of these stages that hold samples, and with `pooled` the pool, as a set of bits."""
         return reduce(or_, (self.bit.get(name, 0) for name in stages), self.pool_bit if pooled else 0)
 
-    def learn(self, before: int, holders: int) -> Change:
-        """Return what changes for a group held by `before` when `holders` let go of it, and add it to `changes`."""
+    def learn(self, before: int, holders: int) -> Release:
+        """Return what changes for a group held by `before` when `holders` let go of it, and add it to `releases`."""
         left = before & ~holders
         freed = tuple(name for name, mask in self._masks.items() if mask & before and not mask & left)
-        change = self.changes[holders][before] = Change(left, Ending(freed, not left) if freed or not left else None)
-        return change
+        release = self.releases[holders][before] = Release(left, Ending(freed, not left) if freed or not left else None)
+        return release
 
     def begin(self, groups: Sequence[int], bits: int) -> None:
         """Count groups that are admitted, with these holders."""

@@ -29,30 +29,30 @@ from collections.abc import Iterable, KeysView, Sequence
 from pipeline.declare.task import Task
 from pipeline.errors import Problem
 from pipeline.plan.plan import Plan, PlannedStage
-from pipeline.schedule.blockers import STOPPED, Blocker, Checkpoint, Fence, Version, Weights
+from pipeline.schedule.blockers import STOPPED, Blocker, Checkpoint, StageDone, Version, Weights
 from pipeline.schedule.board import Board, Step
 from pipeline.schedule.events import (
     CANCELLED,
     STALE,
     Admit,
+    AttemptLost,
     Cancel,
     Claim,
     Clear,
     Decision,
     Drop,
-    Dropped,
     Event,
-    Failed,
     Finished,
     GiveUp,
+    GroupsDropped,
     Landed,
+    ReplicaServed,
     Run,
     Save,
     Saved,
-    Served,
     StepDone,
 )
-from pipeline.schedule.grants import Grants, Running
+from pipeline.schedule.grants import Grants, RunningTask
 from pipeline.schedule.lives import Freed
 from pipeline.schedule.readiness import Reader
 from pipeline.schedule.staleness import askable, too_old
@@ -162,13 +162,13 @@ class Scheduler:
             match event:
                 case Landed() if event.task is None or self._grants.running(event.task):
                     self._land(event, decisions)
-                case Dropped() if event.task is None or self._grants.running(event.task):
+                case GroupsDropped() if event.task is None or self._grants.running(event.task):
                     self._drop(event, decisions)
                 case Finished() if running := self._grants.running(event.task.number):
                     self._finish(running, event.groups, decisions)
-                case Served() if running := self._grants.running(event.task.number):
+                case ReplicaServed() if running := self._grants.running(event.task.number):
                     self._serve(running, event.replica, decisions)
-                case Failed() if running := self._grants.running(event.task.number):
+                case AttemptLost() if running := self._grants.running(event.task.number):
                     self._fail(running, decisions)
                 case Saved():
                     self._saving.discard(event.step)
@@ -290,7 +290,7 @@ class Scheduler:
         blockers: set[Blocker] = {Weights(field) for field in stage.reads if field not in self._board.sample_fields}
         for before, lag in self._before[stage.name]:
             if self._is_ahead(before, number, lag):
-                blockers.add(Fence(before, number - lag))
+                blockers.add(StageDone(before, number - lag))
         if stage.name in self._trainers:
             blockers |= {Checkpoint(saving + 1) for saving in self._saving}
         if stage.reads_back and not self._may_generate(number):
@@ -397,7 +397,7 @@ class Scheduler:
         if step and not step.decided and self._board.gate in event.fields:
             self._kept(step, decisions)
 
-    def _serve(self, running: Running, replica: int, decisions: list[Decision]) -> None:
+    def _serve(self, running: RunningTask, replica: int, decisions: list[Decision]) -> None:
         """Handle a replica that has a version: it may sample, unless the step has other weights to publish."""
         task, stage = running.task, running.reader.stage
         if self._board.steps[task.step].unpublished <= set(stage.writes):
@@ -434,7 +434,7 @@ class Scheduler:
                 self._over(step, reader, decisions)
         self._admit(decisions)
 
-    def _drop(self, event: Dropped, decisions: list[Decision]) -> None:
+    def _drop(self, event: GroupsDropped, decisions: list[Decision]) -> None:
         """Drop groups that the gate has dropped, and admit as many replacements."""
         if self.plan.gate is None:
             return
@@ -484,7 +484,7 @@ class Scheduler:
 
     # Results of tasks.
 
-    def _finish(self, running: Running, acknowledged: Sequence[int], decisions: list[Decision]) -> None:
+    def _finish(self, running: RunningTask, acknowledged: Sequence[int], decisions: list[Decision]) -> None:
         reader, task = running.reader, running.task
         groups = [group for group in acknowledged if group in running.left]
         self._grants.acknowledge(running, groups)
@@ -503,7 +503,7 @@ class Scheduler:
             if step.decided or reader.stage.name not in self._board.before_gate:
                 self._over(step, reader, decisions)
 
-    def _fail(self, running: Running, decisions: list[Decision]) -> None:
+    def _fail(self, running: RunningTask, decisions: list[Decision]) -> None:
         """Submit the unacknowledged groups of a lost attempt again, except groups dropped in the meantime."""
         task, reader = running.task, running.reader
         left = self._grants.lose(running)
@@ -531,7 +531,7 @@ class Scheduler:
         number, stage = step.number, reader.stage
         for after, lag in self._after[stage.name]:
             if later := self._board.steps.get(number + lag):
-                self._unblock(later, (after,), Fence(stage.name, number))
+                self._unblock(later, (after,), StageDone(stage.name, number))
         if stage.name in self._settling and number >= self.start:
             settling = [other for name, other in step.readers.items() if name in self._settling]
             if all(other.done == other.total for other in settling):
@@ -592,6 +592,6 @@ class Scheduler:
         for after, lag in self._after[name]:
             later = self._board.steps.get(number + lag)
             waiter = later.readers.get(after) if later else None
-            if waiter and waiter.units and len(waiter.blockers) == 1 and Fence(name, number) in waiter.blockers:
+            if waiter and waiter.units and len(waiter.blockers) == 1 and StageDone(name, number) in waiter.blockers:
                 return False
         return True

@@ -31,7 +31,7 @@ class Work(NamedTuple):
     cores: float
 
 
-class Part(NamedTuple):
+class StreamPart(NamedTuple):
     """Groups of a stream, by position in its task: they finish `wait_s` after `work_s` of its computing."""
 
     work_s: float
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 class StreamWork(NamedTuple):
     """A stream's parts in ascending `work_s`, and the `tokens` of each group by position, 0 if unknown."""
 
-    parts: list[Part]
+    parts: list[StreamPart]
     cores: float
     tokens: tuple[int, ...]
 
@@ -82,14 +82,14 @@ class Drawn(msgspec.Struct, frozen=True):
         ]
         tokens = tuple(max(1, round(at_s * speed * self.tokens_per_s)) for at_s in came_s)
         if cores:
-            return StreamWork(merged([Part(at_s, 0.0, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
-        return StreamWork(merged([Part(0.0, at_s, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
+            return StreamWork(merged([StreamPart(at_s, 0.0, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
+        return StreamWork(merged([StreamPart(0.0, at_s, (i,)) for i, at_s in enumerate(came_s)]), cores, tokens)
 
     def faster(self, factor: float) -> Drawn:
         return msgspec.structs.replace(self, speed=self.speed * factor)
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class LinearFit(msgspec.Struct, frozen=True, kw_only=True):
     """A fit of durations as fixed + per sample + per token, none of them negative, and the residuals of single tasks.
 
     `ratios` are measured seconds over fitted seconds, ascending. `cores` is CPU seconds over seconds.
@@ -122,7 +122,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     like a randomly chosen one of them. `batch` is the number of groups per recorded step; `speed` divides durations.
     """
 
-    line: Line
+    line: LinearFit
     batch: int = 1
     came: Mapping[int, Came] = {}
     speed: float = 1.0
@@ -143,7 +143,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         work = self.work(task, samples=len(came) * group_size, tokens=sum(one.tokens for one in came), seed=seed)
         total_s = work.wait_s + work.work_s
         cores = self.line.cores
-        parts = [Part(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
+        parts = [StreamPart(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
         return StreamWork(merged(parts), cores, tuple(one.tokens for one in came))
 
     def faster(self, factor: float) -> Recorded:
@@ -191,12 +191,12 @@ class Durations(msgspec.Struct, frozen=True):
     costs: Costs = Costs()
 
 
-def merged(parts: list[Part]) -> list[Part]:
+def merged(parts: list[StreamPart]) -> list[StreamPart]:
     """Sort parts by their computing time and merge those that finish at the same time."""
     together: dict[tuple[float, float], list[int]] = {}
     for part in parts:
         together.setdefault((part.work_s, part.wait_s), []).extend(part.positions)
-    return [Part(*key, tuple(positions)) for key, positions in sorted(together.items())]
+    return [StreamPart(*key, tuple(positions)) for key, positions in sorted(together.items())]
 
 
 def _counters(task: Task) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from statistics import median
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.record.history import Tasks
-from pipeline.simulation.durations import Came, Costs, Durations, Line, Recorded, StageTimes
+from pipeline.simulation.durations import Came, Costs, Durations, LinearFit, Recorded, StageTimes
 from pipeline.simulation.least_squares import non_negative
 
 TOKENS_PAY = 0.8  # a fit by tokens is used if it leaves less than this fraction of the squared error,
@@ -211,10 +211,10 @@ def _replicas(plan: Plan, stage: PlannedStage) -> int:
     return next(group.replicas for group in plan.groups if group.name == stage.groups[0])
 
 
-def fit(points: Sequence[tuple[float, float, float]], *, cores: float) -> Line:
+def fit(points: Sequence[tuple[float, float, float]], *, cores: float) -> LinearFit:
     """Fit a line through (samples, tokens, seconds) with the least relative errors."""
     if not points:
-        return Line(cores=cores)
+        return LinearFit(cores=cores)
     by_sample = non_negative([((1.0, samples), seconds) for samples, _, seconds in points])
     coefficients, error = (*by_sample[0], 0.0), by_sample[1]
     if len({tokens for _, tokens, _ in points}) > 2 and error > WORTH**2 * len(points):
@@ -224,6 +224,6 @@ def fit(points: Sequence[tuple[float, float, float]], *, cores: float) -> Line:
     fixed_s, per_sample_s, per_token_s = coefficients
     made = [fixed_s + per_sample_s * samples + per_token_s * tokens for samples, tokens, _ in points]
     ratios = sorted(seconds / fitted_s for (_, _, seconds), fitted_s in zip(points, made) if fitted_s > 0)
-    return Line(
+    return LinearFit(
         fixed_s=fixed_s, per_sample_s=per_sample_s, per_token_s=per_token_s, cores=cores, ratios=tuple(ratios) or (1.0,)
     )

@@ -18,10 +18,10 @@ from pipeline.record import trace
 from pipeline.schedule.events import Event, Landed, Save, Saved
 from pipeline.schedule.scheduler import Scheduler
 from pipeline.simulation.durations import Durations, Recorded
-from pipeline.simulation.workers import ALONE, Attempt, Fault, Workers, Written
+from pipeline.simulation.workers import ALONE, Attempt, Fault, VirtualWorkers, Written
 
 
-class Report:
+class VirtualReport:
     """A worker's report on a task, like `pipeline.executors.worker.TaskResult`, with `landed` in place of handles."""
 
     events: Sequence[trace.TraceEvent] = ()
@@ -57,13 +57,13 @@ class VirtualExecutor:
         self.tokens: dict[int, int] = {}  # group -> tokens of its longest response
         self._plan, self._durations, self._seed, self._faults = plan, durations, seed, faults
         self._nodes, self._pid = nodes, int(one_process)  # 0: every worker is a separate process
-        self._workers = Workers(
+        self._workers = VirtualWorkers(
             plan, durations, seed=seed, cores=cores, nodes=nodes, one_process=one_process,
             report=self._reported, lost=self._lost, reached=self._reached,
         )  # fmt: skip
         self.clock = self._workers.clock
         self.idle = False  # no event is left
-        self._ready: list[Report | Notice] = []  # what has arrived
+        self._ready: list[VirtualReport | Notice] = []  # what has arrived
         self._attempts: dict[int, Attempt] = {}
         self._driver_free_s = 0.0
         self.held: deque[tuple[int, float]] = deque()  # the step and begin of each checkpoint that has no name yet
@@ -105,7 +105,7 @@ class VirtualExecutor:
         else:
             self._workers.begin(attempt)  # reports nothing before virtual time has passed
 
-    def wait(self, timeout_s: float) -> list[Report | Notice]:
+    def wait(self, timeout_s: float) -> list[VirtualReport | Notice]:
         if self.idle:
             self.clock.now_s += timeout_s  # nothing will arrive: let the driver see that time passes
         self.idle = not self.clock.run()
@@ -149,7 +149,7 @@ class VirtualExecutor:
         self.clock.at(self._arrives(attempt), self._take_lost, attempt, reason)
 
     def _reached(self, attempt: Attempt, replica: int) -> None:
-        report = Report(attempt.task)
+        report = VirtualReport(attempt.task)
         report.served = replica
         self.clock.at(self._arrives(attempt), self._hear, report)
 
@@ -160,14 +160,14 @@ class VirtualExecutor:
             at_s = self._driver_free_s = max(at_s, self._driver_free_s) + costs.driver_s
         return at_s
 
-    def _hear(self, report: Report | Notice) -> bool:
+    def _hear(self, report: VirtualReport | Notice) -> bool:
         self._ready.append(report)
         return True
 
     def _take(self, attempt: Attempt, groups: tuple[int, ...], written: Sequence[Written]) -> bool:
         """Deliver the report that a task has finished `groups`; `written` holds the events that its worker recorded."""
         task, owed = attempt.task, attempt.owed
-        report = Report(task, groups)
+        report = VirtualReport(task, groups)
         if not attempt.current or (groups and owed.keys().isdisjoint(groups)):
             return self._hear(report)  # the driver receives it a second time, or too late
         kept: tuple[int, ...] = ()
@@ -196,7 +196,7 @@ class VirtualExecutor:
 
     def _take_lost(self, attempt: Attempt, reason: str) -> bool:
         self._over(attempt)
-        report = Report(attempt.task)
+        report = VirtualReport(attempt.task)
         report.lost = reason
         return self._hear(report)
 

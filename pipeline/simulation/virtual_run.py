@@ -18,7 +18,7 @@ import msgspec
 from pipeline.declare.task import Task
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal
-from pipeline.engine.loop import Driver
+from pipeline.engine.loop import Loop
 from pipeline.engine.oversight import Oversight
 from pipeline.engine.termination import Termination
 from pipeline.plan.plan import Plan
@@ -26,7 +26,7 @@ from pipeline.record import trace
 from pipeline.schedule.events import Clear, Decision, Event
 from pipeline.schedule.scheduler import Scheduler
 from pipeline.simulation.durations import Durations
-from pipeline.simulation.virtual_executor import Report, VirtualExecutor
+from pipeline.simulation.virtual_executor import VirtualExecutor, VirtualReport
 from pipeline.simulation.workers import Fault
 
 __all__ = ["Fault", "Simulation"]
@@ -61,13 +61,13 @@ class Simulation:
         executor = self._executor = VirtualExecutor(
             plan, durations, seed=seed, cores=cores, nodes=nodes or {}, one_process=one_process, faults=faults
         )
-        scheduler = Watched(plan, executor, watch) if watch else Scheduler(plan)
-        journal = Journal(plan, executor.clock, Pen(write or self.events.append))
+        scheduler = WatchedScheduler(plan, executor, watch) if watch else Scheduler(plan)
+        journal = Journal(plan, executor.clock, FunctionPen(write or self.events.append))
         rows, steps = NoRows(scheduler, executor, journal), Seconds()
         termination = Termination()
         if stop_s is not None:
             executor.clock.at(stop_s, _ask, termination)
-        self._driver = Driver(
+        self._loop = Loop(
             scheduler,
             executor,
             journal=journal,
@@ -92,7 +92,7 @@ class Simulation:
 
     def run(self) -> list[trace.TraceEvent]:
         """Run every step. Raises StageError if the run cannot continue, as a real run would."""
-        self._driver.run(self._executor.start)
+        self._loop.run(self._executor.start)
         return self.events
 
 
@@ -101,7 +101,7 @@ def _ask(termination: Termination) -> bool:
     return True
 
 
-class Watched(Scheduler):
+class WatchedScheduler(Scheduler):
     """A scheduler that passes its events and decisions to `watch`."""
 
     def __init__(self, plan: Plan, executor: VirtualExecutor, watch: Watch) -> None:
@@ -122,7 +122,7 @@ class Watched(Scheduler):
         return decisions
 
 
-class Pen:
+class FunctionPen:
     """Passes events to a function."""
 
     def __init__(self, write: Callable[[trace.TraceEvent], object]) -> None:
@@ -159,7 +159,7 @@ class NoRows:
     def handle(self, task: Task) -> None:
         return None
 
-    def landed(self, report: Report) -> list[Event]:
+    def landed(self, report: VirtualReport) -> list[Event]:
         return report.landed
 
     def lengths(self, groups: Sequence[int]) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class NoRows:
         now_s = self._journal.clock.now_s
         self._journal.write(trace.Cleared(**msgspec.structs.asdict(decision), start_s=now_s, end_s=now_s))
 
-    def sweep(self, report: Report) -> None:
+    def sweep(self, report: VirtualReport) -> None:
         return None
 
     def settle(self, *, wait: bool = False) -> None:
@@ -201,7 +201,7 @@ class Seconds:
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
         return None
 
-    def report(self, report: Report) -> None:
+    def report(self, report: VirtualReport) -> None:
         return None
 
     def published(self, step: int, at_s: float) -> None:

@@ -1,6 +1,6 @@
 """A clock that jumps from one event to the next. Knows timers and machines, but not their purpose.
 
-    clock = Clock([Machine(cores=2)])
+    clock = VirtualClock([Machine(cores=2)])
     clock.at(1.5, print, "half past one")
     clock.run()                                  # until a call returns a true value or no event is left
 
@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.simulation.sharing import Machine
 
 
-class Clock:
+class VirtualClock:
     """A virtual clock. `now_s` is the time of the current event. Simultaneous timers run in the order they were set."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:

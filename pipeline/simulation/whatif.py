@@ -20,7 +20,7 @@ from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import ADDED, Plan, PlannedStage
 from pipeline.plan.pool import with_pool
 from pipeline.simulation.distributions import GRAMMAR, MOST_S, Distribution, Term, parse
-from pipeline.simulation.durations import Drawn, Durations, Line, Recorded, StageTimes
+from pipeline.simulation.durations import Drawn, Durations, LinearFit, Recorded, StageTimes
 
 MOST_STEPS = 100_000  # of a simulation
 MOST_BATCH = 1_000_000  # groups per step
@@ -212,7 +212,7 @@ def _batch(text: str | None, batch: int) -> int:
 
 def _of_seconds(times: StageTimes | None, seconds: float) -> StageTimes:
     if isinstance(times, Recorded):
-        return replace(times, line=Line(fixed_s=seconds, cores=times.line.cores), speed=1.0)
+        return replace(times, line=LinearFit(fixed_s=seconds, cores=times.line.cores), speed=1.0)
     return Drawn(Distribution(terms=(Term("constant", (seconds,)),)))
 
 

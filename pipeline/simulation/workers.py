@@ -18,9 +18,9 @@ from pipeline.declare.task import Task
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.simulation.distributions import uniform
-from pipeline.simulation.durations import Durations, Part
+from pipeline.simulation.durations import Durations, StreamPart
 from pipeline.simulation.sharing import Job, Lane, Machine
-from pipeline.simulation.virtual_time import Clock
+from pipeline.simulation.virtual_time import VirtualClock
 
 Written: TypeAlias = trace.Got | trace.Put | trace.Ran
 LOST = ("before_put", "after_put", "mid_stream")
@@ -72,7 +72,7 @@ class Attempt:
         return self.fault.factor if self.fault and self.fault.kind == "straggles" else 1.0
 
 
-class Workers:
+class VirtualWorkers:
     """All workers of a plan."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Workers:
                 machine = machines.setdefault(nodes.get((group.name, rank), ALONE), Machine(cores))
                 lane = lane if lane and one_process else Lane(machine)
                 self.lanes[group.name].append((group.name, rank, lane))
-        self.clock = Clock(list(machines.values()))
+        self.clock = VirtualClock(list(machines.values()))
         self._beside = Lane(next(iter(machines.values()))) if durations.costs.beside_cpu_s else None
         self._parallel = {group.name: group.model_parallel for group in plan.groups}
         self._weights = frozenset(plan.weights_fields)
@@ -219,14 +219,14 @@ class Workers:
         for work_s, (call, arguments) in marks:
             self.clock.after(work_s, call, *arguments)
 
-    def _computed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
+    def _computed(self, attempt: Attempt, part: StreamPart, tokens: Sequence[int]) -> None:
         """Deliver computed groups after their wait."""
         if part.wait_s:
             self.clock.after(part.wait_s * attempt.factor, self._streamed, attempt, part, tokens)
         else:
             self._streamed(attempt, part, tokens)
 
-    def _streamed(self, attempt: Attempt, part: Part, tokens: Sequence[int]) -> None:
+    def _streamed(self, attempt: Attempt, part: StreamPart, tokens: Sequence[int]) -> None:
         """Put and report groups."""
         task, fault, left = attempt.task, attempt.fault, attempt.left
         positions = [i for i in part.positions if task.groups[i] in left]

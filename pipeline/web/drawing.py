@@ -63,23 +63,23 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[Line, ...]
 
 
-class _Place:
+class _RowPlace:
     """A stage, a label, or a passing line in a row."""
 
     def __init__(self, width: float) -> None:
         self.width = width
         self.x = 0.0  # its middle
-        self.above: list[_Place] = []
-        self.below: list[_Place] = []
+        self.above: list[_RowPlace] = []
+        self.below: list[_RowPlace] = []
 
 
-class _Wire:
+class _DraftLine:
     """A line during layout."""
 
     def __init__(self, writer: str, reader: str, fields: tuple[str, ...]) -> None:
         self.writer, self.reader, self.fields = writer, reader, fields
         self.text = label(fields)
-        self.places: list[_Place] = []  # one per row, from below the writer to above the reader
+        self.places: list[_RowPlace] = []  # one per row, from below the writer to above the reader
 
 
 def label(fields: Sequence[str]) -> str:
@@ -92,8 +92,8 @@ def label(fields: Sequence[str]) -> str:
 def layout(plan: Plan) -> Drawing:
     """Return the drawing of a plan."""
     drawn = plan.stages
-    wires = [_Wire(*pair, tuple(fields)) for pair, fields in _pairs(plan, back=False).items()]
-    rows, boxes = _rows(drawn, wires)
+    drafts = [_DraftLine(*pair, tuple(fields)) for pair, fields in _pairs(plan, back=False).items()]
+    rows, boxes = _rows(drawn, drafts)
     _settle(rows)
     _spread(rows)
     left = min(place.x - place.width / 2 for row in rows for place in row) - MARGIN
@@ -106,7 +106,7 @@ def layout(plan: Plan) -> Drawing:
         Box(stage=stage.name, x=boxes[stage.name].x - BOX_W / 2, y=heights[2 * stage.layer], w=BOX_W, h=BOX_H)
         for stage in drawn
     )
-    lines = [_line(wire, boxes, {box.stage: box for box in placed}, heights) for wire in wires]
+    lines = [_line(draft, boxes, {box.stage: box for box in placed}, heights) for draft in drafts]
     backs, width = _backs(plan, {box.stage: box for box in placed}, width)
     height = heights[-1] + BOX_H + MARGIN
     return Drawing(width=width, height=height, boxes=placed, lines=(*lines, *backs))
@@ -122,32 +122,34 @@ def _pairs(plan: Plan, *, back: bool) -> dict[tuple[str, str], list[str]]:
     return pairs
 
 
-def _rows(stages: Iterable[PlannedStage], wires: list[_Wire]) -> tuple[list[list[_Place]], dict[str, _Place]]:
-    """Return rows of stages (even) and labels (odd); every wire has a slot in each row it crosses."""
+def _rows(
+    stages: Iterable[PlannedStage], drafts: list[_DraftLine]
+) -> tuple[list[list[_RowPlace]], dict[str, _RowPlace]]:
+    """Return rows of stages (even) and labels (odd); every line has a slot in each row it crosses."""
     layer = {stage.name: stage.layer for stage in stages}
-    boxes = {name: _Place(BOX_W) for name in layer}
-    rows: list[list[_Place]] = [[] for _ in range(2 * max(layer.values(), default=0) + 1)]
+    boxes = {name: _RowPlace(BOX_W) for name in layer}
+    rows: list[list[_RowPlace]] = [[] for _ in range(2 * max(layer.values(), default=0) + 1)]
     for name, depth in layer.items():
         rows[2 * depth].append(boxes[name])
-    for wire in wires:
-        first, last = 2 * layer[wire.writer] + 1, 2 * layer[wire.reader] - 1
-        before = boxes[wire.writer]
+    for draft in drafts:
+        first, last = 2 * layer[draft.writer] + 1, 2 * layer[draft.reader] - 1
+        before = boxes[draft.writer]
         for number in range(first, last + 1):
-            place = _Place(len(wire.text) * LETTER_W + 16 if number == last else LANE)
+            place = _RowPlace(len(draft.text) * LETTER_W + 16 if number == last else LANE)
             rows[number].append(place)
-            wire.places.append(place)
+            draft.places.append(place)
             _join(before, place)
             before = place
-        _join(before, boxes[wire.reader])
+        _join(before, boxes[draft.reader])
     return rows, boxes
 
 
-def _join(above: _Place, below: _Place) -> None:
+def _join(above: _RowPlace, below: _RowPlace) -> None:
     above.below.append(below)
     below.above.append(above)
 
 
-def _settle(rows: list[list[_Place]]) -> None:
+def _settle(rows: list[list[_RowPlace]]) -> None:
     """Set each row to the order with the fewest crossings found from a few starting points."""
     best, least = [list(row) for row in rows], _crossings(rows)
     draw = random.Random(0)
@@ -166,7 +168,7 @@ def _settle(rows: list[list[_Place]]) -> None:
         _pack(row, [place.x for place in row])
 
 
-def _exchange(rows: list[list[_Place]]) -> bool:
+def _exchange(rows: list[list[_RowPlace]]) -> bool:
     """Swap neighbors if that helps. Returns whether any swapped."""
     changed = False
     for number, row in enumerate(rows):
@@ -181,7 +183,7 @@ def _exchange(rows: list[list[_Place]]) -> bool:
     return changed
 
 
-def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
+def _crossings(rows: Sequence[Sequence[_RowPlace]]) -> int:
     """Return the number of crossing line pairs between adjacent rows."""
     count = 0
     for above, below in pairwise(rows):
@@ -192,7 +194,7 @@ def _crossings(rows: Sequence[Sequence[_Place]]) -> int:
     return count
 
 
-def _order(rows: list[list[_Place]], *, down: bool) -> None:
+def _order(rows: list[list[_RowPlace]], *, down: bool) -> None:
     """Order each row by the mean position of its neighbors in the previous row."""
     for row in rows:
         _pack(row, [place.x for place in row])
@@ -202,18 +204,18 @@ def _order(rows: list[list[_Place]], *, down: bool) -> None:
         _pack(row, sorted(wanted))
 
 
-def _mean(places: Sequence[_Place], default: float) -> float:
+def _mean(places: Sequence[_RowPlace], default: float) -> float:
     return sum(place.x for place in places) / len(places) if places else default
 
 
-def _spread(rows: list[list[_Place]]) -> None:
+def _spread(rows: list[list[_RowPlace]]) -> None:
     """Place each row close to its neighbors, in the final order."""
     for sweep in range(SWEEPS):
         for row in rows if sweep % 2 == 0 else reversed(rows):
             _pack(row, [_mean([*place.above, *place.below], place.x) for place in row])
 
 
-def _pack(row: list[_Place], wanted: Sequence[float]) -> None:
+def _pack(row: list[_RowPlace], wanted: Sequence[float]) -> None:
     """Place slots as close to the desired positions as neighbors allow; touching slots share their shift.
 
     Pool adjacent violators; minimizes the sum of squared distances.
@@ -240,28 +242,28 @@ def _heights(rows: int) -> list[float]:
     ]
 
 
-def _line(wire: _Wire, boxes: dict[str, _Place], placed: dict[str, Box], heights: list[float]) -> Line:
-    writer, reader = placed[wire.writer], placed[wire.reader]
+def _line(draft: _DraftLine, boxes: dict[str, _RowPlace], placed: dict[str, Box], heights: list[float]) -> Line:
+    writer, reader = placed[draft.writer], placed[draft.reader]
     first = round((writer.y - MARGIN) / (BOX_H + LAYER_GAP)) * 2 + 1
-    points = [(_port(boxes[wire.writer].below, wire.places[0], writer), writer.y + writer.h)]
-    for number, place in enumerate(wire.places, first):
+    points = [(_port(boxes[draft.writer].below, draft.places[0], writer), writer.y + writer.h)]
+    for number, place in enumerate(draft.places, first):
         points += [(place.x, heights[number]), (place.x, heights[number] + (LABEL_H if number % 2 else BOX_H))]
-    points.append((_port(boxes[wire.reader].above, wire.places[-1], reader), reader.y))
-    last = wire.places[-1]
+    points.append((_port(boxes[draft.reader].above, draft.places[-1], reader), reader.y))
+    last = draft.places[-1]
     return Line(
-        writer=wire.writer,
-        reader=wire.reader,
-        fields=wire.fields,
+        writer=draft.writer,
+        reader=draft.reader,
+        fields=draft.fields,
         back=False,
         points=tuple(points),
-        label=wire.text,
+        label=draft.text,
         label_x=last.x,
         label_y=points[-2][1] - LABEL_H / 2,
         label_w=last.width,
     )
 
 
-def _port(places: list[_Place], of: _Place, box: Box) -> float:
+def _port(places: list[_RowPlace], of: _RowPlace, box: Box) -> float:
     """Return where a line starts on a box's edge: lines are spread over it in the order of their targets."""
     ordered = sorted(places, key=lambda place: place.x)
     return box.x + box.w * (ordered.index(of) + 1) / (len(ordered) + 1)

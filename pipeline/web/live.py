@@ -70,7 +70,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     actors: tuple[ActorNow, ...]
 
 
-class _Running:
+class _LiveTask:
     """A task, its unreported groups, and where it runs."""
 
     def __init__(self, event: trace.Submitted) -> None:
@@ -91,7 +91,7 @@ class Live:
         """Reset the state when a run starts or resumes."""
         self._done: dict[int, set[str]] = {}  # group in flight -> stages that have finished it
         self._given: dict[int, set[str]] = {}  # group in flight -> stages it was submitted to
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _LiveTask] = {}
         self._step: dict[str, int] = defaultdict(lambda: -2)
         self._seconds: dict[str, float] = {}
         self._ended_step, self._version, self._last_s = -1, -1, 0.0
@@ -107,7 +107,7 @@ class Live:
                 self._last_s = max(self._last_s, event.end_s)
                 return
             case trace.Submitted():
-                self._running[event.task] = _Running(event)
+                self._running[event.task] = _LiveTask(event)
                 for group in event.groups:
                     self._given.get(group, set()).add(event.stage)
             case trace.Acknowledged():

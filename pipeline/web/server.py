@@ -18,7 +18,7 @@ from pipeline.errors import SluiceError
 from pipeline.rundir import RunDir
 from pipeline.web import STATIC, guard, pages
 from pipeline.web.exports import EXPORTS
-from pipeline.web.tail import Block, Record
+from pipeline.web.tail import PageBlock, Record
 
 POLL_S = 0.25
 BEAT_S = 15.0  # time between comments on an idle stream, to detect dead connections
@@ -226,7 +226,7 @@ class _Followed:
         queue.put_nowait(piece)
 
 
-def _rows(block: Block) -> bytes:
+def _rows(block: PageBlock) -> bytes:
     return _event("rows", block.rows, block.offset)
 
 

@@ -1,7 +1,7 @@
 """Follows a record: reads it once for all pages, and again from any byte for pages that connect late.
 
     record = Record(Path("runs/quickstart-..."))
-    record.advance()                       # new data as a Block; None if there is none
+    record.advance()                       # new data as a PageBlock; None if there is none
     record.block(0)                        # the rows from byte 0
 
 It keeps only the state in flight (`live.py`), the times of the run's starts, and the span count at each block.
@@ -28,7 +28,7 @@ EVENTS = 2000  # per block
 SPANS = 100_000  # about as many of the last spans are sent to a page
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
+class PageBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Rows up to byte `offset`, the id to continue from."""
 
     offset: int
@@ -57,12 +57,12 @@ class Record:
             pass
         return record
 
-    def advance(self) -> Block | None:
+    def advance(self) -> PageBlock | None:
         """Read the next block; None if nothing new was written. Raises GraphError for a line that is not an
         event, or whose stage or group is not in the plan."""
         before = self.offset
         events = self._next()
-        return Block(offset=self.offset, rows=self._rows(before, events, spans=True)) if events else None
+        return PageBlock(offset=self.offset, rows=self._rows(before, events, spans=True)) if events else None
 
     def _next(self) -> list[tuple[int, trace.TraceEvent]]:
         """Read the events of the next block, each with the byte where it begins."""
@@ -83,7 +83,7 @@ class Record:
             self.offset = behind
         return events
 
-    def block(self, offset: int) -> Block | None:
+    def block(self, offset: int) -> PageBlock | None:
         """Return the rows after a known byte, without spans that are too old; None at the end."""
         last = self._marks[-1][1]
         events = []
@@ -96,7 +96,7 @@ class Record:
         if not events:
             return None
         mark = self._marks[bisect_right(self._marks, (behind, 1 << 62)) - 1]
-        return Block(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
+        return PageBlock(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
 
     def _read(self, offset: int) -> list[tuple[int, trace.TraceEvent]]:
         with of_a_run(self._run_dir.events):

@@ -25,7 +25,7 @@ PROMPTS = 200
 T = TypeVar("T")
 
 
-class Scored(msgspec.Struct):
+class ScoredPrompt(msgspec.Struct):
     """The part of a sample that the list of prompts needs; the rest of its line is not decoded."""
 
     prompt: Any = None
@@ -64,7 +64,7 @@ def prompts(run: Path) -> list[dict[str, Any]]:
     """Return the kept prompts, lowest best reward first."""
     found: dict[str, Prompt] = {}
     for step in RunDir(run).sampled_steps()[-FILES:]:
-        for row in _lines(RunDir(run).samples(step), Scored):
+        for row in _lines(RunDir(run).samples(step), ScoredPrompt):
             text, reward = row.prompt, row.reward
             if not isinstance(text, str) or not isinstance(reward, int | float):
                 continue

@@ -12,7 +12,7 @@ from ops.refit.transports import TRANSPORTS, Transport
 from pipeline import Model
 from pipeline.declare.columns import Ragged, take
 from pipeline.declare.sharding import Shard, Sharding, Update
-from pipeline.declare.task import Meeting
+from pipeline.declare.task import MeetingPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,7 +89,7 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedWeights:
     """The layout-independent hash of the served weights, and a record of the transfer: numbers by name."""
 
     sha256: str
@@ -101,7 +101,7 @@ class Route:
     """How a version is transferred: the transport, and the meeting if both sides carry."""
 
     transport: Transport
-    meeting: Meeting | None = None
+    meeting: MeetingPlace | None = None
 
 
 PULL = Route(TRANSPORTS["pull"])
@@ -253,7 +253,7 @@ class Sampler(Texts, Protocol):
         its position, is soon cancelled.
         """
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a policy version into the served copy, even while a stream of it is between two tokens.
 
         `shares` are those of all trainer ranks, as returned by `Trainer.share` or received from another process.

@@ -35,7 +35,7 @@ from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
 from stages.backends.model.tensor_files import write_tensors
-from stages.backends.model.text import Texts, identity
+from stages.backends.model.text import Tokenizers, identity
 from stages.backends.objective import MAXIMA, Scored, objective
 from stages.backends.refit.source import Source
 from stages.losses import PolicyLoss
@@ -192,7 +192,7 @@ class BaseLearner(Learner, ABC):
         """Load weights and optimizer. Returns the counters."""
 
 
-class BaseTrainer(Texts, ABC):
+class BaseTrainer(Tokenizers, ABC):
     """The `rank`-th worker of a group that trains, in `dtype`. An engine adds `score` and `trained_weights`."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, rank: int) -> None:

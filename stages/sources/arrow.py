@@ -16,7 +16,7 @@ import msgspec
 from pipeline import StageError
 from pipeline.errors import Problem
 from pipeline.reading import check_files, decode, readable
-from stages.sources.dataset import Dataset, Hub, Saved, split_choice
+from stages.sources.dataset import Dataset, Hub, SavedDataset, split_choice
 from stages.sources.schema import Schema, missing
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _intact(place: Path | str) -> AbstractContextManager[None]:
     return readable(place, StageError, why="its rows are read before the first step", fix="write it again", also=also)
 
 
-def saved(located: Saved, layout: Schema) -> ArrowTable:
+def saved(located: SavedDataset, layout: Schema) -> ArrowTable:
     """The rows of a folder written by `save_to_disk`."""
     from datasets import load_from_disk
 
@@ -129,7 +129,7 @@ def hub(located: Hub, dataset: Dataset, layout: Schema) -> ArrowTable:
     return _table(name, loaded, layout)
 
 
-def saved_problems(located: Saved, layout: Schema) -> Iterator[Problem]:
+def saved_problems(located: SavedDataset, layout: Schema) -> Iterator[Problem]:
     """Report columns that the folder's description lacks, without loading any data."""
     folder = located.folder / (located.split or "")
     info = folder / "dataset_info.json"

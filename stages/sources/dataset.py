@@ -78,7 +78,7 @@ class _Listing(msgspec.Struct):
     splits: list[str]
 
 
-class Saved(NamedTuple):
+class SavedDataset(NamedTuple):
     """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of the package `datasets`."""
 
     folder: Path
@@ -91,7 +91,7 @@ class Hub(NamedTuple):
     name: str
 
 
-def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
+def locate(dataset: Dataset, where: str) -> Files | SavedDataset | Hub:
     """Find the rows, without network access. Raises StageError with one problem at `where` if they do not exist."""
     parts = [dataset.path] if isinstance(dataset.path, str | Path) else list(dataset.path)
     if len(parts) == 1:
@@ -99,7 +99,7 @@ def locate(dataset: Dataset, where: str) -> Files | Saved | Hub:
         if path.is_dir() and dataset.config is not None:
             return _needs("datasets", where, Hub(str(path)))
         if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return _needs("datasets", where, Saved(path, _saved_split(path, dataset, where)))
+            return _needs("datasets", where, SavedDataset(path, _saved_split(path, dataset, where)))
         if _is_hub_name(str(parts[0])):
             return _needs("datasets", where, Hub(str(parts[0])))
     for name in ("config", "revision"):
@@ -259,7 +259,7 @@ def dataset_problems(dataset: Dataset, where: str) -> Iterator[Problem]:
         yield from template_problems(dataset.template, "prompt" if dataset.prompt is None else dataset.prompt, where)
 
 
-def _needs(package: str, where: str, located: Files | Saved | Hub) -> Files | Saved | Hub:
+def _needs(package: str, where: str, located: Files | SavedDataset | Hub) -> Files | SavedDataset | Hub:
     if find_spec(package) is None:
         raise _error(
             where,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.sources import jsonl
-from stages.sources.dataset import Dataset, Files, Hub, Saved, locate
+from stages.sources.dataset import Dataset, Files, Hub, SavedDataset, locate
 from stages.sources.mixture import Mixture, Source, label, turns
 from stages.sources.schema import Schema
 from stages.tasks import Generated
@@ -44,7 +44,7 @@ class Table(Protocol):
         """File and row, for messages."""
 
 
-class Rows(Sequence[tuple]):
+class TableRows(Sequence[tuple]):
     """The rows of several tables in sequence, as the values of a layout's fields."""
 
     def __init__(self, tables: Sequence[Table], layout: Schema) -> None:
@@ -70,12 +70,12 @@ class Rows(Sequence[tuple]):
         return self._layout.read(table.row(index, where), where, folder=table.folder)
 
 
-def open_rows(source: str | Path | Dataset, layout: Schema) -> Rows:
+def open_rows(source: str | Path | Dataset, layout: Schema) -> TableRows:
     """Open a data set and check every row. Raises StageError with file and row for the first invalid one."""
     dataset = source if isinstance(source, Dataset) else Dataset(source)
     layout = layout.of(dataset)
     located = locate(dataset, dataset.label)
-    rows = Rows(_tables(located, dataset, layout), layout)
+    rows = TableRows(_tables(located, dataset, layout), layout)
     if not len(rows):
         raise StageError(_empty(located.paths[0] if isinstance(located, Files) else dataset.label))
     return rows
@@ -147,7 +147,7 @@ def source_problems(source: Source | Mixture, layout: Schema, where: str) -> Ite
         located = locate(dataset, where)
         if isinstance(located, Files):
             yield from _file_problems(located.paths, layout)
-        elif isinstance(located, Saved):
+        elif isinstance(located, SavedDataset):
             from stages.sources.arrow import saved_problems
 
             yield from saved_problems(located, layout)
@@ -164,14 +164,14 @@ def columns_read(source: Source | Mixture, layout: Schema) -> list[str]:
     return list(dict.fromkeys(read))
 
 
-def _tables(located: Files | Saved | Hub, dataset: Dataset, layout: Schema) -> list[Table]:
+def _tables(located: Files | SavedDataset | Hub, dataset: Dataset, layout: Schema) -> list[Table]:
     if isinstance(located, Files) and located.paths[0].suffix != ".parquet":
         return [jsonl.JsonlTable(path, layout) for path in located.paths]
     from stages.sources import arrow
 
     if isinstance(located, Files):
         return [arrow.parquet(path, layout) for path in located.paths]
-    return [arrow.saved(located, layout) if isinstance(located, Saved) else arrow.hub(located, dataset, layout)]
+    return [arrow.saved(located, layout) if isinstance(located, SavedDataset) else arrow.hub(located, dataset, layout)]
 
 
 def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:

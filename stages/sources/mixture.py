@@ -88,7 +88,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Turns:
+class SourceTurns:
     """A window of draws. Draw i uses `source[i]`, which had `rank[i]` earlier draws; `counts` are draws per source."""
 
     source: tuple[int, ...]
@@ -102,7 +102,7 @@ class Turns:
         return source, window * self.counts[source] + self.rank[position]
 
 
-def turns(weights: Sequence[float]) -> Turns:
+def turns(weights: Sequence[float]) -> SourceTurns:
     """The window for weights above 0.
 
     A source with c draws in a window of W has them at the positions (j + 1/2) W / c, in order of size. After any n
@@ -117,7 +117,7 @@ def turns(weights: Sequence[float]) -> Turns:
     for k in source:
         rank.append(drawn[k])
         drawn[k] += 1
-    return Turns(source, tuple(rank), counts)
+    return SourceTurns(source, tuple(rank), counts)
 
 
 def window_counts(weights: Sequence[float]) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import DataPlaneError
+from pipeline.data_plane.batcher import Batcher, Call
 from pipeline.data_plane.exchange import JOINED_BYTES, Exchange, GoneError, Read, Remove, Write, together, waves
-from pipeline.data_plane.lane import Call, Lane
 from pipeline.data_plane.rows import Block
 
 BAD = 666.0
@@ -91,9 +91,9 @@ class Store:
     def __init__(self, deadline_s: float = 20) -> None:
         self.loop, self.wire = asyncio.new_event_loop(), CountingWire()
         exchange = Exchange(self.wire)
-        self.writes: Lane[Write] = Lane(self.loop, exchange.write, deadline_s)
-        self.reads: Lane[Read] = Lane(self.loop, exchange.read, deadline_s)
-        self.removals: Lane[Remove] = Lane(self.loop, exchange.remove, deadline_s)
+        self.writes: Batcher[Write] = Batcher(self.loop, exchange.write, deadline_s)
+        self.reads: Batcher[Read] = Batcher(self.loop, exchange.read, deadline_s)
+        self.removals: Batcher[Remove] = Batcher(self.loop, exchange.remove, deadline_s)
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -119,22 +119,22 @@ class Store:
 
         self.on_loop(go)
 
-    def together(self, lane: Lane, calls: Sequence[Call], first: Call) -> None:
-        """Submit `first` to an idle lane, submit `calls` while it is in flight, and wait for all."""
-        self.rested(lane)
+    def together(self, batcher: Batcher, calls: Sequence[Call], first: Call) -> None:
+        """Submit `first` to an idle batcher, submit `calls` while it is in flight, and wait for all."""
+        self.rested(batcher)
         self.hold()
-        lane.submit(first)
+        batcher.submit(first)
         self.on_loop(lambda: None)
         for call in calls:
-            lane.submit(call)
+            batcher.submit(call)
         self.release()
         for call in (first, *calls):
             call.done.exception(10)
 
-    def rested(self, lane: Lane) -> None:
+    def rested(self, batcher: Batcher) -> None:
         """Wait until nothing is in flight."""
-        if lane._work_done is not None:
-            lane._work_done.result(10)
+        if batcher._work_done is not None:
+            batcher._work_done.result(10)
 
     def close(self) -> None:
         self.on_loop(lambda: [task.cancel() for task in asyncio.all_tasks() - {asyncio.current_task()}])
@@ -260,7 +260,7 @@ def test_what_its_caller_has_given_up_is_not_sent(store: Store):
         store.writes.submit(call)
         assert call.done.cancel()
     store.release()
-    for i in range(20):  # the lane is idle and starts again
+    for i in range(20):  # the batcher is idle and starts again
         call = write(f"r{i}", i)
         store.writes.submit(call)
         call.done.result(10)
@@ -269,7 +269,7 @@ def test_what_its_caller_has_given_up_is_not_sent(store: Store):
 
 
 def test_callers_that_come_again_share_the_next_batch(store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pipeline.data_plane.lane.LINGER_S", 0.3)
+    monkeypatch.setattr("pipeline.data_plane.batcher.LINGER_S", 0.3)
     store.together(store.writes, [write("a"), write("b")], write("first"))
     again = [write("c"), write("d")]
     for call in again:

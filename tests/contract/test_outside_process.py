@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline import Field
-from pipeline.data_plane.outside import READER, Address, OutsideProcess, Shared
+from pipeline.data_plane.outside import READER, Address, OutsideProcess, SharedHandles
 from pipeline.data_plane.signed import KEY_BYTES
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.declare.columns import Ragged
@@ -62,7 +62,7 @@ def put(plane: TransferQueuePlane, group: int) -> KVBatchMeta:
 def test_a_group_can_be_read_and_written_until_it_is_cleared(
     plane: TransferQueuePlane, process: OutsideProcess
 ) -> None:
-    shared = Shared(plane, PARTITION, "judge")
+    shared = SharedHandles(plane, PARTITION, "judge")
     made = put(plane, 7)
     grades = Ragged(torch.tensor([0.5, 0.25, 0.75]), (1, 2))
     columns = {"score": torch.ones(2), "grades": grades}
@@ -87,7 +87,7 @@ def test_a_group_can_be_read_and_written_until_it_is_cleared(
 def test_a_process_that_reads_nothing_writes_only_to_groups_that_are_there(
     plane: TransferQueuePlane, process: OutsideProcess
 ) -> None:
-    shared = Shared(plane, PARTITION, "scout")
+    shared = SharedHandles(plane, PARTITION, "scout")
     columns = {"score": torch.ones(2)}
     handle = KVBatchMeta(keys=keys_of((7,), 2), partition_id=PARTITION, fields=())
     with pytest.raises(DataPlaneError, match="group 7 has no samples yet, or none now"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli.load import load
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -29,7 +29,7 @@ def run(folder: Path, file: Path, flags: dict[str, Any], on_step: Any = None) ->
 
     graph = load(file).build(flags)
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=on_step).execute()
+    Driver(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=on_step).execute()
     return run_dir
 
 

@@ -20,7 +20,7 @@ from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost, Unfit
 from stages.backends import PULL, Decoded, Sampling
 from stages.backends.vllm import api as versions
-from stages.backends.vllm.weights import Weights
+from stages.backends.vllm.weights import VersionShares
 from tests.engines import vllm_models as tiny
 from tests.engines.prepared import engines, kill, runs
 from tests.optional import need
@@ -146,7 +146,7 @@ def test_an_engine_that_cannot_load_is_given_up_and_serves_what_it_served(backen
     def load() -> None:
         wait_for(lambda: busy(backend, model))
         with pytest.raises(Exception, match="collective_rpc"):
-            backend.client(model).load(Weights(shares_of(wrong), 5, PULL))
+            backend.client(model).load(VersionShares(shares_of(wrong), 5, PULL))
 
     events = streamed(backend, model, load)
     assert rows_of(events) == before

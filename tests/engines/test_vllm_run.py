@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphs.quickstart import graph
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -51,7 +51,7 @@ def published(run_dir: RunDir, **settings: Any) -> list[tuple[int, str]]:
         threads=1,
         **settings,
     )
-    Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir.create()).execute()
+    Driver(described, plan(described)[0], LocalExecutor(), run_dir=run_dir.create()).execute()
     events = [event for _, event in trace.read(run_dir.events)]
     return [(event.version, event.sha256) for event in events if isinstance(event, trace.Published)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli.load import load
 from pipeline.cli.resume import cut_metrics
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import StageError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -32,8 +32,8 @@ def execute(
     graph = load(file).build(flags)
     planned = plan(graph)[0]
     run_dir = RunDir(folder).create()
-    engine = Engine(graph, planned, executor or LocalExecutor(), run_dir=run_dir, start=start, on_step=on_step)
-    engine.execute()
+    driver = Driver(graph, planned, executor or LocalExecutor(), run_dir=run_dir, start=start, on_step=on_step)
+    driver.execute()
     return run_dir
 
 
@@ -94,16 +94,16 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp
     graph = load(NUMBERS).build(flags)
 
     def look(step: int, metrics: dict[str, float]) -> None:
-        rows.append(engine.executor.plane.row_count("numbers"))
-        sizes.append((len(engine.rows.handles), engine.scheduler.in_flight, len(engine.scheduler.running)))
+        rows.append(driver.executor.plane.row_count("numbers"))
+        sizes.append((len(driver.rows.handles), driver.scheduler.in_flight, len(driver.scheduler.running)))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
-    engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)
-    engine.execute()
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(), on_step=look)
+    driver.execute()
     assert len(rows) == 1001
-    parts = len(engine.plan.partitions)  # a group has a row in each
+    parts = len(driver.plan.partitions)  # a group has a row in each
     assert max(rows) <= parts * 8 * (4 + 2), "the capacity, which is four batches, and two that are being cleared"
-    assert engine.rows.stored.now_bytes == 0
+    assert driver.rows.stored.now_bytes == 0
     assert max(size[1] for size in sizes) <= 8 * 4
     early, late = sizes[100:200], sizes[-100:]
     assert max(late) <= tuple(n + 8 for n in max(early)), "handles do not pile up"
@@ -169,4 +169,4 @@ def test_a_stream_that_forgets_a_group_is_told_so(tmp_path):
     stages = tuple(forgetful if stage is sample else stage for stage in graph.stages)
     graph = replace(graph, stages=stages)
     with pytest.raises(StageError, match="ended without output for 3 groups"):
-        Engine(graph, plan(graph)[0], LocalExecutor()).execute()
+        Driver(graph, plan(graph)[0], LocalExecutor()).execute()

@@ -17,7 +17,7 @@ from graphs import quickstart
 from ops.random import uniform
 from pipeline import Field, Graph, Stage, StageContext, Task
 from pipeline.declare.columns import Ragged
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -54,7 +54,7 @@ def with_stage(graph: Graph, name: str, other: Stage | None) -> Graph:
 
 def run(graph: Graph, folder: Path) -> tuple[RunDir, list[dict[str, float]]]:
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
+    Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir).execute()
     return run_dir, [msgspec.json.decode(line) for line in run_dir.metrics.read_bytes().splitlines()]
 
 

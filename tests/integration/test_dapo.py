@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from graphs import dapo
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -31,7 +31,7 @@ def described(**options):
 def execute(executor, run_dir, start=0, **options):
     torch.set_num_threads(1)
     graph = described(**options)
-    Engine(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start).execute()
+    Driver(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start).execute()
     return run_dir
 
 

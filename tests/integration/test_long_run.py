@@ -17,7 +17,7 @@ from pipeline.cli.load import load
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.columns import Ragged
 from pipeline.declare.stage import External
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.engine.handles import HandleTable
 from pipeline.engine.outside import Outside
 from pipeline.engine.stored import Stored
@@ -40,16 +40,16 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_steps():
     rows, sizes, resident = [], [], []
 
     def look(step: int, metrics: dict[str, float]) -> None:
-        rows.append(engine.executor.plane.row_count("small"))
-        sizes.append((len(engine.rows.handles), engine.scheduler.in_flight, len(engine.scheduler.steps_in_flight())))
+        rows.append(driver.executor.plane.row_count("small"))
+        sizes.append((len(driver.rows.handles), driver.scheduler.in_flight, len(driver.scheduler.steps_in_flight())))
         resident.append(resident_mib())
 
-    engine = Engine(graph, plan(graph)[0], LocalExecutor(), on_step=look)
-    engine.execute()
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(), on_step=look)
+    driver.execute()
     assert len(rows) == STEPS
-    parts = len(engine.plan.partitions)  # a group has a row in each
+    parts = len(driver.plan.partitions)  # a group has a row in each
     assert max(rows) <= parts * 8 * (2 + 2), "the capacity, which is two batches, and two that are being cleared"
-    assert engine.rows.stored.now_bytes == 0
+    assert driver.rows.stored.now_bytes == 0
     for size, bound in zip(map(max, zip(*sizes)), (4, 16, 2)):
         assert size <= bound, sizes[-1]
     assert resident[-1] - resident[STEPS // 5] < 8
@@ -88,12 +88,12 @@ def test_ragged_columns_from_outside_are_cut_by_the_lengths_of_the_graph():
         stages=(Tokens(), External((marks,), timeout_s=20.0), Look()),
         schedule=Schedule(steps=1),
     )
-    engine = Engine(graph, plan(graph)[0], LocalExecutor())
-    thread = threading.Thread(target=engine.execute)
+    driver = Driver(graph, plan(graph)[0], LocalExecutor())
+    thread = threading.Thread(target=driver.execute)
     thread.start()
     time.sleep(0.3)
     for group, count in ((0, 3), (1, 4)):  # two samples of 1 + 2 tokens, then two of 3 + 1
-        engine.executor.plane.write_outside("small", f"{group:08d}.0", {"marks": torch.arange(float(count)) + group})
+        driver.executor.plane.write_outside("small", f"{group:08d}.0", {"marks": torch.arange(float(count)) + group})
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert seen["tokens"].lengths == seen["marks"].lengths == (1, 2, 3, 1)

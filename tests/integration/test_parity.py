@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from graphs import quickstart
 from pipeline import Stage
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
@@ -87,11 +87,11 @@ def cut(steps: int):
     return replace(graph, stages=tuple(stages), schedule=replace(graph.schedule, steps=steps, checkpoint_every=0))
 
 
-def execute(executor, run_dir: RunDir, start: int = 0, graph=None) -> Engine:
+def execute(executor, run_dir: RunDir, start: int = 0, graph=None) -> Driver:
     graph = graph or described()
-    engine = Engine(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start)
-    engine.execute()
-    return engine
+    driver = Driver(graph, plan(graph)[0], executor, run_dir=run_dir.create(), start=start)
+    driver.execute()
+    return driver
 
 
 def losses(run_dir: RunDir) -> list[float]:
@@ -133,14 +133,14 @@ def test_ray_and_transfer_queue_equal_the_handwritten_loop(by_hand, tmp_path, ra
     from pipeline.executors.ray import RayExecutor
 
     run_dir = RunDir(tmp_path / "ray")
-    engine = execute(RayExecutor(), run_dir)
+    driver = execute(RayExecutor(), run_dir)
     assert len(losses(run_dir)) == STEPS
     assert_same(run_dir, by_hand)
     events = [event for _, event in trace.read(run_dir.events)]
     published = [event for event in events if isinstance(event, trace.Published)]
     assert [event.version for event in published] == list(range(STEPS + 1))
     assert len({event.sha256 for event in published}) == STEPS + 1
-    assert engine.driver.journal.weights == {STEPS: published[-1].sha256}
+    assert driver.loop.journal.weights == {STEPS: published[-1].sha256}
     assert [event.rows_left for event in events if isinstance(event, trace.Ended)] == [0]
 
 

@@ -21,7 +21,7 @@ from ops.rewards import digit_match
 from pipeline import Field, Graph, Model, Schedule, Stage, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Packed, Sharding
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import WorkerLost
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -201,11 +201,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(described: Graph, executor: Any, folder: Path) -> tuple[dict[str, torch.Tensor], Engine]:
-    engine = Engine(described, plan(described)[0], executor, run_dir=RunDir(folder).create(), deadline_s=120.0)
-    engine.execute()
+def run(described: Graph, executor: Any, folder: Path) -> tuple[dict[str, torch.Tensor], Driver]:
+    driver = Driver(described, plan(described)[0], executor, run_dir=RunDir(folder).create(), deadline_s=120.0)
+    driver.execute()
     (weights,) = folder.rglob("weights.safetensors")
-    return load_file(weights), engine
+    return load_file(weights), driver
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,10 @@ def test_two_ranks_a_group_give_the_run_of_one_process(tmp_path, ray_session, da
     from pipeline.executors.sent import user_modules
 
     executor = RayExecutor(modules=user_modules(sys.modules[__name__]))
-    found, engine = run(graph(data, 2, fully_sharded=fully_sharded), executor, tmp_path)
+    found, driver = run(graph(data, 2, fully_sharded=fully_sharded), executor, tmp_path)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
-    events = [event for _, event in trace.read(engine.run_dir.events)]
+    events = [event for _, event in trace.read(driver.run_dir.events)]
     gets = [e for e in events if isinstance(e, trace.Got) and e.stage == "lengths"]
     puts = [e for e in events if isinstance(e, trace.Put) and e.stage == "lengths"]
     spans = [e for e in events if isinstance(e, trace.Ran) and e.stage == "lengths"]
@@ -270,11 +270,11 @@ def test_the_rank_that_fails_is_named_while_the_others_wait_for_it(tmp_path, ray
         schedule=Schedule(steps=2),
     )
     executor = RayExecutor(modules=user_modules(sys.modules[__name__]))
-    engine = Engine(described, plan(described)[0], executor, run_dir=RunDir(tmp_path).create(), deadline_s=600.0)
+    driver = Driver(described, plan(described)[0], executor, run_dir=RunDir(tmp_path).create(), deadline_s=600.0)
     begun_s = time.monotonic()
     named = "a worker died and did not finish 'meet' at step 1" if dies else "rank 1 has 2 samples and had enough"
     with pytest.raises(WorkerLost if dies else StageError, match=named):
-        engine.execute()
+        driver.execute()
     assert time.monotonic() - begun_s < EXCHANGE_DEADLINE_S / 4
     if not dies:  # a rank that dies has no failure of its own
         (folder,) = (tmp_path / "failures").iterdir()

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.cli.load import load
 from pipeline.declare.handle import sample_key
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import StageError
 from pipeline.executors.turns import Turns
 from pipeline.plan.planner import plan
@@ -33,41 +33,41 @@ CANARIES = {
 }
 
 
-def engine_of(run_dir: Path, **flags):
+def driver_of(run_dir: Path, **flags):
     from pipeline.executors.ray import RayExecutor
     from pipeline.executors.sent import user_modules
 
     file = load(HERE / "small_graph.py")
     graph = file.build(flags)
     executor = RayExecutor(modules=user_modules(file.module))
-    return Engine(graph, plan(graph)[0], executor, run_dir=RunDir(run_dir).create(), deadline_s=240.0)
+    return Driver(graph, plan(graph)[0], executor, run_dir=RunDir(run_dir).create(), deadline_s=240.0)
 
 
-def events_of(engine: Engine, kind: type) -> list:
-    return [event for _, event in trace.read(engine.run_dir.events) if isinstance(event, kind)]
+def events_of(driver: Driver, kind: type) -> list:
+    return [event for _, event in trace.read(driver.run_dir.events) if isinstance(event, kind)]
 
 
-def listened(engine: Engine) -> dict[int, float]:
+def listened(driver: Driver) -> dict[int, float]:
     """Return when the reader of the outside field began, by group."""
-    return {group: ran.start_s for ran in events_of(engine, trace.Ran) if ran.stage == "listen" for group in ran.groups}
+    return {group: ran.start_s for ran in events_of(driver, trace.Ran) if ran.stage == "listen" for group in ran.groups}
 
 
 def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts(tmp_path, ray_session):
     """Nothing in the graph writes `score` and `grades`: a process writes them to TransferQueue, group by group. It
     reads ragged marks, and grades of other lengths than theirs are refused."""
-    engine = engine_of(tmp_path, steps=1, batch=2, external=True)
-    thread = threading.Thread(target=engine.execute)
+    driver = driver_of(tmp_path, steps=1, batch=2, external=True)
+    thread = threading.Thread(target=driver.execute)
     thread.start()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
     waiting_s = time.monotonic() + 240
     while time.monotonic() < waiting_s and not any(
-        put.stage == "shout" for put in (events_of(engine, trace.Put) if engine.run_dir.events.exists() else [])
+        put.stage == "shout" for put in (events_of(driver, trace.Put) if driver.run_dir.events.exists() else [])
     ):
         time.sleep(0.1)
-    assert not engine.run_dir.data_plane.stat().st_mode & 0o077
+    assert not driver.run_dir.data_plane.stat().st_mode & 0o077
     read: list[int] = []
     for group in (1, 0):
-        command = [sys.executable, str(HERE / "outside.py"), str(engine.run_dir.path), str(group)]
+        command = [sys.executable, str(HERE / "outside.py"), str(driver.run_dir.path), str(group)]
         done = subprocess.run(
             [*command, str(group), "0.5"], capture_output=True, text=True, timeout=240, env=environment
         )
@@ -78,71 +78,71 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
             f"[{10 * group}, {10 * group + 1}, {10 * group + 1}]",
         )
         assert "'grades' has samples of lengths 2, 1" in refused and "the group have M = 1, 2" in refused
-        while time.monotonic() < waiting_s and len(started_s := listened(engine)) == len(read):
+        while time.monotonic() < waiting_s and len(started_s := listened(driver)) == len(read):
             time.sleep(0.1)
         assert started_s.keys() - set(read) == {group}, "the reader starts when the field is there, and not before"
         assert started_s[group] > float(before_s)
         read.append(group)
     thread.join(timeout=240)
     assert not thread.is_alive()
-    metrics = msgspec.json.decode(engine.run_dir.metrics.read_bytes())
+    metrics = msgspec.json.decode(driver.run_dir.metrics.read_bytes())
     assert metrics["listen/sum"] == pytest.approx((0 + 1 + 2 * 0.5) / 2)
     assert (metrics["listen/first"], metrics["listen/second"]) == (5.0, 11.0 + 1.0)
-    assert events_of(engine, trace.Ended)[0].rows_left == 0
+    assert events_of(driver, trace.Ended)[0].rows_left == 0
 
 
 def test_a_task_is_spread_over_the_workers_of_its_group(tmp_path, ray_session):
-    engine = engine_of(tmp_path, steps=2, batch=4, workers=2)
-    engine.execute()
-    spans = [ran for ran in events_of(engine, trace.Ran) if ran.stage == "shout"]
+    driver = driver_of(tmp_path, steps=2, batch=4, workers=2)
+    driver.execute()
+    spans = [ran for ran in events_of(driver, trace.Ran) if ran.stage == "shout"]
     assert sorted((ran.step, ran.worker, ran.groups) for ran in spans) == [
         (0, 0, (0, 1)),
         (0, 1, (2, 3)),
         (1, 0, (4, 5)),
         (1, 1, (6, 7)),
     ]
-    samples = [msgspec.json.decode(line) for line in engine.run_dir.samples(1).read_bytes().splitlines()]
+    samples = [msgspec.json.decode(line) for line in driver.run_dir.samples(1).read_bytes().splitlines()]
     assert [(row["prompt"], row["shout"]) for row in samples] == [
         (str(g), str(g) * 2) for g in (4, 4, 5, 5, 6, 6, 7, 7)
     ]
-    assert events_of(engine, trace.Ended)[0].rows_left == 0
+    assert events_of(driver, trace.Ended)[0].rows_left == 0
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_worker_that_raises_leaves_an_empty_partition_and_the_original_error(interrupted, tmp_path, ray_session):
-    engine = engine_of(tmp_path, steps=3, batch=4, bad=5, interrupted=interrupted)
+    driver = driver_of(tmp_path, steps=3, batch=4, bad=5, interrupted=interrupted)
     left = []
-    close = engine.executor.close
+    close = driver.executor.close
 
     def close_and_count():
-        plane = engine.executor.plane
+        plane = driver.executor.plane
         plane_close, plane.close = plane.close, lambda: None
         close()
         left.append(plane.row_count("small"))
         plane_close()
 
-    engine.executor.close = close_and_count
+    driver.executor.close = close_and_count
     with pytest.raises(StageError) as error:
-        engine.execute()
+        driver.execute()
     (problem,) = error.value.problems
     said = "KeyboardInterrupt" if interrupted else "ArithmeticError: group 5 is bad"
     assert f"stage 'shout' failed at step 2: {said}" in problem.what
     assert problem.where.startswith(str(HERE / "small_graph.py"))
     assert left == [0]
-    assert (engine.run_dir.failure(1, "shout") / "columns.json").is_file()
-    assert events_of(engine, trace.Failed)[0].problems == (str(problem),)
+    assert (driver.run_dir.failure(1, "shout") / "columns.json").is_file()
+    assert events_of(driver, trace.Failed)[0].problems == (str(problem),)
 
 
 def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session):
-    engine = engine_of(tmp_path, steps=12, batch=4)
+    driver = driver_of(tmp_path, steps=12, batch=4)
     done = []
-    engine.driver.steps._listeners = [lambda step, metrics: (
-        done.append(metrics), step == 3 and ray_session.kill(engine.executor._actors["shouters"][0])
+    driver.loop.steps._listeners = [lambda step, metrics: (
+        done.append(metrics), step == 3 and ray_session.kill(driver.executor._actors["shouters"][0])
     )]  # fmt: skip
-    engine.execute()
+    driver.execute()
     assert len(done) == 12
-    assert {event.stage for event in events_of(engine, trace.Retried)} == {"shout"}
-    assert events_of(engine, trace.Ended)[0].rows_left == 0
+    assert {event.stage for event in events_of(driver, trace.Retried)} == {"shout"}
+    assert events_of(driver, trace.Ended)[0].rows_left == 0
 
 
 def test_a_task_goes_out_to_all_workers_before_any_answers():

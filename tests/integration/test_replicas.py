@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -22,7 +22,7 @@ def run(folder: Path, **flags: Any) -> RunDir:
 
     graph = apart_graph.graph(**flags)
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir).execute()
+    Driver(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir).execute()
     return run_dir
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from pipeline.cli.load import load
 from pipeline.cli.resume import cut_metrics
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError
 from pipeline.executors.keeper import members
@@ -53,9 +53,9 @@ def stopped(file: Path, flags: dict[str, Any], folder: Path, *, at: int, after_s
 
     before = signal.getsignal(signal.SIGTERM)
     with Termination() as termination:
-        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
-        engine.execute()
-    assert engine.stopped and termination.asked and signal.getsignal(signal.SIGTERM) == before
+        driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
+        driver.execute()
+    assert driver.stopped and termination.asked and signal.getsignal(signal.SIGTERM) == before
     assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]
     return run_dir, run_dir.checkpoint_steps()[-1]
 
@@ -83,13 +83,13 @@ def test_what_is_being_given_up_as_a_run_stops_is_accounted_for(tmp_path):
     given_up: set[int] = set()
 
     def done(step: int, metrics: dict[str, float]) -> None:
-        if engine.driver.drops.cancelled and not given_up:
-            given_up.update(engine.driver.drops.cancelled)
+        if driver.loop.drops.cancelled and not given_up:
+            given_up.update(driver.loop.drops.cancelled)
             os.kill(os.getpid(), signal.SIGTERM)
 
     with Termination() as termination:
-        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
-        engine.execute()
+        driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
+        driver.execute()
     dropped = {group: event.reason for event in events(run_dir, trace.Dropped) for group in event.groups}
     assert given_up and {dropped[group] for group in given_up} == {"cancelled"}
     manifest = run_dir.checkpoints / f"step_{run_dir.checkpoint_steps()[-1]:06d}" / "manifest.json"
@@ -292,9 +292,9 @@ def test_a_run_that_is_asked_to_stop_before_it_begins_trains_nothing(tmp_path):
     with asked:
         os.kill(os.getpid(), signal.SIGTERM)
         graph, run_dir = load(NUMBERS).build({"steps": 3}), RunDir(tmp_path / "run").create()
-        engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, termination=asked)
-        engine.execute()
-    assert engine.stopped and not events(run_dir, trace.Trained)
+        driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, termination=asked)
+        driver.execute()
+    assert driver.stopped and not events(run_dir, trace.Trained)
 
 
 def test_nothing_that_comes_late_cuts_off_what_a_run_says_at_its_end():

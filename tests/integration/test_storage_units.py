@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.cli.load import load
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
-from pipeline.executors.placement import Placement
+from pipeline.executors.placement import PlacementGroups
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
 
@@ -38,7 +38,7 @@ def run(ray: Any, folder: Path, units: int) -> tuple[list[bytes], list[tuple[int
     file = load(HERE / "small_graph.py")
     graph = file.build({"steps": 2, "batch": 6})
     executor = RayExecutor(modules=user_modules(file.module), storage_units=units)
-    engine = Engine(graph, plan(graph)[0], executor, run_dir=RunDir(folder).create(), deadline_s=240.0)
+    driver = Driver(graph, plan(graph)[0], executor, run_dir=RunDir(folder).create(), deadline_s=240.0)
     counts: list[tuple[int, int]] = []
     close = executor.close
 
@@ -48,16 +48,16 @@ def run(ray: Any, folder: Path, units: int) -> tuple[list[bytes], list[tuple[int
         close()
 
     executor.close = count_and_close
-    engine.execute()
-    return [engine.run_dir.samples(step).read_bytes() for step in range(2)], counts
+    driver.execute()
+    return [driver.run_dir.samples(step).read_bytes() for step in range(2)], counts
 
 
 def in_process(folder: Path) -> list[bytes]:
     """Return the samples of the same run in this process."""
     graph = load(HERE / "small_graph.py").build({"steps": 2, "batch": 6})
-    engine = Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=RunDir(folder).create(), deadline_s=240.0)
-    engine.execute()
-    return [engine.run_dir.samples(step).read_bytes() for step in range(2)]
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=RunDir(folder).create(), deadline_s=240.0)
+    driver.execute()
+    return [driver.run_dir.samples(step).read_bytes() for step in range(2)]
 
 
 def test_a_run_is_the_same_with_two_and_three_storage_units(tmp_path: Path, ray_session: Any, session_store: Any):
@@ -78,7 +78,7 @@ def test_a_run_is_the_same_with_two_and_three_storage_units(tmp_path: Path, ray_
 
 def test_cpus_are_reserved_until_they_are_released(ray_session: Any, monkeypatch: pytest.MonkeyPatch):
     """Eight CPUs of the cluster are free: while five are reserved, four more are not to be had."""
-    first, second = Placement(), Placement()
+    first, second = PlacementGroups(), PlacementGroups()
     try:
         first.reserve([{"CPU": 1.0}] * 5)
         with monkeypatch.context() as at_once:

@@ -20,7 +20,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 from ray.cluster_utils import Cluster
 
 from pipeline.cli.load import load
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.ray import RayExecutor
 from pipeline.executors.sent import user_modules
 from pipeline.plan.planner import plan
@@ -59,7 +59,7 @@ def noting(wanted):
 
 
 executor._open_plane = noting
-Engine(graph, plan(graph)[0], executor, run_dir=run_dir, deadline_s=240).execute()
+Driver(graph, plan(graph)[0], executor, run_dir=run_dir, deadline_s=240).execute()
 events = [event for _, event in trace.read(run_dir.events)]
 nodes = {event.group: event.node for event in events if isinstance(event, trace.Placed)}
 ended = [event for event in events if isinstance(event, trace.Ended)]

@@ -15,8 +15,8 @@ from pipeline import Schedule
 from pipeline.cli.resume import cut_metrics
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.task import Task
-from pipeline.engine.driver import Engine
-from pipeline.engine.loop import Driver
+from pipeline.engine.driver import Driver
+from pipeline.engine.loop import Loop
 from pipeline.errors import SluiceError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -40,7 +40,7 @@ def execute(folder: Path, described, start: int = 0) -> RunDir:
     run_dir = RunDir(folder).create()
     planned = plan(described)[0]
     run_dir.plan.write_bytes(msgspec.json.encode(planned))
-    Engine(described, planned, LocalExecutor(), run_dir=run_dir, start=start).execute()
+    Driver(described, planned, LocalExecutor(), run_dir=run_dir, start=start).execute()
     return run_dir
 
 
@@ -86,10 +86,10 @@ def _no_bound(**_: int) -> bool:
     return False
 
 
-_submit = Driver._submit
+_submit = Loop._submit
 
 
-def _clears_at_once(self: Driver, task: Task) -> None:
+def _clears_at_once(self: Loop, task: Task) -> None:
     _submit(self, task)
     if rows := self.rows.handles.rows(task.groups):
         self.rows._remove(rows, Clear(task.step, task.groups, (), last=True))
@@ -107,7 +107,7 @@ def _much(**_: int) -> int:
         ("wait", "pipeline.schedule.scheduler.askable", _much, "I1"),
         ("wait", "pipeline.schedule.board.admissible", _much, "I3"),
         ("wait", "pipeline.schedule.scheduler.Scheduler._is_ahead", lambda *_: False, "I7"),
-        ("sync", "pipeline.engine.loop.Driver._submit", _clears_at_once, "I7"),
+        ("sync", "pipeline.engine.loop.Loop._submit", _clears_at_once, "I7"),
         ("sync", "pipeline.engine.run_rows.RunRows._remove", lambda *_: None, "I2"),
     ],
 )

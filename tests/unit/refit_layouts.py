@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ops.refit.layout import Box, Layout, Place, Tensor, dense
 from ops.refit.move import Moves
-from ops.refit.plan import Plan
+from ops.refit.plan import RefitPlan
 
 POISON = 0xEE
 
@@ -98,7 +98,7 @@ def filled(layout: Layout, *, mark: bool = False) -> list[dict[str, np.ndarray]]
     return made
 
 
-def moves(plan: Plan, rank: int, source: list[dict[str, torch.Tensor]], own: dict[str, torch.Tensor]) -> Moves:
+def moves(plan: RefitPlan, rank: int, source: list[dict[str, torch.Tensor]], own: dict[str, torch.Tensor]) -> Moves:
     """Return a receiver's part of a plan, reading from the buffers of all senders into its own buffers."""
     return Moves(
         plan.copies(rank),

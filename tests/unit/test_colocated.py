@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphs import quickstart
 from pipeline import Graph, Schedule, WorkerGroup
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.turns import SLACK_BYTES, Turns
@@ -144,7 +144,7 @@ def test_a_partner_keeps_what_an_engine_of_fixed_memory_does_not_take():
 
 def run(graph: Graph, folder: Path, executor: Any) -> list[trace.TraceEvent]:
     run_dir = RunDir(folder).create()
-    Engine(graph, plan(graph)[0], executor, run_dir=run_dir).execute()
+    Driver(graph, plan(graph)[0], executor, run_dir=run_dir).execute()
     assert not check(run_dir.path)
     return [event for _, event in trace.read(run_dir.events)]
 

@@ -10,7 +10,7 @@ import msgspec
 from pipeline.cli.load import load
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.engine.tally import Tally
 from pipeline.executors import merged
 from pipeline.executors.local import LocalExecutor
@@ -25,7 +25,7 @@ SMALL = Path(__file__).parents[1] / "integration" / "small_graph.py"
 def test_bytes_are_counted_by_edge_and_partition(tmp_path: Path) -> None:
     described = load(SMALL).build({"steps": 2, "batch": 3})
     run_dir = RunDir(tmp_path / "run").create()
-    Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
+    Driver(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
     first, second = (msgspec.json.decode(line) for line in run_dir.metrics.read_bytes().splitlines())
     texts = 3 * 2 * len("0")  # one character per prompt
     assert first["data/bytes_numbers_to_shout"] == second["data/bytes_numbers_to_shout"] == texts

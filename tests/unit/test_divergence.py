@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engine.divergence import ALIKE, CONSTANT, FACTOR, IN_A_ROW, STILL, Divergence, Notice
+from pipeline.engine.divergence import ALIKE, CONSTANT, FACTOR, IN_A_ROW, STILL, Divergence, DivergenceNotice
 from pipeline.record import trace
 from pipeline.record.runs import open_run
 from tests.errors.harness import command, live_text
@@ -26,7 +26,7 @@ HEALTHY = {"loss": -0.01, "grad_norm": 0.8, "mismatch_kl": 1e-3, "kl": 0.01, "en
 METRICS = sorted(HEALTHY)
 
 
-def notices(steps: Iterable[Mapping[str, float]]) -> list[Notice]:
+def notices(steps: Iterable[Mapping[str, float]]) -> list[DivergenceNotice]:
     divergence = Divergence()
     return [notice for step, metrics in enumerate(steps) for notice in divergence.take(step, metrics)]
 

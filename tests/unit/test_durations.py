@@ -13,7 +13,7 @@ from pipeline.declare.task import Task
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.simulation.distributions import parse, uniform
-from pipeline.simulation.durations import Came, Costs, Drawn, Durations, Line, Recorded
+from pipeline.simulation.durations import Came, Costs, Drawn, Durations, LinearFit, Recorded
 from pipeline.simulation.least_squares import non_negative
 from pipeline.simulation.recorded import fitted
 from pipeline.simulation.virtual_run import Fault, Simulation
@@ -102,7 +102,7 @@ def test_one_size_is_taken_to_be_in_proportion():
 
 
 def test_recorded_groups_come_as_they_came_and_others_as_one_of_them():
-    times = Recorded(line=Line(fixed_s=1.0, cores=1.0), came={0: Came(0.5, 0.0, 10), 1: Came(1.0, 3.0, 20)})
+    times = Recorded(line=LinearFit(fixed_s=1.0, cores=1.0), came={0: Came(0.5, 0.0, 10), 1: Came(1.0, 3.0, 20)})
     work = times.stream(Task(stage="rollout", step=0, groups=(1, 0)), group_size=2, seed=0)
     assert [(part.work_s, part.wait_s, part.positions) for part in work.parts] == [(0.5, 0.0, (1,)), (1.0, 3.0, (0,))]
     assert work.tokens == (20, 10)
@@ -112,7 +112,7 @@ def test_recorded_groups_come_as_they_came_and_others_as_one_of_them():
 
 def test_a_few_steps_have_all_ratios_about_equally_often():
     ratios = tuple(1 + i / 10 for i in range(10))
-    times = Recorded(line=Line(fixed_s=1.0, cores=1.0, ratios=ratios), batch=4)
+    times = Recorded(line=LinearFit(fixed_s=1.0, cores=1.0, ratios=ratios), batch=4)
     made = [
         times.work(Task(stage="train", step=n, groups=(4 * n,)), samples=1, tokens=0, seed=5).work_s for n in range(20)
     ]

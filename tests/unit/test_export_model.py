@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pipeline.cli import model_folder
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
@@ -26,7 +26,7 @@ def finished(tmp_path_factory):
     """A run with checkpoints after steps 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("exported")
     graph = tiny_graph.graph(steps=3)
-    Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=RunDir(folder / "run").create()).execute()
+    Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=RunDir(folder / "run").create()).execute()
     return folder
 
 

@@ -13,7 +13,7 @@ from pipeline import Field, Graph, Output, Schedule, Stage, StageError
 from pipeline.data_plane.memory import MemoryPlane
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import keys_of
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from stages.prompts import Prompts
@@ -243,7 +243,7 @@ def test_a_stage_that_declares_them_gets_them_for_every_sample_of_the_group(tmp_
     source = Prompts(path, batch=4, extra=fields)
     look = Look(reads=(*fields, Field("sample", "int64")))
     graph = Graph(name="g", source=source, stages=(Samples(), look), schedule=Schedule(steps=3, seed=7))
-    Engine(graph, plan(graph)[0], LocalExecutor()).execute()
+    Driver(graph, plan(graph)[0], LocalExecutor()).execute()
     assert sorted(group for task, _ in look.seen for group in task.groups) == list(range(12))
     for task, columns in look.seen:
         expected = draw(source, task.groups, group_size=3, seed=7)

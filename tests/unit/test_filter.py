@@ -17,7 +17,7 @@ import torch
 from pipeline import Field, Graph, GraphError, Output, Schedule, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.declare.stage import External, Gate
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace as record
@@ -197,8 +197,8 @@ def graph(*stages, steps=3, **options):
 
 def execute(described, tmp_path, **options):
     run_dir = RunDir(tmp_path / "run").create()
-    engine = Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir, **options)
-    engine.execute()
+    driver = Driver(described, plan(described)[0], LocalExecutor(), run_dir=run_dir, **options)
+    driver.execute()
     lines = [msgspec.json.decode(line) for line in run_dir.metrics.read_bytes().splitlines()]
     return lines, [event for _, event in record.read(run_dir.events)], run_dir
 
@@ -240,20 +240,20 @@ def test_what_comes_from_outside_is_waited_for_before_a_group_is_dropped(tmp_pat
     described = graph(Score(), External((MARK,), timeout_s=20.0), Filter(), Look(seen), MarkedTwice(), steps=2)
     executor = LocalExecutor()
     run_dir = RunDir(tmp_path / "run").create()
-    engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
-    engine.driver.outside.due = lambda: True  # check on every pass, not once per second
+    driver = Driver(described, plan(described)[0], executor, run_dir=run_dir)
+    driver.loop.outside.due = lambda: True  # check on every pass, not once per second
     wait = executor.wait
 
     def wait_and_write(timeout_s):
         results = wait(timeout_s)
         if not results:  # the graph is blocked until the outside process writes
-            for step in engine.scheduler.steps_in_flight():
-                for group in engine.scheduler.absent(step, "mark"):
+            for step in driver.scheduler.steps_in_flight():
+                for group in driver.scheduler.absent(step, "mark"):
                     executor.plane.write_outside("gated", f"{group:08d}.0", {"mark": torch.ones(2)})
         return results
 
     executor.wait = wait_and_write
-    engine.execute()
+    driver.execute()
     assert seen == [[1, 2, 4, 5], [7, 8, 10, 11]]
     events = [event for _, event in record.read(run_dir.events)]
     assert [event.rows_left for event in events if isinstance(event, record.Ended)] == [0]

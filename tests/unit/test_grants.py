@@ -10,7 +10,7 @@ from pipeline import Schedule, WorkerGroup
 from pipeline.plan.plan import PlacedGroup
 from pipeline.plan.planner import plan
 from pipeline.schedule.blockers import Weights
-from pipeline.schedule.grants import Grants, Workers, divided
+from pipeline.schedule.grants import Grants, GroupWorkers, divided
 from pipeline.schedule.readiness import Reader, units_of
 from tests.unit import toy
 from tests.unit.toy import RESPONSE, Toy
@@ -43,7 +43,7 @@ class Occupied(RuleBasedStateMachine):
 
     @initialize(replicas=st.integers(1, 5))
     def begin(self, replicas):
-        self.workers = Workers(group(replicas))
+        self.workers = GroupWorkers(group(replicas))
         self.free, self.load, self.streams = set(range(replicas)), [0] * replicas, []
 
     @precondition(lambda self: self.free)
@@ -106,14 +106,14 @@ TestOccupied = Occupied.TestCase
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=40), st.integers(1, 6))
 def test_streams_are_spread_evenly(sizes, replicas):
-    workers, load = Workers(group(replicas, model_parallel=2)), [0] * replicas
+    workers, load = GroupWorkers(group(replicas, model_parallel=2)), [0] * replicas
     for size in sizes:
         load[workers.stream_on(size)] += size
     assert max(load) - min(load) <= max(sizes), "one could not have been put better"
 
 
 def test_what_was_streamed_long_ago_is_forgotten():
-    workers = Workers(group(3))
+    workers = GroupWorkers(group(3))
     held = [workers.stream_on(1000) for _ in range(2)]
     for _ in range(5_000):
         replica = workers.stream_on(2)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ def imports(path, *, top_level):
 def files(*packages):
     """Return the Python files of these packages."""
     return [path for package in packages for path in sorted((REPOSITORY / package).rglob("*.py"))]
+
+
+def test_a_class_name_stands_for_one_class():
+    """Over all modules; a leading underscore makes no difference."""
+    found = defaultdict(list)
+    for path in files("pipeline", "stages", "ops"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(path.relative_to(REPOSITORY).as_posix())
+    clashes = [f"{name}: {', '.join(paths)}" for name, paths in sorted(found.items()) if len(paths) > 1]
+    assert not clashes, "names of several classes; rename all but one:\n" + "\n".join(clashes)
 
 
 @pytest.mark.parametrize("room", LIGHT)

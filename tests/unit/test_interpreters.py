@@ -16,7 +16,7 @@ from pipeline.cli.console import print_plan
 from pipeline.declare.interpreter import Answer, ask
 from pipeline.executors import interpreters, replay
 from pipeline.executors.interpreters import SAME, SAME_MAJOR, WORKER, check_interpreters, differences
-from pipeline.executors.placement import Placement
+from pipeline.executors.placement import PlacementGroups
 from pipeline.plan.planner import plan
 from pipeline.precedence import for_another_python
 from stages.backends import backend_problems
@@ -189,7 +189,7 @@ def test_actors_of_other_groups_keep_the_interpreter_of_the_cluster(monkeypatch)
     monkeypatch.setattr(placement.ray, "get_runtime_context", context)
     monkeypatch.setattr(placement.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
     for python in (None, "two words/python"):
-        Placement().place(WorkerGroup("host", python=python), Remote(), b"", b"", None, ())(0)  # type: ignore[arg-type]
+        PlacementGroups().place(WorkerGroup("host", python=python), Remote(), b"", b"", None, ())(0)  # type: ignore[arg-type]
     plain, own = made
     assert "py_executable" not in plain and "PYTHONPATH" not in plain["env_vars"]
     assert own["py_executable"] == f"'{Path.cwd()}/two words/python'"

@@ -6,21 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.backends.vllm.logprobs import ROWS, Logprobs
+from stages.backends.vllm.logprobs import ROWS, LogprobTable
 
 CPU = torch.device("cpu")
 
 
-def write(table: Logprobs, rows: list[int], places: list[int], values: list[float]) -> None:
+def write(table: LogprobTable, rows: list[int], places: list[int], values: list[float]) -> None:
     table.write(torch.tensor(rows), torch.tensor(places), torch.tensor(values))
 
 
-def read(table: Logprobs, lengths: dict[str, int]) -> list[list[float]]:
+def read(table: LogprobTable, lengths: dict[str, int]) -> list[list[float]]:
     return [np.frombuffer(row, np.float32).tolist() for row in table.take(lengths)]
 
 
 def test_a_request_keeps_its_row_and_comes_out_as_long_as_it_is():
-    table = Logprobs()
+    table = LogprobTable()
     first, second = table.row("a", 4, CPU), table.row("b", 4, CPU)
     write(table, [first, second], [0, 0], [-1.0, -2.0])
     assert table.row("a", 4, CPU) == first  # it was preempted and is scheduled again
@@ -29,7 +29,7 @@ def test_a_request_keeps_its_row_and_comes_out_as_long_as_it_is():
 
 
 def test_rows_are_free_when_they_were_read_or_forgotten():
-    table = Logprobs()
+    table = LogprobTable()
     rows = [table.row(str(i), 2, CPU) for i in range(ROWS)]
     table.forget(["1", "2", "never there"])
     read(table, {"3": 1})
@@ -45,7 +45,7 @@ def test_rows_are_free_when_they_were_read_or_forgotten():
     )
 )
 def test_whatever_comes_and_goes_nobody_reads_anothers(steps):
-    table, held = Logprobs(), {}
+    table, held = LogprobTable(), {}
     for number, (what, request, tokens) in enumerate(steps):
         name = str(request)
         if what == "write":

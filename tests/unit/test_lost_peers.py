@@ -16,7 +16,7 @@ from pipeline.executors import answers, control_store
 from pipeline.executors import ray as executors
 from pipeline.executors.control_store import ControlStore
 from pipeline.executors.ray import RayExecutor
-from pipeline.executors.running import Offer, Running
+from pipeline.executors.task_calls import Offer, TaskCalls
 from pipeline.executors.worker import TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record.trace import Placed
@@ -36,8 +36,8 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._replaceable = {"learner": False, "sampler": True}
     made._meetings._host = lambda: "127.0.0.1"
     made.meeting = made._meeting(made._planned["refit"], [0, 1])
-    running = Running(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
-    made._follow(running)
+    calls = TaskCalls(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
+    made._follow(calls)
 
     def replace(name: str, rank: int) -> Placed:
         made._actors[name][rank] = f"{name}.{rank} again"
@@ -149,9 +149,9 @@ def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch:
     offer = Offer(task=TASK, near=True, carried=False, payloads=())
 
     def served(**answers: Any) -> list[int | None]:
-        running = Running(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
+        calls = TaskCalls(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
         made._pending.clear()
-        made._follow(running)
+        made._follow(calls)
         return [report.served for report in told(made, monkeypatch, **answers)]
 
     of = {rank: rank.replace(".", "_") for rank in (*ranks, LEARNER)}

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline import DataPlaneError, StageError, run
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import CheckpointError, DataPlaneLost, GraphError, Problem
 from tests.errors.harness import DEF, LINES, REPOSITORY, TOP, command, graph_text, live_text
 
@@ -141,7 +141,7 @@ def test_each_kind_of_error_has_its_exit_code(live, monkeypatch, error, code):
     def execute(self):
         raise error(PROBLEM)
 
-    monkeypatch.setattr(Engine, "execute", execute)
+    monkeypatch.setattr(Driver, "execute", execute)
     ended, _, err = command(live, "graph.py", *LOCAL)
     way_on = err.splitlines()[-1]
     assert way_on.endswith(" --resume   (from the start: no checkpoint was written yet)")
@@ -155,7 +155,7 @@ def test_an_interrupted_run_says_how_to_go_on(live, monkeypatch):
     def execute(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "execute", execute)
+    monkeypatch.setattr(Driver, "execute", execute)
     code, _, err = command(live, "graph.py", *LOCAL, "--resume", "--steps", "5")
     assert code == 130
     resume = "resume: python -m pipeline.run graph.py --executor local --run-dir run --resume   (from step 2)"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ops.comm.stateless_group import GroupError
 from ops.refit import agreement
 from ops.refit.agreement import Agreement
-from ops.refit.waves import TRAINER, Report, State
+from ops.refit.waves import TRAINER, RankReport, State
 
 SENDERS = 1
 WAIT_S = 20.0
@@ -23,11 +23,11 @@ def store() -> dist.Store:
 
 
 def settle(
-    store: dist.Store, stage: str, *said: tuple[int, Report], wait_s: float = WAIT_S, **options: Any
+    store: dist.Store, stage: str, *said: tuple[int, RankReport], wait_s: float = WAIT_S, **options: Any
 ) -> list[Any]:
     """Return what each rank gets when these reports are made at the same time; an error is returned as a value."""
 
-    def one(rank: int, report: Report) -> Any:
+    def one(rank: int, report: RankReport) -> Any:
         unheard = options.get("unheard", {}).get(rank, ())
         try:
             mine = options.get("ranks", {}).get(rank) or Agreement(store, "t", rank, SENDERS)
@@ -42,17 +42,17 @@ def settle(
 
 
 def test_all_have_the_state_that_all_reported(store: dist.Store) -> None:
-    said = [(0, Report(0)), (1, Report(1, holds=True)), (2, Report(2, lost=(1,)))]
+    said = [(0, RankReport(0)), (1, RankReport(1, holds=True)), (2, RankReport(2, lost=(1,)))]
     assert settle(store, "1/0", *said) == [State((1,), (), ((2, 1),))] * 3
 
 
 def test_who_does_not_report_in_time_is_gone_and_told_when_it_comes(store: dist.Store) -> None:
     began_s = time.monotonic()
-    assert settle(store, "1/0", (0, Report(0)), (1, Report(1)), wait_s=2.0) == [State(gone=(2,))] * 2
+    assert settle(store, "1/0", (0, RankReport(0)), (1, RankReport(1)), wait_s=2.0) == [State(gone=(2,))] * 2
     assert 2.0 <= time.monotonic() - began_s < WAIT_S
-    (error,) = settle(store, "1/0", (2, Report(2)))
+    (error,) = settle(store, "1/0", (2, RankReport(2)))
     assert isinstance(error, GroupError) and "refit, rank 2: the others continued without it" in str(error)
-    (error,) = settle(store, "2/", (2, Report(2)), wait_s=0.1)  # no other rank is there any more
+    (error,) = settle(store, "2/", (2, RankReport(2)), wait_s=0.1)  # no other rank is there any more
     assert isinstance(error, GroupError) and "continued without it" in str(error)
 
 
@@ -60,11 +60,11 @@ def test_who_is_lost_at_the_other_end_of_a_transfer_is_not_waited_for(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "GRACE_S", 0.2)
-    said = [(0, Report(0)), (2, Report(2, lost=(1,)))]
+    said = [(0, RankReport(0)), (2, RankReport(2, lost=(1,)))]
     began_s = time.monotonic()
     assert settle(store, "1/0", *said, unheard={2: [1]}) == [State(gone=(1,))] * 2
     assert time.monotonic() - began_s < WAIT_S / 2
-    (error,) = settle(store, "1/0", (1, Report(1)))
+    (error,) = settle(store, "1/0", (1, RankReport(1)))
     assert isinstance(error, GroupError)
 
 
@@ -73,20 +73,22 @@ def test_who_says_that_it_is_there_is_waited_for(store: dist.Store, monkeypatch:
     late = Agreement(store, "t", 0, SENDERS)
     late.here("1/0")
     with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(settle, store, "1/0", (1, Report(1)), (2, Report(2, lost=(0,))), unheard={2: [0]})
+        others = pool.submit(settle, store, "1/0", (1, RankReport(1)), (2, RankReport(2, lost=(0,))), unheard={2: [0]})
         time.sleep(0.6)
-        assert late.settle("1/0", State(), range(3), Report(0), wait_s=WAIT_S) == State(failed=((2, TRAINER),))
+        assert late.settle("1/0", State(), range(3), RankReport(0), wait_s=WAIT_S) == State(failed=((2, TRAINER),))
         assert others.result() == [State(failed=((2, TRAINER),))] * 2
 
 
 def test_the_state_that_is_written_first_holds(store: dist.Store) -> None:
-    assert settle(store, "1/0", (0, Report(0)), wait_s=0.1) == [State(gone=(1, 2))]
-    assert all(isinstance(each, GroupError) for each in settle(store, "1/0", (1, Report(1)), (2, Report(2))))
-    assert settle(store, "1/0", (0, Report(0)), wait_s=0.1) == [State(gone=(1, 2))]
+    assert settle(store, "1/0", (0, RankReport(0)), wait_s=0.1) == [State(gone=(1, 2))]
+    assert all(isinstance(each, GroupError) for each in settle(store, "1/0", (1, RankReport(1)), (2, RankReport(2))))
+    assert settle(store, "1/0", (0, RankReport(0)), wait_s=0.1) == [State(gone=(1, 2))]
 
 
 def test_ranks_that_plan_from_different_layouts_all_end(store: dist.Store) -> None:
-    found = settle(store, "1/", (0, Report(0, plan="a")), (1, Report(1, plan="b")), (2, Report(2, plan="a")))
+    found = settle(
+        store, "1/", (0, RankReport(0, plan="a")), (1, RankReport(1, plan="b")), (2, RankReport(2, plan="a"))
+    )
     assert all(isinstance(each, ValueError) and "[0, 2] and [1]: they plan from" in str(each) for each in found)
 
 
@@ -95,7 +97,7 @@ def test_what_was_written_is_deleted_in_the_end(store: dist.Store) -> None:
     keys = []
     for version in range(6):
         for stage in (f"{version}/", f"{version}/0"):
-            said = [(rank, Report(rank)) for rank in range(3)]
+            said = [(rank, RankReport(rank)) for rank in range(3)]
             assert settle(store, stage, *said, ranks=ranks) == [State()] * 3
             if stage.endswith("/"):
                 for rank in ranks.values():
@@ -111,4 +113,4 @@ def test_a_store_that_is_lost_is_told() -> None:
     one.here("1/0")
     del served
     with pytest.raises(GroupError, match=r"rank 0: lost the store that ranks agree through .* Fix: serve it from a"):
-        one.settle("1/0", State(), range(2), Report(0), wait_s=WAIT_S)
+        one.settle("1/0", State(), range(2), RankReport(0), wait_s=WAIT_S)

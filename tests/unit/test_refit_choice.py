@@ -10,7 +10,7 @@ from pipeline import Model, StageError, WorkerGroup
 from stages import Refit
 from stages import refit as module
 from stages.backends import Route
-from stages.backends.vllm.weights import Weights, route_from
+from stages.backends.vllm.weights import VersionShares, route_from
 
 TOGETHER = {"gloo", "p2p", "broadcast", "tree"}
 POLICY = Model("tiny")
@@ -43,7 +43,7 @@ def test_a_flag_decides_and_a_pull_between_machines_is_refused(transport: str) -
 def test_sizes_reach_the_ranks_of_an_engine_that_knows_transports_by_name() -> None:
     for transport in (P2P(slot_bytes=64 << 20), Broadcast(buckets=4), TRANSPORTS["gloo"]):
         assert Refit(POLICY, **CPU, transport=transport).path(True) == transport
-        sent = Weights([], 1, Route(transport)).plain()["transport"]
+        sent = VersionShares([], 1, Route(transport)).plain()["transport"]
         assert route_from(sent, None).transport == transport and isinstance(sent, str) == (transport.name == "gloo")
     assert P2P(slot_bytes=64 << 20) != P2P()
 

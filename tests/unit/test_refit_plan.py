@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.refit.layout import Layout, Place, Tensor, dense, intersection, size, whole, without
-from ops.refit.plan import SEGMENT_BYTES, Plan, build, pieces
+from ops.refit.plan import SEGMENT_BYTES, RefitPlan, build, pieces
 from tests.examples import few
 from tests.unit.refit_layouts import POISON, buffers, filled, sides
 
 
-def carry_out(plan: Plan, given: list[dict[str, np.ndarray]], taken: list[dict[str, np.ndarray]]) -> None:
+def carry_out(plan: RefitPlan, given: list[dict[str, np.ndarray]], taken: list[dict[str, np.ndarray]]) -> None:
     for receiver in range(len(taken)):
         for copy in plan.copies(receiver):
             assert copy.destination == receiver

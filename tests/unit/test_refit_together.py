@@ -14,7 +14,7 @@ from ops.refit.layout import Layout, Tensor, dense
 from ops.refit.transports import TRANSPORTS, Broadcast, Gloo, Transport, Tree
 from ops.refit.transports.meeting import Meeting
 from pipeline.declare.ranks import open_store
-from pipeline.declare.task import Meeting as Where
+from pipeline.declare.task import MeetingPlace
 
 CPU, ROWS, COLUMNS = torch.device("cpu"), 8, 6
 TENSORS = {"w": Tensor((ROWS, COLUMNS), "int32"), "b": Tensor((ROWS,), "int32")}
@@ -64,7 +64,7 @@ class Members:
         marks: tuple[str, ...] = ("a", "a"),
         wrong: bool = False,
     ) -> dict[str, float]:
-        where = Where(host="127.0.0.1", port=self.store.port, name=name, targets=(), deadline_s=30.0)
+        where = MeetingPlace(host="127.0.0.1", port=self.store.port, name=name, targets=(), deadline_s=30.0)
         receives = index >= 2
         if not receives:
             self.buffers[index].copy_(held(*((0, 3) if index == 0 else (3, 8)), version))

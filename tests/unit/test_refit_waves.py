@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.refit.layout import Layout, Tensor, dense, whole
-from ops.refit.waves import TRAINER, NoSourceError, Report, State, gives, kinds, parts, settled, waves
+from ops.refit.waves import TRAINER, NoSourceError, RankReport, State, gives, kinds, parts, settled, waves
 from tests.examples import few
 from tests.unit.refit_layouts import POISON, buffers, filled, sides
 
@@ -140,14 +140,14 @@ def test_whoever_dies_in_whatever_wave_the_others_have_it_or_nobody_could_give_i
         dying = data.draw(st.sets(st.sampled_from(sorted(expected)), max_size=2)) if count < 6 else set()
         broken = data.draw(st.sets(st.sampled_from([rank for rank, _ in wave]), max_size=1)) if count < 6 else set()
         dead |= dying
-        reports = {rank: Report(rank) for rank in expected - dying}
+        reports = {rank: RankReport(rank) for rank in expected - dying}
         for rank, source in wave:
             giver = max(set(range(SENDERS)) - set(state.gone)) if source == TRAINER else source
             if rank not in dying:
                 lost = (giver,) if giver in dying or rank in broken else ()
-                reports[rank] = Report(rank, holds=not lost, lost=lost)
+                reports[rank] = RankReport(rank, holds=not lost, lost=lost)
             elif giver not in dying:
-                reports[rank] = Report(by=giver)
+                reports[rank] = RankReport(by=giver)
         state = settled(state, expected, reports, SENDERS)
         assert set(state.gone) == dead and not set(state.holders) & dead
     assert set(state.holders) == set(kind) - dead
@@ -155,13 +155,19 @@ def test_whoever_dies_in_whatever_wave_the_others_have_it_or_nobody_could_give_i
 
 def test_what_ranks_report_is_the_state_behind_a_wave() -> None:
     before = State(holders=(2,), gone=(5,), failed=((3, 2),))
-    reports = {0: Report(0), 2: Report(2), 3: Report(3, holds=True), 4: Report(4, lost=(0, 6)), 6: Report(by=4)}
+    reports = {
+        0: RankReport(0),
+        2: RankReport(2),
+        3: RankReport(3, holds=True),
+        4: RankReport(4, lost=(0, 6)),
+        6: RankReport(by=4),
+    }
     assert settled(before, [0, 1, 2, 3, 4, 6], reports, 2) == State((2, 3), (1, 5, 6), ((3, 2), (4, TRAINER)))
-    assert settled(State(), [3, 4], {3: Report(3, lost=(4,)), 4: Report(4)}, 2).failed == ((3, 4),)
+    assert settled(State(), [3, 4], {3: RankReport(3, lost=(4,)), 4: RankReport(4)}, 2).failed == ((3, 4),)
 
 
 def test_ranks_that_plan_from_different_layouts_are_told() -> None:
-    reports = {0: Report(0, plan="a"), 1: Report(1, plan="b"), 2: Report(2, plan="a")}
+    reports = {0: RankReport(0, plan="a"), 1: RankReport(1, plan="b"), 2: RankReport(2, plan="a")}
     assert settled(State(), [0, 1, 2], reports, 1).refused == (
         "refit, ranks [0, 2] and [1]: they plan from different layouts or versions; all ranks must use the "
         "same. Fix: the same model, layouts and version on all ranks"

@@ -12,7 +12,7 @@ import torch
 
 from pipeline import Field, Graph, Schedule, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, Ragged
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.plan.samples import KeepSamples
@@ -59,7 +59,7 @@ def kept(folder: Path, stages: tuple[Stage, ...], keep: int) -> list[dict[str, o
     """Return the kept rows of a run's second step, after checking its record."""
     described = Graph(name="kept", source=Numbers(), stages=stages, schedule=Schedule(steps=2, keep_groups=keep))
     run_dir = RunDir(folder / "run").create()
-    Engine(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
+    Driver(described, plan(described)[0], LocalExecutor(), run_dir=run_dir).execute()
     assert not check(run_dir.path)
     events = [event for _, event in trace.read(run_dir.events)]
     cleared = [group for event in events if isinstance(event, trace.Cleared) and event.last for group in event.groups]

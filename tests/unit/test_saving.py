@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import CheckpointError, Problem, StageError
 from pipeline.executors import saving
 from pipeline.executors.host_memory import free_bytes
@@ -148,7 +148,7 @@ class Disk:
 
 def run(folder: Path, on_step=None, **schedule) -> tuple[RunDir, list[trace.TraceEvent]]:
     graph, run_dir = tiny_graph.graph(**schedule), RunDir(folder).create()
-    Engine(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=on_step).execute()
+    Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=on_step).execute()
     return run_dir, [event for _, event in trace.read(run_dir.events)]
 
 

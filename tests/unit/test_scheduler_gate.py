@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline import Field, Graph, GraphError, Schedule, WorkerGroup
 from pipeline.declare.stage import External
 from pipeline.plan.planner import plan
-from pipeline.schedule.events import Admit, Dropped
+from pipeline.schedule.events import Admit, GroupsDropped
 from tests.examples import few
 from tests.unit import toy
 from tests.unit.toy import LOGPROBS, PROMPT, RESPONSE, REWARD, VERSIONS, Toy
@@ -231,7 +231,7 @@ def test_the_gate_decides_once():
     world.fail(job)
     again = world.job("gate")
     assert again.task.groups == (0, 1)
-    assert world.tell(Dropped(0, {0: "other"}, task=again.task.number)) == []
+    assert world.tell(GroupsDropped(0, {0: "other"}, task=again.task.number)) == []
     world.run(lambda count: 0).check_end()
     assert world.batches[0] == (0, 1)
 

@@ -20,7 +20,7 @@ from pipeline import Field, Graph, Schedule
 from pipeline.declare.stage import External
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
-from pipeline.schedule.events import Dropped, Failed, Finished, Landed, Saved
+from pipeline.schedule.events import AttemptLost, Finished, GroupsDropped, Landed, Saved
 from pipeline.schedule.scheduler import Scheduler
 from tests.examples import few
 from tests.unit import toy
@@ -239,9 +239,9 @@ class Disorder(RuleBasedStateMachine):
         stage = self.plan.stage(task.stage)
         reports = [
             Landed(task.step, task.groups, stage.writes, oldest=(0,) * len(task.groups), task=task.number),
-            Dropped(task.step, dict.fromkeys(task.groups, "equal"), task=task.number),
+            GroupsDropped(task.step, dict.fromkeys(task.groups, "equal"), task=task.number),
             Finished(task, task.groups),
-            Failed(task),
+            AttemptLost(task),
         ]
         for report in data.draw(st.lists(st.sampled_from(reports), min_size=1), label="reports"):
             assert self.world.tell(report) == []
@@ -259,7 +259,7 @@ class Disorder(RuleBasedStateMachine):
             if (written[:1] and (written[0], group) in self.world.landed) and not self.world.is_gate(stage):
                 assert self.world.tell(Landed(task.step, (group,), written, task=task.number)) == []
             elif self.world.is_gate(stage) and group in self.world.dropped:
-                assert self.world.tell(Dropped(task.step, {group: "again"}, task=task.number)) == []
+                assert self.world.tell(GroupsDropped(task.step, {group: "again"}, task=task.number)) == []
 
     @precondition(lambda self: self.world.saving)
     @rule(twice=st.booleans())

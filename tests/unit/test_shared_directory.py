@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli.load import load
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import StageError
 from pipeline.executors import worker
 from pipeline.executors.local import LocalExecutor
@@ -35,8 +35,8 @@ def test_all_workers_see_the_directory_of_the_driver(theirs: str, tmp_path: Path
     )
     described = load(SMALL).build({"steps": 1, "batch": 2})
     run_dir = RunDir(tmp_path / "here").create()
-    engine = Engine(described, plan(described)[0], executor, run_dir=run_dir)
+    driver = Driver(described, plan(described)[0], executor, run_dir=run_dir)
     if theirs == "the same":
-        return engine.execute()
+        return driver.execute()
     with pytest.raises(StageError, match=r"worker 0 of '[a-z]+' on .* does not see it; all workers"):
-        engine.execute()
+        driver.execute()

@@ -18,7 +18,7 @@ from pipeline.errors import GraphError, StageError
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.record import trace
-from pipeline.schedule.events import Failed, Finished, Landed
+from pipeline.schedule.events import AttemptLost, Finished, Landed
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from pipeline.simulation.virtual_run import Fault, Simulation
@@ -209,7 +209,7 @@ def test_a_fault_costs_time_and_loses_nothing(stage, kind):
                 assert event.task not in lost
             if failed and isinstance(event, Finished):
                 assert event.task.number not in lost
-            failed |= isinstance(event, Failed)
+            failed |= isinstance(event, AttemptLost)
     assert any(isinstance(e, trace.Fenced) for e in events) == (kind == "late")
 
 

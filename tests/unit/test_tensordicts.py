@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from pipeline import Field, Graph, Output, Schedule, Stage, export
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.declare.columns import Ragged
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import SluiceError
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.replay import load_inputs, run_again
@@ -126,7 +126,7 @@ class Look(Stage):
 
 def run(tmp_path: Any, stage: Stage, seen: list[Any]) -> Graph:
     described = Graph(name="dicts", source=Numbers(), stages=(stage, Look(seen)), schedule=Schedule(steps=1))
-    Engine(described, plan(described)[0], LocalExecutor(), run_dir=RunDir(tmp_path / "run").create()).execute()
+    Driver(described, plan(described)[0], LocalExecutor(), run_dir=RunDir(tmp_path / "run").create()).execute()
     return described
 
 

@@ -16,7 +16,7 @@ import torch
 from ops.refit.transports import Receiver, Sender, Transport, missing
 from pipeline import Backend, Field, Graph, GraphError, Model, Output, Schedule, Stage, StageError, WorkerGroup
 from pipeline.declare.stage import setup_problems
-from pipeline.engine.driver import Engine
+from pipeline.engine.driver import Driver
 from pipeline.errors import SluiceError, is_users
 from pipeline.executors import returned
 from pipeline.executors.local import LocalExecutor
@@ -181,7 +181,7 @@ class Numbers(Stage):
 def test_a_stage_that_exits_fails_the_run_and_says_so(where: str, tmp_path: Path) -> None:
     made = Graph(name="g", source=Numbers(), stages=(Exits(where),), schedule=Schedule(steps=1))
     with pytest.raises(SluiceError, match="SystemExit: ") as error:
-        Engine(made, plan(made)[0], LocalExecutor(), run_dir=RunDir(tmp_path / "run").create()).execute()
+        Driver(made, plan(made)[0], LocalExecutor(), run_dir=RunDir(tmp_path / "run").create()).execute()
     assert error.value.problems[0].where.startswith(f"{__file__}:")
 
 

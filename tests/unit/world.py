@@ -15,19 +15,19 @@ from collections.abc import Callable, Container, Sequence
 from pipeline.plan.plan import Plan
 from pipeline.schedule.events import (
     Admit,
+    AttemptLost,
     Cancel,
     Claim,
     Clear,
     Drop,
-    Dropped,
-    Failed,
     Finished,
     GiveUp,
+    GroupsDropped,
     Landed,
+    ReplicaServed,
     Run,
     Save,
     Saved,
-    Served,
     StepDone,
 )
 from pipeline.schedule.scheduler import Scheduler
@@ -448,7 +448,7 @@ class World:
             for group in fresh:
                 if group not in self.dropped and (KEPT, group) not in self.landed:
                     self.lose(group, "equal")
-            events.append(Dropped(task.step, dict.fromkeys(fresh, "equal"), task=task.number))
+            events.append(GroupsDropped(task.step, dict.fromkeys(fresh, "equal"), task=task.number))
         job.landed |= set(groups)
         for event in events:
             self.tell(event)
@@ -465,7 +465,7 @@ class World:
             landed = {self.stages[name].groups[-1] for name in self.transfers} - {stage.groups[-1]}
             self.has |= {(group, each): task.step + 1 for group in landed for each in range(self.replicas[group])}
             self.version = max(self.version, task.step + 1)
-        return self.tell(Served(task, replica))
+        return self.tell(ReplicaServed(task, replica))
 
     def land_weights(self, job: Job):
         task, stage = job.task, job.stage
@@ -523,7 +523,7 @@ class World:
         for other in self.jobs.values():
             if job.stage.shape == "stream" and other.stage.shape == "transfer" and other.stage.groups[-1] == group:
                 self.has[group, task.replica] = other.task.step  # its replacement has the previously served version
-        return self.tell(Failed(task))
+        return self.tell(AttemptLost(task))
 
     def finish(self, job: Job, groups: Sequence[int] | None = None):
         """Finish a job, or only `groups` of it; groups whose cancellation was requested are not written."""

@@ -77,7 +77,7 @@ def _joined(meeting: Meeting, bucket_bytes: int, buckets: int, interfaces: Seque
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _PlacedTensor:
     """A tensor's place in a bucket."""
 
     name: str
@@ -95,7 +95,7 @@ class _Turn:
     """The tensors of a bucket and their stream."""
 
     stream: int
-    tensors: list[_Placed]
+    tensors: list[_PlacedTensor]
 
     @property
     def size(self) -> int:
@@ -225,18 +225,18 @@ def _in_turns(source: Layout, tensors: Mapping[str, Tensor], limit: int, streams
                 yield _Turn(own[turn % len(own)], made[turn])
 
 
-def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[_Placed]]:
+def _buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterable[list[_PlacedTensor]]:
     """Yield tensors with their places in buckets of at most `limit` bytes; a larger tensor gets its own bucket."""
     sizes = {name: tensor.item_bytes * size(whole(tensor.shape)) for name, tensor in tensors.items()}
     for names in lots(sizes, sizes.__getitem__, limit, ALIGNED):
-        placed: list[_Placed] = []
+        placed: list[_PlacedTensor] = []
         for name in names:
             offset = -(-placed[-1].end // ALIGNED) * ALIGNED if placed else 0
-            placed.append(_Placed(name, offset, sizes[name]))
+            placed.append(_PlacedTensor(name, offset, sizes[name]))
         yield placed
 
 
-def _place(tensors: Mapping[str, Tensor], placed: _Placed) -> Place:
+def _place(tensors: Mapping[str, Tensor], placed: _PlacedTensor) -> Place:
     tensor = tensors[placed.name]
     return dense(placed.name, whole(tensor.shape), tensor.item_bytes, "", placed.offset)
 

@@ -17,7 +17,7 @@ from ops.lots import lots
 from ops.refit.ledger import Ledger
 from ops.refit.message import ALIGNED, Message
 from ops.refit.move import Moves
-from ops.refit.plan import Copy, Plan, build
+from ops.refit.plan import Copy, RefitPlan, build
 from ops.refit.share import Share
 from ops.refit.streams import Slot, Streams, in_order
 from ops.refit.transports.base import Receiver, Sender
@@ -54,8 +54,8 @@ def _carried(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence
     return {"received_bytes": float(exchange.received_bytes)}
 
 
-def _joined(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> Exchange:
-    return Exchange.of_plan(
+def _joined(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[str]) -> PackedExchange:
+    return PackedExchange.of_plan(
         build(meeting.source, meeting.destination), meeting.group(interfaces=interfaces), number=meeting.number,
         receives=meeting.receives, senders=meeting.senders, receivers=meeting.receivers, buffers=meeting.buffers,
         slot_bytes=slot_bytes, slots=slots, empty=meeting.empty,
@@ -63,7 +63,7 @@ def _joined(meeting: Meeting, slot_bytes: int, slots: int, interfaces: Sequence[
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PeerMessage:
     """A message to or from a peer in one round: its memory, and the moves that fill or empty it."""
 
     peer: int
@@ -71,7 +71,7 @@ class _Part:
     moves: Moves
 
 
-class Exchange:
+class PackedExchange:
     """One rank's copies to or from its peers, by group rank; both ends have the same copies.
 
     `buffers` are its own, flat bytes. A message is at most `message_bytes`, or one copy; `slots` messages per peer are
@@ -95,7 +95,7 @@ class Exchange:
             {peer: empty(max(message.size for message in messages)) for peer, messages in rounds.items()}
             for _ in self._slots
         ]
-        self._rounds: list[list[_Part]] = []
+        self._rounds: list[list[_PeerMessage]] = []
         for index in range(self.rounds):
             memory = memories[index % slots]
             self._rounds.append([])
@@ -106,7 +106,7 @@ class Exchange:
                         moves = message.unpack(memory[peer], lambda copy: buffers[copy.destination_buffer])
                     else:
                         moves = message.pack(lambda copy: buffers[copy.source_buffer], memory[peer])
-                    self._rounds[-1].append(_Part(peer, memory[peer][: message.size], moves))
+                    self._rounds[-1].append(_PeerMessage(peer, memory[peer][: message.size], moves))
 
     def run(self) -> None:
         """Move this rank's part of a version. Complete on return; on a GPU, in order on the current stream."""
@@ -123,10 +123,10 @@ class Exchange:
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
+        cls, plan: RefitPlan, group: StatelessGroup, *, number: int, receives: bool, senders: int, receivers: int,
         buffers: Mapping[str, torch.Tensor], slot_bytes: int = SLOT_BYTES, slots: int = SLOTS,
         empty: Callable[[int], torch.Tensor] | None = None,
-    ) -> Exchange:  # fmt: skip
+    ) -> PackedExchange:  # fmt: skip
         """Build the exchange of a plan's `number`-th sender or receiver. In the group, senders come first. The messages
         of a round total at most `slot_bytes`, or are one copy each."""
         pairs = _pairs(plan, number, receives, receivers)
@@ -135,7 +135,7 @@ class Exchange:
         return cls(in_group, group, receives=receives, buffers=buffers, message_bytes=share, slots=slots, empty=empty)
 
 
-def _pairs(plan: Plan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
+def _pairs(plan: RefitPlan, number: int, receives: bool, receivers: int) -> dict[int, list[Copy]]:
     """Return the copies that this rank sends or receives, by peer; in the same order on both sides."""
     found: dict[int, list[Copy]] = {}
     for receiver in [number] if receives else range(receivers):

@@ -41,9 +41,9 @@ from ops.refit.plan import SEGMENT_BYTES, Copy, build
 from ops.refit.share import Share
 from ops.refit.transports.base import Receiver, Sender
 from ops.refit.transports.meeting import Meeting, Record
-from ops.refit.transports.packed import Exchange
+from ops.refit.transports.packed import PackedExchange
 from ops.refit.transports.sizes import SLOT_BYTES, SLOTS
-from ops.refit.waves import TRAINER, Pair, Report, State, Wave, gives, kinds, parts, waves
+from ops.refit.waves import TRAINER, Pair, RankReport, State, Wave, gives, kinds, parts, waves
 
 PATIENCE = 3  # limit for a wave, in deadlines
 
@@ -111,14 +111,14 @@ class Carried:
 
 
 @dataclass(eq=False)
-class _Edge:
+class _TreeEdge:
     """A transfer from a peer or to a peer in a wave."""
 
     sender: int
     receiver: int
     copies: Sequence[Copy]
     message_bytes: int
-    exchange: Exchange | None = None
+    exchange: PackedExchange | None = None
 
 
 class Fanout:
@@ -149,7 +149,7 @@ class Fanout:
         self._digest, self._turn = hashlib.sha256(given).hexdigest(), 0
         self._agreement = Agreement(store, name, self._rank, self._senders)
         self._gone: tuple[int, ...] = ()
-        self._plans: dict[State, list[tuple[Wave, list[_Edge]]]] = {}
+        self._plans: dict[State, list[tuple[Wave, list[_TreeEdge]]]] = {}
         self._groups: dict[Pair, StatelessGroup] = {}
 
     def run(self, version: int) -> Carried:
@@ -200,14 +200,14 @@ class Fanout:
         state = State(gone=self._gone)
         expected = [rank for rank in range(self._senders + len(self._kind)) if rank not in self._gone]
         holds = self._receives and self.held == version
-        report = Report(self._rank, holds=holds, plan=f"{self._digest} {version}")
+        report = RankReport(self._rank, holds=holds, plan=f"{self._digest} {version}")
         state = self._agreement.settle(f"{self._turn}/", state, expected, report, wait_s=self._deadline_s)
         self._agreement.forget()
         if state.gone != self._gone:
             self._drop(state)
         return state
 
-    def _carried(self, version: int, wave: Wave, edges: Sequence[_Edge], state: State, record: Carried) -> State:
+    def _carried(self, version: int, wave: Wave, edges: Sequence[_TreeEdge], state: State, record: Carried) -> State:
         """Run a wave. Returns the state after it."""
         stage = f"{self._turn}/{record.waves}"
         giver = next((source for receiver, source in wave if receiver == self._rank), None)
@@ -229,7 +229,7 @@ class Fanout:
             record.received_bytes += size if edge.receiver == self._rank else 0
             record.sent_bytes += size if edge.sender == self._rank else 0
         lacking = tuple(edge.sender for edge in lost if edge.receiver == self._rank)
-        report = Report(self._rank, holds=self._receives and self.held == version, lost=lacking)
+        report = RankReport(self._rank, holds=self._receives and self.held == version, lost=lacking)
         state = self._agreement.settle(
             stage, state, expected, report if self._rank in expected else None,
             unheard=[edge.sender + edge.receiver - self._rank for edge in lost], wait_s=PATIENCE * self._deadline_s,
@@ -238,7 +238,7 @@ class Fanout:
         record.agree_ms += 1e3 * (time.perf_counter() - moved_s)
         return state
 
-    def _moved(self, stage: str, edges: Sequence[_Edge]) -> list[_Edge]:
+    def _moved(self, stage: str, edges: Sequence[_TreeEdge]) -> list[_TreeEdge]:
         """Run edges in parallel. Returns those that failed."""
         if not edges:
             return []
@@ -246,7 +246,7 @@ class Fanout:
             went = list(pool.map(lambda edge: self._went(stage, edge), edges))
         return [edge for edge, through in zip(edges, went) if not through]
 
-    def _went(self, stage: str, edge: _Edge) -> bool:
+    def _went(self, stage: str, edge: _TreeEdge) -> bool:
         pair, receives = (edge.sender, edge.receiver), edge.receiver == self._rank
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             try:
@@ -255,7 +255,7 @@ class Fanout:
             except RuntimeError as error:
                 return self._lost(stage, pair, error)
             if edge.exchange is None:
-                edge.exchange = Exchange(
+                edge.exchange = PackedExchange(
                     {0 if receives else 1: edge.copies}, self._groups[pair], receives=receives, buffers=self._buffers,
                     message_bytes=edge.message_bytes, slots=self._slots, empty=self._empty,
                 )  # fmt: skip
@@ -293,7 +293,7 @@ class Fanout:
             group.abandon()
         self._groups, self._plans = {}, {}
 
-    def _planned(self, state: State) -> list[tuple[Wave, list[_Edge]]]:
+    def _planned(self, state: State) -> list[tuple[Wave, list[_TreeEdge]]]:
         """Return the remaining waves, with this rank's part in each."""
         places = [[] if rank in state.gone else own for rank, own in enumerate(self._source.ranks)]
         source, to, of_kinds = Layout(self._source.tensors, places), self._destination, set(self._kind.values())
@@ -301,5 +301,5 @@ class Fanout:
         message_bytes = self._slot_bytes // max(1, len(made) * max(len(of_kinds), self._senders))
         segment_bytes = max(1, min(SEGMENT_BYTES, message_bytes))
         own = [sorted(parts(wave, source, to, self._rank, segment_bytes).items()) for wave in made]
-        edges = [[_Edge(*pair, copies, message_bytes) for pair, copies in of_wave] for of_wave in own]
+        edges = [[_TreeEdge(*pair, copies, message_bytes) for pair, copies in of_wave] for of_wave in own]
         return list(zip(made, edges))

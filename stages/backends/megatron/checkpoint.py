@@ -85,7 +85,7 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
     written = json.loads((folder / COUNTERS).read_text())
     _check_layout(folder, written["layout"], network)
     with ExitStack() as stack:
-        found, plain = _Found(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
+        found, plain = _FoundShares(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
         for name, parameter in network.named_parameters():
             found.fill(_WEIGHT, plain[name], 0, parameter.detach().view(-1))
         for name, start, held in shares(network, optimizer):
@@ -122,7 +122,7 @@ def shares(network: Network, optimizer: Any) -> Iterator[tuple[str, int, dict[st
             yield names[parameter], start, found
 
 
-class _Found:
+class _FoundShares:
     """The shares in all files written by ranks with this rank's part of the model."""
 
     def __init__(self, folder: Path, layout: list[int], network: Network, stack: ExitStack) -> None:

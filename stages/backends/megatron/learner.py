@@ -20,7 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from pipeline.declare.sharding import Update
 from stages.backends import Batch, Optimization
 from stages.backends.megatron import checkpoint
-from stages.backends.megatron.microbatches import Row
+from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.objective import MAXIMA
@@ -78,7 +78,7 @@ class MegatronLearner(BaseLearner):
         self.buffered.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def finish(number: int, row: Row, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
             logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
             entropy_NT = row.rectangle(entropy_R if loss.needs_entropy else entropy_R.detach())
             part = batch.at(update.microbatches[number].samples)

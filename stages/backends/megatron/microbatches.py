@@ -21,7 +21,7 @@ from stages.backends.megatron.slices import Slices, found, ranges
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PassRow:
     """The inputs of one pass.
 
     ids_NS, positions_S   input tokens and positions; N is 1 in a packed row
@@ -70,7 +70,7 @@ def row_of(
     slices: Slices,
     least: int,
     device: torch.device,
-) -> Row:
+) -> PassRow:
     """The pass over these samples, padded to at least `least` tokens and a multiple of `multiple` positions per rank.
 
     Of a packed row, only this rank's slice; `least` counts the whole row.
@@ -89,7 +89,7 @@ def _packed(
     slices: Slices,
     least: int,
     device: torch.device,
-) -> Row:
+) -> PassRow:
     row, lengths = pack(prompt_ids.rows(), response_ids.rows()), _lengths(prompt_ids, response_ids)
     padded = slices.padded(lengths)
     size = _up(max(sum(padded), least), multiple * slices.multiple)
@@ -101,7 +101,7 @@ def _packed(
     own_S = slices.positions(padded)
     here_M, keep_M = found(own_S, at_S[row.keep_R], size)
     sliced = slices.ranks > 1
-    return Row(
+    return PassRow(
         _spread(row.ids_1S[0], at_S, size)[None, own_S].to(device),
         _spread(row.positions_1S[0], at_S, size)[own_S].to(device),
         _described(start_N.to(device=device, dtype=torch.int32), max(padded), sliced),
@@ -140,7 +140,7 @@ def _described(starts_N: torch.Tensor, longest: int, sliced: bool) -> PackedSeqP
 
 def _padded(
     prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, multiple: int, least: int, device: torch.device
-) -> Row:
+) -> PassRow:
     size = _up(microbatch.prompt + microbatch.response - 1, multiple)
     rows = max(len(prompt_ids), -(-least // size))
     ids_NS = torch.zeros(rows, size, dtype=torch.long)
@@ -149,7 +149,7 @@ def _padded(
         length = len(prompt) + len(response) - 1
         ids_NS[i, :length] = torch.cat([prompt, response[:-1]])
         keep.append(torch.arange(len(prompt) - 1, length) * rows + i)
-    return Row(
+    return PassRow(
         ids_NS.to(device),
         torch.arange(size, device=device),
         None,

@@ -29,7 +29,7 @@ DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "s
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A Megatron-core parameter and the Hugging Face tensors that it consists of. On the left, {layer} and {expert}
     count within the rank; on the right, within the model."""
 
@@ -47,34 +47,36 @@ def _qkv(kind: str) -> tuple[str, ...]:
     return tuple(f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv")
 
 
-FIRST = (Rule("embedding.word_embeddings.weight", "rows", ("model.embed_tokens.weight",)),)
+FIRST = (NameRule("embedding.word_embeddings.weight", "rows", ("model.embed_tokens.weight",)),)
 LAYER = (
-    Rule(_LAYER + "input_layernorm.weight", "whole", (_HF + "input_layernorm.weight",)),
-    Rule(_LAYER + "self_attention.linear_qkv.weight", "grouped", _qkv("weight")),
-    Rule(_LAYER + "self_attention.linear_qkv.bias", "grouped", _qkv("bias"), lambda decoder: decoder.qkv_bias),
-    Rule(
+    NameRule(_LAYER + "input_layernorm.weight", "whole", (_HF + "input_layernorm.weight",)),
+    NameRule(_LAYER + "self_attention.linear_qkv.weight", "grouped", _qkv("weight")),
+    NameRule(_LAYER + "self_attention.linear_qkv.bias", "grouped", _qkv("bias"), lambda decoder: decoder.qkv_bias),
+    NameRule(
         _LAYER + "self_attention.q_layernorm.weight", "whole", (_HF + "self_attn.q_norm.weight",), lambda d: d.qk_norm
     ),
-    Rule(
+    NameRule(
         _LAYER + "self_attention.k_layernorm.weight", "whole", (_HF + "self_attn.k_norm.weight",), lambda d: d.qk_norm
     ),
-    Rule(_LAYER + "self_attention.linear_proj.weight", "columns", (_HF + "self_attn.o_proj.weight",)),
-    Rule(_LAYER + "pre_mlp_layernorm.weight", "whole", (_HF + "post_attention_layernorm.weight",)),
+    NameRule(_LAYER + "self_attention.linear_proj.weight", "columns", (_HF + "self_attn.o_proj.weight",)),
+    NameRule(_LAYER + "pre_mlp_layernorm.weight", "whole", (_HF + "post_attention_layernorm.weight",)),
 )
 DENSE = (
-    Rule(_LAYER + "mlp.linear_fc1.weight", "stacked", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight")),
-    Rule(_LAYER + "mlp.linear_fc2.weight", "columns", (_HF + "mlp.down_proj.weight",)),
+    NameRule(_LAYER + "mlp.linear_fc1.weight", "stacked", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight")),
+    NameRule(_LAYER + "mlp.linear_fc2.weight", "columns", (_HF + "mlp.down_proj.weight",)),
 )
-ROUTER = (Rule(_LAYER + "mlp.router.weight", "whole", (_HF + "mlp.gate.weight",)),)
+ROUTER = (NameRule(_LAYER + "mlp.router.weight", "whole", (_HF + "mlp.gate.weight",)),)
 EXPERT = (
-    Rule(_EXPERT + "linear_fc1.weight", "stacked", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight")),
-    Rule(_EXPERT + "linear_fc2.weight", "columns", (_HF_EXPERT + "down_proj.weight",)),
+    NameRule(
+        _EXPERT + "linear_fc1.weight", "stacked", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight")
+    ),
+    NameRule(_EXPERT + "linear_fc2.weight", "columns", (_HF_EXPERT + "down_proj.weight",)),
 )
 LAST = (
-    Rule("decoder.final_layernorm.weight", "whole", ("model.norm.weight",)),
-    Rule("output_layer.weight", "rows", ("lm_head.weight",), lambda decoder: not decoder.tied),
+    NameRule("decoder.final_layernorm.weight", "whole", ("model.norm.weight",)),
+    NameRule("output_layer.weight", "rows", ("lm_head.weight",), lambda decoder: not decoder.tied),
 )
-TIED = Rule("output_layer.weight", "rows", ("model.embed_tokens.weight",))  # if the first stage is on another rank
+TIED = NameRule("output_layer.weight", "rows", ("model.embed_tokens.weight",))  # if the first stage is on another rank
 FUSED_NORMS = {  # Transformer Engine keeps these norms inside the linear layer that follows them
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -86,7 +88,7 @@ GROUPED = {  # Transformer Engine has one layer for all experts of a rank, and i
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a Hugging Face tensor of `shape`, and the parameter row where it starts."""
 
     name: str
@@ -114,7 +116,7 @@ class Parameter:
     belongs to an expert; `copy` if the original is on another rank."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     divided: int | None
     expert: bool = False
     copy: bool = False
@@ -153,7 +155,7 @@ def _add(
     made: dict[str, Parameter],
     decoder: Decoder,
     part: Part,
-    rules: Sequence[Rule],
+    rules: Sequence[NameRule],
     numbers: dict[str, tuple[int, int]] | None = None,
 ) -> None:
     here = {name: mine for name, (mine, _) in (numbers or {}).items()}
@@ -167,7 +169,7 @@ def _add(
             )
 
 
-def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
+def _named(rule: NameRule, decoder: Decoder, part: Part) -> str:
     if part.grouped_experts and rule.parameter in GROUPED:
         return GROUPED[rule.parameter]
     name = rule.parameter.removeprefix(_LAYER)
@@ -177,31 +179,31 @@ def _named(rule: Rule, decoder: Decoder, part: Part) -> str:
 
 
 def _laid_out(
-    rule: Rule, decoder: Decoder, own: tuple[int, int], names: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    rule: NameRule, decoder: Decoder, own: tuple[int, int], names: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[TensorPiece, ...]]:
     """Shape and pieces of a parameter made of the named tensors. `own` is the rank's index among the ranks that divide
     it, and their number."""
     index, ranks = own
     match rule.kind:
         case "whole":
             shape = _whole(names[0], decoder)
-            return shape, (Piece(names[0], shape, (0, shape[0]), None, 0),)
+            return shape, (TensorPiece(names[0], shape, (0, shape[0]), None, 0),)
         case "rows":
             share = padded_vocab(decoder, ranks) // ranks
             start, stop = (min(share * (index + i), decoder.vocab) for i in (0, 1))
-            piece = Piece(names[0], (decoder.vocab, decoder.hidden), (start, stop), None, 0)
+            piece = TensorPiece(names[0], (decoder.vocab, decoder.hidden), (start, stop), None, 0)
             return (share, decoder.hidden), (piece,) if stop > start else ()
         case "columns":
             width = decoder.heads * decoder.head_dim if "self_attn" in names[0] else decoder.intermediate
             share = width // ranks
             columns = (share * index, share * (index + 1))
-            piece = Piece(names[0], (decoder.hidden, width), (0, decoder.hidden), columns, 0)
+            piece = TensorPiece(names[0], (decoder.hidden, width), (0, decoder.hidden), columns, 0)
             return (decoder.hidden, share), (piece,)
         case "stacked":
             share = decoder.intermediate // ranks
             rows = (share * index, share * (index + 1))
             shape = (decoder.intermediate, decoder.hidden)
-            stacked = tuple(Piece(name, shape, rows, None, share * i) for i, name in enumerate(names))
+            stacked = tuple(TensorPiece(name, shape, rows, None, share * i) for i, name in enumerate(names))
             return (share * len(names), decoder.hidden), stacked
         case "grouped":
             inner = () if names[0].endswith("bias") else (decoder.hidden,)
@@ -210,7 +212,9 @@ def _laid_out(
             return (share, *inner), grouped
 
 
-def _grouped(decoder: Decoder, first: int, stop: int, names: Sequence[str], inner: tuple[int, ...]) -> Iterator[Piece]:
+def _grouped(
+    decoder: Decoder, first: int, stop: int, names: Sequence[str], inner: tuple[int, ...]
+) -> Iterator[TensorPiece]:
     """The pieces of these rows of the interleaved matrix."""
     begin = 0
     for group in range(decoder.groups):
@@ -219,7 +223,7 @@ def _grouped(decoder: Decoder, first: int, stop: int, names: Sequence[str], inne
             low, high = max(first, begin) - begin, min(stop, begin + count) - begin
             if low < high:
                 whole = (count * decoder.groups, *inner)
-                yield Piece(name, whole, (count * group + low, count * group + high), None, begin + low - first)
+                yield TensorPiece(name, whole, (count * group + low, count * group + high), None, begin + low - first)
             begin += count
 
 

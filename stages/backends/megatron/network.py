@@ -35,7 +35,7 @@ from ops.context_parallel import whole
 from ops.vocab_parallel import logprobs_and_entropy
 from stages.backends.megatron.attention import CausalAttention, SlicedAttention
 from stages.backends.megatron.groups import Groups
-from stages.backends.megatron.microbatches import Row
+from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.names import padded_vocab, parameters
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
@@ -82,7 +82,7 @@ class Network(GPTModel):
             if (dim := table[name].divided) is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
-    def forward(self, row: Row) -> torch.Tensor:
+    def forward(self, row: PassRow) -> torch.Tensor:
         """Returns [S, N, H], or its tensor-parallel share of S. Later stages get their input from
         `set_input_tensor`."""
         hidden_SNH = None
@@ -96,7 +96,7 @@ class Network(GPTModel):
             packed_seq_params=row.packed,
         )
 
-    def logprobs(self, hidden_SNH: torch.Tensor, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, hidden_SNH: torch.Tensor, row: PassRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each response token, [R]; on the last stage."""
         group = self.groups.process.tp
         hidden_SNH = gather_from_sequence_parallel_region(hidden_SNH, group=group)
@@ -113,7 +113,7 @@ class Network(GPTModel):
         )
         return self._whole(logprobs_M, row), self._whole(entropy_M, row)
 
-    def _whole(self, values_M: torch.Tensor, row: Row) -> torch.Tensor:
+    def _whole(self, values_M: torch.Tensor, row: PassRow) -> torch.Tensor:
         """[R]: the values of this rank and of the others that hold slices of the row."""
         if row.here_M is None:
             return values_M

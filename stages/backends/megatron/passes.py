@@ -19,7 +19,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.megatron.groups import Groups
-from stages.backends.megatron.microbatches import Row, row_of, tokens_of
+from stages.backends.megatron.microbatches import PassRow, row_of, tokens_of
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.slices import Slices
 
@@ -27,8 +27,8 @@ from stages.backends.megatron.slices import Slices
 def run(
     model: torch.nn.Module,
     network: Network,
-    rows: Sequence[Callable[[], Row]],
-    finish: Callable[[int, Row, torch.Tensor], Any],
+    rows: Sequence[Callable[[], PassRow]],
+    finish: Callable[[int, PassRow, torch.Tensor], Any],
     *,
     backward: bool,
 ) -> list[Any]:
@@ -64,9 +64,9 @@ def run(
 
 
 def _finished(
-    finish: Callable[[int, Row, torch.Tensor], Any],
+    finish: Callable[[int, PassRow, torch.Tensor], Any],
     number: int,
-    row: Row,
+    row: PassRow,
     hidden_SNH: torch.Tensor,
     non_loss_data: bool = False,
 ) -> Any:
@@ -79,7 +79,7 @@ def _finished(
 
 def rows_of(
     prompt_ids: Ragged, response_ids: Ragged, microbatches: Sequence[Microbatch], groups: Groups, *, packed: bool
-) -> list[Callable[[], Row]]:
+) -> list[Callable[[], PassRow]]:
     """Functions that create each microbatch's row. Replicas that share experts first agree on its tokens, collectively:
     one of a replica's ranks in each expert-parallel group suffices, since all of them have the same tokens."""
     how: Any = {
@@ -102,7 +102,7 @@ def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Sha
     groups = network.groups
     microbatches = [microbatch for update in shard.updates for microbatch in update.microbatches]
 
-    def finish(number: int, row: Row, hidden_SNH: torch.Tensor) -> torch.Tensor:
+    def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> torch.Tensor:
         return network.logprobs(hidden_SNH, row, temperature)[0].float()
 
     rows = rows_of(prompt_ids, response_ids, microbatches, groups, packed=shard.packed)

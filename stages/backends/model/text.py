@@ -20,7 +20,7 @@ from pipeline.errors import Problem
 from stages.backends.model.build import BYTES, load_tokenizer
 
 
-class Texts:
+class Tokenizers:
     """The tokenizers of a worker's models."""
 
     def __init__(self) -> None:

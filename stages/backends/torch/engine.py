@@ -24,7 +24,7 @@ from pipeline.declare.ranks import Ranks
 from pipeline.declare.saved_model import write_tensors_json
 from pipeline.declare.sharding import Shard
 from pipeline.errors import Problem
-from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, Served
+from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, ServedWeights
 from stages.backends.device import claim
 from stages.backends.model import weights as weight_tools
 from stages.backends.model.build import closing_tokens, load_network
@@ -155,7 +155,7 @@ class TorchEngine(BaseTrainer):
         """A snapshot of the served copy."""
         return weight_tools.weights(self.network(model, _served(model)))
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a version into the served copy, in place. Returns the hash of the weights that it then holds."""
         key = identity(model)
         if key not in self._targets:
@@ -171,7 +171,7 @@ class TorchEngine(BaseTrainer):
         sha256 = acknowledged(shares, [received.summed])
         self._between.discard(key)
         self._versions[key] = version
-        return Served(sha256, received.record)
+        return ServedWeights(sha256, received.record)
 
     def served_version(self, model: Model, default: int = 0) -> int:
         """The version of the last `serve`; `default` for a frozen model."""

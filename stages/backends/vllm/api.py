@@ -35,7 +35,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
 from stages.backends.vllm.environment import passes
-from stages.backends.vllm.weights import Answer
+from stages.backends.vllm.weights import RankAnswer
 
 __all__ = [
     "AsyncLLM",
@@ -222,7 +222,7 @@ async def receive(
     what all share: tensors loaded by vLLM's loader, and the token count of each request. Raises PeerLost if a rank did
     not receive everything."""
     said = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
-    answers = [msgspec.msgpack.decode(each, type=Answer) for each in said]
+    answers = [msgspec.msgpack.decode(each, type=RankAnswer) for each in said]
     for answer in answers:
         if answer.lost:
             raise peer_lost(answer.lost)

@@ -23,11 +23,11 @@ from stages.backends.choose import choose
 from stages.backends.interface import Draws, Sampling
 from stages.backends.vllm.api import BatchUpdate, LogitsProcessor, MoveDirectionality
 from stages.backends.vllm.environment import end_with_owner
-from stages.backends.vllm.logprobs import Logprobs
+from stages.backends.vllm.logprobs import LogprobTable
 
 
 @dataclass(eq=False)
-class Row:
+class BatchRow:
     """A request in the batch. `tokens` is vLLM's own list of sampled tokens, which grows in place."""
 
     name: str
@@ -36,14 +36,14 @@ class Row:
     tokens: list[int]
 
     @staticmethod
-    def of(message: dict[str, Any], tokens: list[int]) -> Row:
+    def of(message: dict[str, Any], tokens: list[int]) -> BatchRow:
         """Parse what `request_choice` wrote."""
         sampling = Sampling(**message["sampling"])
         if message["draw"] is None:
-            return Row(message["name"], sampling, None, tokens)
+            return BatchRow(message["name"], sampling, None, tokens)
         seed, group, sample = message["draw"]
         # One spare: vLLM may already run another step when the last token turns out to be the last.
-        return Row(
+        return BatchRow(
             message["name"], sampling, Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + 1)[0], tokens
         )
 
@@ -53,7 +53,7 @@ class Alike:
     """Rows of a batch that share sampling parameters."""
 
     sampling: Sampling
-    rows: list[Row]
+    rows: list[BatchRow]
     index_B: torch.Tensor
     kept_B: torch.Tensor  # rows in the logprob table
 
@@ -69,8 +69,8 @@ class Alike:
         return np.fromiter(numbers, np.float64, len(self.rows))
 
 
-_seen: dict[str, Row | int] = {}  # by request: its row, or its token count when it left
-_kept = Logprobs()
+_seen: dict[str, BatchRow | int] = {}  # by request: its row, or its token count when it left
+_kept = LogprobTable()
 
 
 def tokens_of(names: list[str]) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Choice(LogitsProcessor):
         self._device, self._pinned = device, is_pin_memory
         # a Python number would be copied to the device each time
         self._greatest = torch.full((), torch.inf, device=device)
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, BatchRow] = {}
         self._alike: list[Alike] | None = None  # rows by sampling parameters; None after the batch changed
         self._width = 0  # number of logit rows this was built for
 
@@ -126,7 +126,7 @@ class Choice(LogitsProcessor):
             self._leave(index)
         for index, params, _, tokens in batch_update.added:
             self._leave(index)
-            self._rows[index] = row = Row.of((params.extra_args or {})["sluice"], tokens)
+            self._rows[index] = row = BatchRow.of((params.extra_args or {})["sluice"], tokens)
             _seen[row.name] = row
         for first, second, direction in batch_update.moved:
             moving, replaced = self._rows.pop(first, None), self._rows.pop(second, None)

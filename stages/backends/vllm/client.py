@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 from ops.refit.share import digest_of
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem, Unfit, message_of
-from stages.backends.interface import Served
+from stages.backends.interface import ServedWeights
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
 from stages.backends.vllm.requests import Request
-from stages.backends.vllm.weights import Weights
+from stages.backends.vllm.weights import VersionShares
 
 STALL_S = 900.0  # without output, start or load while requests are outstanding
 START_S = 900.0
@@ -61,7 +61,7 @@ class Client:
         self._asleep: versions.AsyncLLM | None = None
         self._live: dict[str, Request] = {}
         self._unread: set[str] = set()  # requests whose logprobs in the engine are not needed
-        self._weights: Weights | None = None  # of the served version; None means the folder
+        self._weights: VersionShares | None = None  # of the served version; None means the folder
         self._version: int | None = None
         self.loaded: list[str] = []  # tensors of the last version that vLLM's own loader handled
         self._failures = 0  # to start
@@ -94,7 +94,7 @@ class Client:
 
         return self.call(ask())
 
-    def load(self, weights: Weights) -> Served:
+    def load(self, weights: VersionShares) -> ServedWeights:
         """Load weights between two tokens and serve them from then on.
 
         Raises PeerLost if they did not arrive completely; the engine then samples nothing until a later version has.
@@ -257,7 +257,7 @@ class Client:
             if request.llm is llm and request.following is not None:
                 request.following.cancel()
 
-    async def _load(self, weights: Weights) -> Served:
+    async def _load(self, weights: VersionShares) -> ServedWeights:
         carried = weights.route.meeting is not None
         async with self._loading:
             for _ in range(1 if carried else ATTEMPTS):
@@ -266,7 +266,7 @@ class Client:
                     return await self._swap(llm, weights)
         raise Unfit(self._not_again()) if carried else StageError(self._died())
 
-    async def _swap(self, llm: versions.AsyncLLM, weights: Weights) -> Served:
+    async def _swap(self, llm: versions.AsyncLLM, weights: VersionShares) -> ServedWeights:
         """Pause between two steps, load, record each request's position, resume.
 
         The cache is cleared: the engine recomputes the running requests with the new weights, and no later prompt hits
@@ -304,13 +304,13 @@ class Client:
         await paused
         await self._answer(llm, versions.forget(llm))
 
-    async def _received(self, llm: versions.AsyncLLM, weights: Weights) -> tuple[Served, dict[str, int]]:
+    async def _received(self, llm: versions.AsyncLLM, weights: VersionShares) -> tuple[ServedWeights, dict[str, int]]:
         """Have all ranks receive a version and verify it. Also returns the token count of each live request."""
         receiving = versions.receive(llm, weights.plain(), list(self._live))
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
-        return Served(sha256, slowest([each.record for each in received])), counts
+        return ServedWeights(sha256, slowest([each.record for each in received])), counts
 
     async def _turn(self, *, awake: bool) -> tuple[int, int]:
         llm = self._llm

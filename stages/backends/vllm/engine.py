@@ -23,13 +23,13 @@ from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, Served, samples_of
+from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights, samples_of
 from stages.backends.model.folder import model_folder
-from stages.backends.model.text import Texts
+from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment
-from stages.backends.vllm.running import Running
-from stages.backends.vllm.weights import Weights, expected
+from stages.backends.vllm.running import RunningRequests
+from stages.backends.vllm.weights import VersionShares, expected
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
@@ -50,7 +50,7 @@ def open_engine(context: StageContext) -> VllmEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class StartedEngine:
     """The model of a running engine: the ids that end a response, and its maximum length."""
 
     model: Model
@@ -59,7 +59,7 @@ class Started:
     longest: int
 
 
-class VllmEngine(Texts):
+class VllmEngine(Tokenizers):
     """`stages.backends.Sampler` with one model."""
 
     def __init__(self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1)) -> None:
@@ -67,7 +67,7 @@ class VllmEngine(Texts):
         self._worker = worker  # replica index and count
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
-        self._started: Started | None = None
+        self._started: StartedEngine | None = None
         self._version: int | None = None  # of the weights loaded by `serve`
         self._names = itertools.count()
 
@@ -75,7 +75,7 @@ class VllmEngine(Texts):
         """The model's engine, started. Raises StageError for a second model."""
         return self._of(model).client
 
-    def _of(self, model: Model) -> Started:
+    def _of(self, model: Model) -> StartedEngine:
         from stages.backends.vllm.client import Client, Setup
 
         if self._started is None:
@@ -86,14 +86,16 @@ class VllmEngine(Texts):
                 replica=self._worker[0], replicas=self._worker[1],
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
-            self._started = Started(model=model, client=client, closing=closing, longest=client.longest())
+            self._started = StartedEngine(model=model, client=client, closing=closing, longest=client.longest())
         if self._started.model != model:
             raise StageError(self._second(self._started.model, model))
         return self._started
 
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Sample responses from the served copy."""
-        running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), len(prompt_ids))
+        running = RunningRequests(
+            self.client(model), self._requests(model, prompt_ids, sampling, draws), len(prompt_ids)
+        )
         ended: list[Lot] = []
         try:
             while not ended:
@@ -114,7 +116,7 @@ class VllmEngine(Texts):
         unwanted: Callable[[int], bool] = lambda group: False,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample responses from the served copy; groups arrive in completion order."""
-        running = Running(self.client(model), self._requests(model, prompt_ids, sampling, draws), group_size)
+        running = RunningRequests(self.client(model), self._requests(model, prompt_ids, sampling, draws), group_size)
         open_groups = set(range(len(prompt_ids) // group_size))
         given_up: set[int] = set()
         try:
@@ -133,11 +135,11 @@ class VllmEngine(Texts):
         finally:
             running.close()
 
-    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> Served:
+    def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a version into the engine between two tokens. Returns the hash of the loaded weights."""
         client = self.client(model)
         check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
-        served = client.load(Weights(shares, version, route))
+        served = client.load(VersionShares(shares, version, route))
         self._version = version
         return served
 

@@ -40,7 +40,7 @@ class Loader:
 
     def sluice_receive(self, offered: dict[str, Any], names: list[str]) -> bytes:
         """Receive a version: vLLM's three calls in one, since each would be a round trip to all ranks. Returns
-        `weights.Answer`, encoded. No request runs meanwhile, so all their tokens are from the old weights."""
+        `weights.RankAnswer`, encoded. No request runs meanwhile, so all their tokens are from the old weights."""
         self.start_weight_update()
         self.update_weights(offered)
         self.finish_weight_update()

@@ -14,7 +14,7 @@ import torch
 ROWS = 64  # initial size of the table
 
 
-class Logprobs:
+class LogprobTable:
     """The table. A request gets a row by name; the row is free again after `take` or `forget`."""
 
     def __init__(self) -> None:

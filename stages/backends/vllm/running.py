@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
 
 
-class Running:
+class RunningRequests:
     """Requests that were submitted together, in lots of `size`; lots are returned in completion order."""
 
     def __init__(self, client: Client, requests: Sequence[Request], size: int) -> None:

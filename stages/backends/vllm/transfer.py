@@ -21,7 +21,7 @@ from stages.backends.model.decoder import Decoder
 from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing
-from stages.backends.vllm.weights import Answer, route_from, shares_from
+from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
 
 NAME = "sluice"
 
@@ -37,8 +37,8 @@ class Joined(WeightTransferInitInfo):
 
 @dataclass
 class Offered(WeightTransferUpdateInfo):
-    """`Weights.plain`: the shares of all trainer ranks, each a layout and a reference to memory; the transport, by name
-    or pickled; and, if both sides carry, the meeting."""
+    """`VersionShares.plain`: the shares of all trainer ranks, each a layout and a reference to memory; the transport,
+    by name or pickled; and, if both sides carry, the meeting."""
 
     shares: list[Any]
     version: int
@@ -91,12 +91,12 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         self._received.record["through_loader"] = float(len(self._storage.loaded))
         self._received.record["loader_bytes"] = float(self._storage.loaded_bytes)
 
-    def answer(self, tokens: dict[str, int]) -> Answer:
+    def answer(self, tokens: dict[str, int]) -> RankAnswer:
         """The result of the last version."""
         if self._lost:
-            return Answer(lost=self._lost)
+            return RankAnswer(lost=self._lost)
         assert self._storage is not None
-        return Answer(self._received, self._storage.loaded, tokens=tokens)
+        return RankAnswer(self._received, self._storage.loaded, tokens=tokens)
 
     def differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; empty for a model without a table."""

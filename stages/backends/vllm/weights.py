@@ -20,7 +20,7 @@ from ops.refit.memory import Handle, Mark, SharedMemory
 from ops.refit.share import Share
 from ops.refit.sums import Summed
 from ops.refit.transports import TRANSPORTS, Transport
-from pipeline.declare.task import Meeting
+from pipeline.declare.task import MeetingPlace
 from stages.backends.interface import Route
 from stages.backends.model.places import placed
 from stages.backends.refit.target import Received
@@ -36,7 +36,7 @@ def expected(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return placed(network)[0]
 
 
-class Weights:
+class VersionShares:
     """The shares of a version, in memory that other processes on this machine can open while this object lives; or, for
     a two-sided transport, where to meet the trainer.
 
@@ -60,7 +60,7 @@ class Weights:
         }
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RankAnswer(msgspec.Struct, frozen=True):
     """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, and the token count of
     each request; or why the transfer failed."""
 
@@ -88,7 +88,7 @@ def shares_from(plain: Sequence[Sequence[Any]]) -> list[Share]:
 def route_from(transport: str | bytes, meeting: dict[str, Any] | None) -> Route:
     """The route of a version inside a vLLM worker."""
     known: Transport = TRANSPORTS[transport] if isinstance(transport, str) else cloudpickle.loads(transport)
-    return Route(known, msgspec.convert(meeting, Meeting | None))
+    return Route(known, msgspec.convert(meeting, MeetingPlace | None))
 
 
 NOTHING = Summed(b"", b"")

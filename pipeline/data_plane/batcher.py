@@ -1,12 +1,12 @@
 """Group commit: calls that arrive from any thread during a batch are sent together in the next one.
 
-    lane = Lane(loop, run, deadline_s=30)        # async def run(calls): resolves or fails every call
-    lane.submit(call)                            # from any thread
+    batcher = Batcher(loop, run, deadline_s=30)  # async def run(calls): resolves or fails every call
+    batcher.submit(call)                         # from any thread
     call.done.result(30)                         # a concurrent future: waits in the caller's thread
 
 A burst of n small calls thus takes two round trips instead of n. A single call is sent at once. After a batch of
-several, the lane waits half a millisecond for their callers to return, so that threads that put in a loop share every
-batch instead of every second one. One batch at a time, in order of arrival. Knows no store.
+several, the batcher waits half a millisecond for their callers to return, so that threads that put in a loop share
+every batch instead of every second one. One batch at a time, in order of arrival. Knows no store.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def contained(calls: Sequence[Call], work: Callable[..., Awaitable[None]],
             call.fail(error)
 
 
-class Lane(Generic[C]):
+class Batcher(Generic[C]):
     """Runs batches of calls on `loop`, one at a time. A batch that takes `deadline_s` fails with TimeoutError."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Lane(Generic[C]):
             await self._run(batch)
 
     def _take(self) -> list[C]:
-        """Return the pending calls that were not canceled; the lane becomes idle if there are none."""
+        """Return the pending calls that were not canceled; the batcher becomes idle if there are none."""
         with self._lock:
             waiting, self._waiting, self._callers = self._waiting, [], len(self._waiting)
             self._under_way = [c for calls in waiting for c in calls if c.done.set_running_or_notify_cancel()]

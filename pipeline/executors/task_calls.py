@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from pipeline.declare.task import Meeting, Task
+from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors import merged
 from pipeline.executors.worker import TaskResult
@@ -34,7 +34,7 @@ class Offer:
 
 
 @dataclass
-class Running:
+class TaskCalls:
     """A running task: calls whose results count, and calls that only must not fail, each with its actor.
 
     `offer` belongs to a transfer, and `meeting` to a two-sided one. An error caused by a lost peer counts only after
@@ -45,7 +45,7 @@ class Running:
     leading: dict[ray.ObjectRef, Any]
     others: dict[ray.ObjectRef, Any]
     offer: Offer | None = None
-    meeting: Meeting | None = None
+    meeting: MeetingPlace | None = None
     error: SluiceError | None = None
     results: dict[ray.ObjectRef, TaskResult] = field(default_factory=dict)
 
