@@ -1,9 +1,8 @@
 """Notices that Ray's control store has died. A minute later Ray aborts every process that uses it, without a word, and
 until then a call that needs it does not return.
 
-    store = ControlStore("127.0.0.2:6379")
-    store.look()                                      # raises StageError once it has died
-    lifeline = Lifeline(store.address, print_resume)  # for calls during which nobody looks
+    ControlStore("127.0.0.2:6379").look()                               # raises StageError once it has died
+    lifeline = Lifeline(ControlStore("127.0.0.2:6379"), print_resume)    # for calls during which nobody looks
     lifeline.close()
 """
 
