@@ -11,6 +11,7 @@ Legend: N samples, T tokens of the longest response.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,7 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     is missing.
     """
     _check(loss, scored)
+    scored = _shielded(scored)
     mask_NT = scored.mask_NT
     masked_NT = ~mask_NT
     normalizer = aggregation_normalizer(loss.aggregation, tokens, samples, loss.max_tokens)
@@ -71,6 +73,17 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     sums["ratio_max"] = ratio_NT.max()
     sums["loss"] = value.detach()
     return value, _read(sums)
+
+
+def _shielded(scored: Scored) -> Scored:
+    """The same inputs, but whatever a formula computes at padding sends no gradient there: what padding holds depends
+    on how the minibatch is divided."""
+
+    def cut(column_NT: torch.Tensor) -> torch.Tensor:
+        return torch.where(scored.mask_NT, column_NT, column_NT.detach()) if column_NT.requires_grad else column_NT
+
+    entropy_NT = scored.entropy_NT if scored.entropy_NT is None else cut(scored.entropy_NT)
+    return replace(scored, logprobs_NT=cut(scored.logprobs_NT), entropy_NT=entropy_NT)
 
 
 def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:

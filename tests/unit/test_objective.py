@@ -1,6 +1,6 @@
 """The objective of a microbatch: shares add up, and every parameter of a description affects its formula."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -96,6 +96,31 @@ def test_what_is_masked_reaches_nothing(loss):
     assert torch.equal(gradient, other_gradient)
     assert gradient.isfinite().all()
     assert not gradient[~scored().mask_NT].any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StraightThrough(PolicyLoss):
+    """Sums differences of 0 over padding too: only their gradient reaches it."""
+
+    def policy_loss(self, scored, weight_NT):
+        zero_NT = scored.logprobs_NT - scored.logprobs_NT.detach()
+        return -weight_NT * scored.advantage_N[:, None] * zero_NT.sum(1, keepdim=True).exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividesByTheMask(PolicyLoss):
+    """Is infinite at padding, and so is its gradient there."""
+
+    def policy_loss(self, scored, weight_NT):
+        return -weight_NT * scored.logprobs_NT / scored.mask_NT
+
+
+@pytest.mark.parametrize("loss", [StraightThrough(), DividesByTheMask()], ids=lambda loss: type(loss).__name__)
+def test_the_gradient_of_a_formula_does_not_reach_padding(loss):
+    given = scored(fill=-1.0)
+    _, _, gradient = run(loss, given)
+    assert gradient.isfinite().all() and gradient[given.mask_NT].any()
+    assert not gradient[~given.mask_NT].any()
 
 
 def test_the_loss_is_its_parts_put_together():
