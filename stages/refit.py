@@ -20,7 +20,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.calls import required
 from pipeline.declare.task import Rendezvous
 from pipeline.errors import Problem, counted, shown
-from stages.backends import Route, asked, backend_problems, engine, is_installed, model_problems
+from stages.backends import Route, ServedWeights, asked, backend_problems, engine, is_installed, model_problems
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -183,8 +183,10 @@ class Refit(Stage):
                 record = backend.carry(self.model, shares, version, route)
                 return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s), **record})
             served = backend.serve(self.model, shares, version, route)
-            metrics = {"size_bytes": float(shares[0].model_bytes), f"path_{transport.name}": 1.0, **served.record}
-            return Output(metrics=metrics, weights=(version, served.sha256))
+            if not (isinstance(served, ServedWeights) and isinstance(served.sha256, str)):
+                raise TypeError(f"the backend's serve() returned {shown(served)}; it returns ServedWeights with a hash")
+            own = {"size_bytes": float(shares[0].model_bytes), f"path_{transport.name}": 1.0}
+            return Output(metrics={**served.record, **own}, weights=(version, served.sha256))
 
         return run
 

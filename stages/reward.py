@@ -313,6 +313,20 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
                 "it names a field with weights" if made else "no field can have this name",
                 "use the name of a field, such as response or answer",
             )
+        elif wrong := _wrong_type(parameter.annotation, made):
+            yield _problem(
+                where,
+                f"reward {name} has the parameter {parameter}",
+                f"the field {made.name} is {wrong} per sample",
+                f"write {made.name}: {wrong}, or leave the type out",
+            )
+
+
+def _wrong_type(annotation: Any, read: Field) -> str:
+    """The type of a field's values, if a parameter is annotated with another plain type; "" if not."""
+    given = getattr(annotation, "__name__", annotation)
+    plain = "list" if read.ragged else {dtype: name for name, dtype in _DTYPES.items()}.get(read.dtype, "str")
+    return plain if given in ("str", *_DTYPES) and given != plain and field_named(read.name) == read else ""
 
 
 def _reads(function: object) -> list[Field | None]:

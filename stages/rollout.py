@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Column, Columns, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
-from pipeline.errors import Problem
-from stages.backends import Cancelled, Draws, Sampling, backend_problems, engine, model_problems, samples_of
+from pipeline.errors import Problem, shown
+from stages.backends import (
+    Cancelled,
+    Decoded,
+    Draws,
+    Generation,
+    Sampling,
+    backend_problems,
+    engine,
+    model_problems,
+    samples_of,
+)
 from stages.tasks import alphabet_problems
 from stages.vocabulary import (
     MESSAGES,
@@ -33,7 +43,7 @@ from stages.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from stages.backends import Engine, Generation
+    from stages.backends import Engine
 
 
 _RULES = (
@@ -149,6 +159,7 @@ class Rollout(Stage):
         )
         async with aclosing(stream):
             async for event in stream:
+                _check_event(event, backend.served_version(self.model, task.version))
                 if isinstance(event, Cancelled):
                     yield Output(cancelled={wanted[group]: tokens for group, tokens in event.tokens.items()})
                     continue
@@ -191,3 +202,19 @@ def _are_texts(value: Any) -> bool:
 
 def _as_stop(value: Any) -> str:
     return f"stop=({value!r},)" if isinstance(value, str) else "stop=()"
+
+
+def _check_event(event: object, served: object) -> None:
+    """Raise if a backend's stream yields something else, or samples of a version that it does not serve. A version that
+    is on its way may be sampled from before the backend counts it as served."""
+    if isinstance(event, Cancelled):
+        return
+    if not (isinstance(event, Decoded) and isinstance(event.made, Generation)):
+        raise TypeError(
+            f"the backend's stream() yielded {shown(event)}; it yields Decoded with a Generation, or Cancelled"
+        )
+    if not isinstance(served, int):
+        raise TypeError(f"the backend's served_version() returned {shown(served)}; it returns a number")
+    newest = max(map(int, event.made.versions.values.unique().tolist()), default=0)
+    if newest > served + 1:
+        raise ValueError(f"the backend sampled tokens of version {newest}, and serves version {served}")

@@ -126,7 +126,9 @@ class _RewardCall:
                 finally:
                     running.cancel()  # too late or no longer needed; not awaited, as it may ignore this
             cause: BaseException | None = None
-            if not running.done() or running.cancelled():
+            if running.done() and running.cancelled():
+                what = "raised CancelledError"
+            elif not running.done():
                 what = f"did not return within {calls.timeout_s:g} s"
             elif cause := _raised(running):
                 what = f"raised {message_of(cause)}"

@@ -114,7 +114,10 @@ class Divergence:
         for name, value in metrics.items():
             part = _part(name)
             if not math.isfinite(value):
-                yield self._notice("not finite", step, name, value, "what is computed from it means nothing", _LOWER)
+                learned = part in (*_EXPLODING, "entropy", "reward") or name.startswith("reward/")
+                own = f"correct what computes {name}, if that is yours; otherwise, {_LOWER}"
+                kind, fix = ("not finite", _LOWER) if learned else ("other not finite", own)
+                yield self._notice(kind, step, name, value, "what is computed from it means nothing", fix)
             elif part == "skipped" and value > 0:
                 done = metrics.get(f"{name.removesuffix('skipped')}updates", 0.0)
                 what = f"{value:g} of {value + done:g} updates were skipped"

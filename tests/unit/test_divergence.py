@@ -86,6 +86,12 @@ def test_a_value_that_is_not_finite_is_always_noticed(
     assert found[0].metric == f"train/{name}" and f"train/{name} is {value}" in found[0].what
 
 
+def test_a_number_of_the_users_that_is_not_finite_hides_no_loss_that_is_not() -> None:
+    found = notices([{"refit/own": math.nan}, {"refit/own": math.nan, "train/loss": math.nan}])
+    assert [(notice.metric, notice.step) for notice in found] == [("refit/own", 0), ("train/loss", 1)]
+    assert found[0].fix.startswith("correct what computes refit/own, if that is yours")
+
+
 @given(
     st.sampled_from(["loss", "grad_norm", "kl", "mismatch_kl"]),
     st.lists(st.floats(0.005, 0.02), min_size=5, max_size=60),

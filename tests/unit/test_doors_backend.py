@@ -62,6 +62,53 @@ def test_what_cannot_be_is_refused(backend, says):
     assert says in said(WorkerGroup("sampler", backend=backend))
 
 
+RETURNS = """
+import dataclasses
+from graphs import quickstart
+from counting import COUNTING, Counting, open_counting
+from pipeline import WorkerGroup
+from stages import Refit, Rollout, Evaluate
+
+class Wrong(Counting):
+    def {method}
+
+def opened(context):
+    right = open_counting(context)
+    return Wrong(right.engine, right.file)
+
+def graph():
+    made = quickstart.graph(steps=1, warm_start_steps=0, prompts_per_step=4, samples_per_prompt=4)
+    sampler = WorkerGroup("sampler", backend=dataclasses.replace(COUNTING, name="wrong", opener=opened), threads=2)
+    where = {{Refit: "target", Rollout: "on", Evaluate: "on"}}
+    stages = [dataclasses.replace(s, **{{where[type(s)]: sampler}}) if type(s) in where else s for s in made.stages]
+    return dataclasses.replace(made, host=sampler, stages=tuple(stages))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("serve(self, *args): return None", "serve() returned None; it returns ServedWeights with a hash"),
+        ("served_version(self, *args): return None", "served_version() returned None; it returns a number"),
+        (
+            "stream(self, *args, **named):\n        async def three():\n            yield 3\n        return three()",
+            "stream() yielded 3; it yields Decoded with a Generation, or Cancelled",
+        ),
+        (
+            "count(self, made): made.versions.values.fill_(9)",
+            "sampled tokens of version 9, and serves version 0",
+        ),
+    ],
+    ids=["serve", "served_version", "stream", "versions"],
+)
+def test_what_an_engine_returns_is_checked(tmp_path, method, says):
+    files = {"counting.py": snippet("your-own-backend.md"), "wrong.py": RETURNS.format(method=method)}
+    folder = user_folder(tmp_path, files)
+    with forgotten(folder):
+        code, _, err = command(folder, "wrong.py", "--executor", "local", "--plain", "--run-dir", "run")
+    assert code == 3 and says in err, err
+
+
 def test_its_own_checks_are_asked():
     from pipeline.errors import Problem
 

@@ -229,6 +229,17 @@ def test_problems_of_functions():
     assert problems(Reward(later))[0].where == line_of(later)
 
 
+def test_a_type_that_a_field_does_not_have_is_refused():
+    def wrong(truncated: float, response_ids: str, response: "int", own: int) -> float: ...
+
+    def right(truncated: bool, response_ids: list, response: str, prompt, token_versions: "list[int]") -> float: ...
+
+    fields = ("truncated: float", "response_ids: str", "response: 'int'")
+    assert whats(Reward(wrong)) == [f"reward wrong has the parameter {field}" for field in fields]
+    assert problems(Reward(wrong))[1].fix == "write response_ids: list, or leave the type out"
+    assert not whats(Reward(right))
+
+
 def test_problems_of_the_whole():
     assert whats(Reward(exact_match, exact_match)) == ["2 reward functions are named exact_match"]
     assert whats(Reward(exact_match, digit_match, weights=(1,))) == ["1 weight for 2 functions"]

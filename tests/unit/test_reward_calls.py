@@ -273,6 +273,14 @@ def test_a_service_that_hangs_is_late(service):
 
 
 @pytest.mark.timeout(20)
+def test_a_function_that_cancels_itself_is_not_late():
+    async def gone(response):
+        raise asyncio.CancelledError
+
+    with pytest.raises(StageError, match="reward gone raised CancelledError for "):
+        run(Reward(gone), texts("a"))
+
+
 def test_a_function_that_does_not_listen_to_its_cancellation_is_late_too():
     async def deaf(response):
         while True:
