@@ -316,17 +316,18 @@ def _parameter_problems(parameter: inspect.Parameter, name: str, where: str) -> 
         elif wrong := _wrong_type(parameter.annotation, made):
             yield _problem(
                 where,
-                f"reward {name} has the parameter {parameter}",
-                f"the field {made.name} is {wrong} per sample",
+                f"reward {name} has the parameter {parameter.name} with another type than its field",
+                f"the field {made.name} has a {wrong} per sample",
                 f"write {made.name}: {wrong}, or leave the type out",
             )
 
 
 def _wrong_type(annotation: Any, read: Field) -> str:
-    """The type of a field's values, if a parameter is annotated with another plain type; "" if not."""
+    """The type of a standard field's values, if a parameter is annotated with another plain type; "" if not."""
     given = getattr(annotation, "__name__", annotation)
+    is_standard = field_named(read.name, "bool") == field_named(read.name, "str")
     plain = "list" if read.ragged else {dtype: name for name, dtype in _DTYPES.items()}.get(read.dtype, "str")
-    return plain if given in ("str", *_DTYPES) and given != plain and field_named(read.name) == read else ""
+    return plain if is_standard and given in ("str", *_DTYPES) and given != plain else ""
 
 
 def _reads(function: object) -> list[Field | None]:

@@ -234,8 +234,9 @@ def test_a_type_that_a_field_does_not_have_is_refused():
 
     def right(truncated: bool, response_ids: list, response: str, prompt, token_versions: "list[int]") -> float: ...
 
-    fields = ("truncated: float", "response_ids: str", "response: 'int'")
-    assert whats(Reward(wrong)) == [f"reward wrong has the parameter {field}" for field in fields]
+    fields = ("truncated", "response_ids", "response")
+    text = "reward wrong has the parameter {} with another type than its field"
+    assert whats(Reward(wrong)) == [text.format(field) for field in fields]
     assert problems(Reward(wrong))[1].fix == "write response_ids: list, or leave the type out"
     assert not whats(Reward(right))
 
