@@ -24,7 +24,7 @@ from pipeline import view
 from pipeline.cli import console
 from pipeline.cli.command import Parser, above_0, exit_code, graph_named, natural
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
-from pipeline.cli.flags import add_flags, spelled
+from pipeline.cli.flags import add_flags, given_in, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, load
 from pipeline.cli.output import outliving
@@ -91,7 +91,7 @@ def _main(argv: list[str]) -> int:
     parser.description = file.says
     add_flags(parser, file.flags)
     options = parser.parse_args(argv)
-    given = {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.")}
+    given = given_in(options)
     record = recorded(options.run_dir) if options.resume is not None else None
     defaults = {flag.name: flag.default for flag in file.flags}
     values = defaults | (record.args if record else {}) | given

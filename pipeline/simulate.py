@@ -1,8 +1,9 @@
 """`python -m pipeline.simulate RUN [flags]`: simulate a run under another schedule, in virtual time.
 
 RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --stage
-gives the seconds of every stage. The scheduler is the same as in real runs. Exit codes: 0 done; 2 RUN or a flag is
-wrong; 3 the simulated run cannot continue.
+gives the seconds of every stage. A parameter of graph() that has the name of another flag of this command is set with
+the prefix --graph-, as in --graph-workers. The scheduler is the same as in real runs. Exit codes: 0 done; 2 RUN or a
+flag is wrong; 3 the simulated run cannot continue.
 
     python -m pipeline.simulate runs/quickstart-... --max-staleness 2 --on-stale drop --workers sampler=4
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ import msgspec
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
-from pipeline.cli.flags import add_flags
-from pipeline.cli.load import load
+from pipeline.cli.flags import Flag, add_flags, given_in
+from pipeline.cli.load import GraphFile, load
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
@@ -34,6 +36,11 @@ from pipeline.simulation.whatif import Changes, range_problems
 
 LEAST_CORES, MOST_CORES = 0.01, 1_000_000
 NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
+ON_STALE, REFIT = ("wait", "drop"), ("drain", "in_flight")
+SHARED: Mapping[str, tuple[str, ...]] = {  # flags that mean the same as parameters of these names; the words they take
+    "steps": (), "max_staleness": (), "pipeline_depth": (), "seed": (), "on_stale": ON_STALE, "refit": REFIT,
+}  # fmt: skip
+PREFIX = "graph-"  # of parameters with the name of another flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,11 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    options, rest = _parser().parse_known_args(argv)
+    options, rest = _parser(add_help=False).parse_known_args(argv)
     options.run = graph_named(argv, options.run)
-    if options.run is None:
-        if rest:
-            _parser().parse_args(argv)  # reports what is wrong with them
+    path = None if options.run is None else Path(options.run)
+    if rest and (path is None or path.is_dir()):
+        _parser().parse_args(argv)  # prints the help, or reports what is wrong with them
+    if path is None:
         raise GraphError(
             Problem(
                 where="command line",
@@ -55,6 +63,7 @@ def _main(argv: list[str]) -> int:
                 fix=" ".join([*typed("pipeline.simulate"), "runs/quickstart-..."]),
             )
         )
+    file, values = (None, {}) if path.is_dir() else _loaded(path, argv, options)
     if options.cores is not None and not LEAST_CORES <= options.cores <= MOST_CORES:
         raise GraphError(
             Problem(
@@ -67,43 +76,85 @@ def _main(argv: list[str]) -> int:
     changes = _changes(options)
     if problems := tuple(range_problems(changes)):
         raise GraphError(*problems)
-    path = Path(options.run)
-    if path.is_dir():
-        if rest:
-            _parser().parse_args(argv)  # reports what is wrong with them
+    if file is None:
         with consistent(path):
             return _simulate(recorded(path, cores=options.cores), changes, options)
-    planned = _planned(path, argv, options, rest)
+    planned = _planned(file, values)
     return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
 
 
 def _simulate(recording: Recording, changes: Changes, options: argparse.Namespace) -> int:
-    changed = simulated(recording, changes, seed=options.seed)
+    seed = options.seed or 0
+    changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
         print(msgspec.json.encode(_as_json(options, recording, measured, *changed)).decode())
         return 0
     columns: dict[str, Report] = {"simulated": changed[1]}
     if measured and changes:
-        columns = {"simulated as it was": simulated(recording, Changes(), seed=options.seed)[1], "changed": changed[1]}
+        columns = {"simulated as it was": simulated(recording, Changes(), seed=seed)[1], "changed": changed[1]}
     print_reports(changed[0].name, ({"measured": measured} if measured else {}) | columns, recording.notes)
     return 0
 
 
-def _planned(path: Path, argv: list[str], options: argparse.Namespace, rest: list[str]) -> Plan:
-    """Return the plan of a graph file with its own flags. A flag that graph() also has is given to both."""
+def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[GraphFile, dict[str, Any]]:
+    """Return a graph file and the values of its parameters. A flag that means the same as a parameter is given to both;
+    a parameter with the name of another flag has a flag with the prefix."""
+    file, parser = load(path), _parser()
+    own = parser.options
+    clashing = [flag for flag in file.flags if flag.option in own and not _is_shared(flag)]
+    console.print_problems(_unset(clashing, options))
+    parser.graph_file, parser.description = str(path), file.says
+    others = [flag for flag in file.flags if flag.option not in own]
+    add_flags(parser, (*others, *(replace(flag, prefix=PREFIX) for flag in clashing)))
+    values = {flag.name: flag.default for flag in file.flags} | given_in(parser.parse_args(argv))
+    for flag in file.flags:
+        if _is_shared(flag) and (value := getattr(options, flag.name)) is not None:
+            values[flag.name] = _shared(flag, value)
+    return file, values
+
+
+def _is_shared(flag: Flag) -> bool:
+    """Return whether a parameter of graph() means the same as the flag of that name."""
+    words = SHARED.get(flag.name)
+    if not words:
+        return words is not None and flag.type is int
+    return flag.type is str and {*flag.choices, flag.default} <= {*words, None}
+
+
+def _shared(flag: Flag, value: object) -> Any:
+    """Return the value of a flag as that of a parameter. Raises GraphError if the parameter does not take it."""
+    try:
+        return flag.parse(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise GraphError(
+            Problem(
+                where=f"{flag.option} {value}",
+                what=str(error),
+                why=f"parameter {flag.name!r} of graph() gets it too",
+                fix=f"give another value, or change the type of {flag.name!r}",
+            )
+        ) from None
+
+
+def _unset(clashing: Sequence[Flag], options: argparse.Namespace) -> Iterator[Problem]:
+    """Yield a warning for each given flag of this command with the name of a parameter that it does not set."""
+    for flag in clashing:
+        if getattr(options, flag.option.removeprefix("--").replace("-", "_"), None) not in (None, [], False):
+            yield Problem(
+                where=flag.option,
+                what=f"it does not set the parameter {flag.name!r} of graph()",
+                why="it is a flag of the simulation",
+                fix=f"set the parameter with {replace(flag, prefix=PREFIX).option}",
+                warning=True,
+            )
+
+
+def _planned(file: GraphFile, values: Mapping[str, Any]) -> Plan:
+    """Return the plan of a graph file with these values of its parameters."""
     from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
 
-    file = load(path)
-    own = {action.dest: action for action in _parser()._actions}
-    shared = {flag.name: getattr(options, flag.name, None) for flag in file.flags if flag.name in own}
-    parser = _parser()
-    parser.graph_file = str(path)
-    add_flags(parser, tuple(flag for flag in file.flags if flag.name not in own))
-    given = {name[6:]: value for name, value in vars(parser.parse_args(argv)).items() if name.startswith("graph.")}
-    values = {flag.name: flag.default for flag in file.flags}
-    values |= {name: value for name, value in shared.items() if value is not None and value != []}
-    planned, warnings = plan(file.build(values | given))
+    planned, warnings = plan(file.build(values))
     console.print_problems(warnings)
     return planned
 
@@ -149,8 +200,8 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str, kind: st
     return [(name, value) for name, value, _ in pairs]
 
 
-def _parser() -> Parser:
-    parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]")
+def _parser(*, add_help: bool = True) -> Parser:
+    parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]", add_help=add_help)
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
     parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
     parser.add_argument(
@@ -159,10 +210,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--pipeline-depth", type=whole, metavar="N", help="batches that rollout may run ahead; default: as in RUN"
     )
-    parser.add_argument(
-        "--on-stale", **one_of("wait", "drop"), help="what happens to older samples; default: as in RUN"
-    )
-    parser.add_argument("--refit", **one_of("drain", "in_flight"), help="when weights are swapped; default: as in RUN")
+    parser.add_argument("--on-stale", **one_of(*ON_STALE), help="what happens to older samples; default: as in RUN")
+    parser.add_argument("--refit", **one_of(*REFIT), help="when weights are swapped; default: as in RUN")
     parser.add_argument("--groups", metavar="N|Nx", help="groups per batch, or a multiple of those in RUN: 64, 8x")
     parser.add_argument("--refit-s", type=number, metavar="S", help="duration of each refit, in seconds")
     parser.add_argument(
@@ -173,7 +222,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--stage", action="append", default=[], metavar="STAGE=SECONDS", help=f"a number or a distribution: {GRAMMAR}"
     )
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the random durations")
+    parser.add_argument("--seed", type=natural, metavar="N", help="seed of the random durations; default: 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -188,7 +237,7 @@ def _as_json(
         "max_staleness": planned.max_staleness,
         "on_stale": planned.on_stale,
         "refit": planned.refit,
-        "seed": options.seed,
+        "seed": options.seed or 0,
         "cores": recording.cores,
         **summary(report),
         "measured": summary(measured) if measured else None,

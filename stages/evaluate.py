@@ -68,6 +68,7 @@ class Evaluate(Stage):
     system: str | None = None
 
     name = "evaluate"
+    reports_as = "eval"
     reads = (SERVED_WEIGHTS,)
     per = "batch"
 

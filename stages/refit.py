@@ -10,8 +10,8 @@ is an error. So an acknowledged version identifies the bytes that generate, by a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal[("auto", *TRANSPORTS)]  # the type of a recipe's flag
+_TAKEN = ("size_bytes", "offer_ms", "carry_ms")  # the stage's own metrics, besides path_NAME
 NCCL = "nccl.core"
 NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip install 'sluice[nccl]'"
 
@@ -176,17 +177,30 @@ class Refit(Stage):
             if rendezvous.side == "source":
                 share = backend.share(self.model, transport)
                 rendezvous.offer(share)
-                return Output(metrics={"offer_ms": 1e3 * (time.perf_counter() - begun_s), **share.record})
+                return made(transport, {"offer_ms": 1e3 * (time.perf_counter() - begun_s)}, share.record)
             route = Route(transport, rendezvous.meeting if transport.both_carry else None)
             shares = rendezvous.take()
             if rendezvous.side == "carrier":
                 record = backend.carry(self.model, shares, version, route)
-                return Output(metrics={"carry_ms": 1e3 * (time.perf_counter() - begun_s), **record})
+                return made(transport, {"carry_ms": 1e3 * (time.perf_counter() - begun_s)}, record)
             served = backend.serve(self.model, shares, version, route)
             if not (isinstance(served, ServedWeights) and isinstance(served.sha256, str)):
                 raise TypeError(f"the backend's serve() returned {shown(served)}; it returns ServedWeights with a hash")
             own = {"size_bytes": float(shares[0].model_bytes), f"path_{transport.name}": 1.0}
-            return Output(metrics={**served.record, **own}, weights=(version, served.sha256))
+            return replace(made(transport, own, served.record), weights=(version, served.sha256))
+
+        def made(transport: Transport, own: dict[str, float], record: Mapping[str, float]) -> Output:
+            """Return the metrics of one side. Raises StageError if the transport's have names of the stage's own."""
+            if taken := [name for name in record if name in _TAKEN or str(name).startswith("path_")]:
+                raise StageError(
+                    Problem(
+                        where=str(self.location),
+                        what=f"transport {transport.name!r} returned the metric {taken[0]!r}",
+                        why=f"stage {self.name!r} reports {', '.join(_TAKEN)} and path_... itself",
+                        fix="choose another name",
+                    )
+                )
+            return Output(metrics=own | dict(record))
 
         return run
 

@@ -188,6 +188,11 @@ class Parser(argparse.ArgumentParser):
         self._ends = False  # whether "--" ends the flags
         self.register("type", None, filled)  # the type of every argument that names no other
 
+    @property
+    def options(self) -> set[str]:
+        """The flags that the parser has, as typed."""
+        return set(self._option_string_actions)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. A switch takes no value if the graph file or another flag follows it."""
         own = {option.lower() for option in self._option_string_actions}

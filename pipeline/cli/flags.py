@@ -23,7 +23,7 @@ import re
 import tokenize
 import types
 import typing
-from argparse import SUPPRESS, ArgumentError, ArgumentParser
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ class Flag:
     """One parameter of graph(). `choices` is not empty for a Literal; `optional` allows the word none.
 
     `where` is the file and line of graph(); `help` is the parameter's description from its docstring or comment.
+    `prefix` begins the flag's name where the command has a flag with the parameter's name.
     """
 
     name: str
@@ -53,10 +54,11 @@ class Flag:
     optional: bool = False
     where: str = ""
     help: str = ""
+    prefix: str = ""
 
     @property
     def option(self) -> str:
-        return f"--{dashed(self.name)}"
+        return f"--{self.prefix}{dashed(self.name)}"
 
     @property
     def shown(self) -> str:
@@ -106,6 +108,11 @@ def add_flags(parser: ArgumentParser, flags: tuple[Flag, ...]) -> None:
                 )
             ) from error
         action.shown = flag.shown
+
+
+def given_in(options: Namespace) -> dict[str, Any]:
+    """Return the parameters of graph() that are given on a parsed command line."""
+    return {name[6:]: value for name, value in vars(options).items() if name.startswith("graph.")}
 
 
 def dashed(name: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pipeline.declare.fields import Field
 from pipeline.declare.task import StageContext
+
+if TYPE_CHECKING:
+    from pipeline.declare.stage import Stage
 
 
 @runtime_checkable
@@ -55,6 +58,13 @@ class Bounds(Protocol):
     bounds: Mapping[str, int]
 
 
+@runtime_checkable
+class ReportsAs(Protocol):
+    """`reports_as` begins the names of metrics that a stage returns, besides its own name: "eval" of `Evaluate`."""
+
+    reports_as: str
+
+
 def stamped_by(stage: object) -> Field | None:
     """Return the field in which a stage records token versions, or None."""
     return stage.stamps if isinstance(stage, Stamps) else None
@@ -83,6 +93,11 @@ def corrects(stage: object) -> bool:
 def bounds_of(stage: object) -> Mapping[str, int]:
     """Return the most entries per sample of each ragged dimension that a stage limits, by symbol."""
     return stage.bounds if isinstance(stage, Bounds) else {}
+
+
+def prefixes_of(stage: Stage) -> tuple[str, ...]:
+    """Return what the names of a stage's metrics may begin with, before the slash."""
+    return (stage.name, stage.reports_as) if isinstance(stage, ReportsAs) else (stage.name,)
 
 
 def takes_tensordict(stage: object) -> bool:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         steps=graph.schedule.steps,
     )
     try:
-        return _run(stage, stage.setup(context), task, columns)
+        return _run(stage, stage.setup(context), task, columns, graph.all_stages())
     except Exception as error:
         if not isinstance(error, SluiceError) and not user_line(error):
             traceback.print_exception(error)
@@ -143,12 +144,12 @@ def _check_interpreter(group: WorkerGroup, folder: Path) -> None:
     )
 
 
-def _run(stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
+def _run(stage: Stage, runner: Any, task: Task, columns: Columns, stages: Sequence[Stage]) -> Output:
     if stage.shape != "stream":
-        return returned.output(stage, runner(given(stage, columns), task))
+        return returned.output(stage, runner(given(stage, columns), task), stages)
 
     async def gathered() -> list[Output]:
-        made = [returned.output(stage, one) async for one in runner(given(stage, columns), task)]
+        made = [returned.output(stage, one, stages) async for one in runner(given(stage, columns), task)]
         return [output for output in made if output.columns]
 
     outputs = asyncio.run(gathered())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
 from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
+from pipeline.declare.abilities import prefixes_of
 from pipeline.declare.columns import Columns
 from pipeline.declare.runners import runner_fault
 from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output
 from pipeline.errors import Problem, StageError, line_of_code, shown
+from pipeline.plan.names import METRICS
 
 
 def runner(stage: Stage, made: Any) -> Any:
@@ -22,8 +24,9 @@ def runner(stage: Stage, made: Any) -> Any:
     return made
 
 
-def output(stage: Stage, produced: Output | Columns | None) -> Output:
-    """Return what a runner returned as an Output with columns. Raises StageError if a metric is not a number."""
+def output(stage: Stage, produced: Output | Columns | None, stages: Iterable[Stage] = ()) -> Output:
+    """Return what a runner returned as an Output with columns. Raises StageError if a metric is not a number, or has
+    the name of a metric that the engine or another of the graph's `stages` reports."""
     made = produced if isinstance(produced, Output) else Output(columns={} if produced is None else produced)
     if is_tensordict(made.columns):
         made = replace(made, columns=from_tensordict(made.columns))
@@ -31,6 +34,9 @@ def output(stage: Stage, produced: Output | Columns | None) -> Output:
         what = f"the runner of stage {stage.name!r} returned {shown(made.columns)}"
         raise _error(stage, what, "it returns columns by their names", "return {'name': column}, or an Output")
     numbers = {name: _number(stage, name, value) for name, value in made.metrics.items()}
+    for name in numbers:
+        if "/" in name:
+            _check_prefix(stage, name, stages)
     return replace(made, metrics=numbers)
 
 
@@ -44,6 +50,15 @@ def _number(stage: Stage, name: str, value: Any) -> float:
     what = f"stage {stage.name!r} returned the metric {name}={shown(value)}"
     why = "metrics are numbers with a name, averaged over the samples of a step"
     raise _error(stage, what, why, f"return one number for {name!r}, or leave it out")
+
+
+def _check_prefix(stage: Stage, name: str, stages: Iterable[Stage]) -> None:
+    """Raise StageError if the part of a metric's name before the slash belongs to the engine or another stage."""
+    prefix, _, rest = name.partition("/")
+    taken = {other.name: f"the metrics {other.name}/... are those of stage {other.name!r}" for other in stages}
+    if prefix not in prefixes_of(stage) and (why := {**taken, **METRICS}.get(prefix)):
+        what = f"stage {stage.name!r} returned the metric {name!r}"
+        raise _error(stage, what, why, f"return it as {rest!r}, which is recorded as {stage.name}/{rest}")
 
 
 def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:

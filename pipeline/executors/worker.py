@@ -261,7 +261,7 @@ class Worker:
         if start_s is None:
             start_s = self._begin(task, alone=True)
         try:
-            output = returned.output(stage, self._runners[stage.name](rendezvous, task))
+            output = returned.output(stage, self._runners[stage.name](rendezvous, task), self._all_stages)
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
@@ -405,7 +405,7 @@ class Worker:
         """Put the runner's output in one put, and add its metrics, weighted by samples."""
         size = self.settings.group_size
         made = []
-        for output in (returned.output(stage, produced) for produced in outputs):
+        for output in (returned.output(stage, produced, self._all_stages) for produced in outputs):
             if output.cancelled:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:

@@ -10,14 +10,17 @@ from pipeline.declare.group import HOST, WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem
 
-STAGES: Mapping[str, str] = {
-    "samples": "every plan adds a stage of that name, which writes texts to the run directory",
-    "step": "the metric time/step_s is the time of the whole step, time/STAGE_s that of a stage",
+METRICS: Mapping[str, str] = {  # prefixes of metrics that are not a stage's name
     "eval": "the metrics eval/... are those of Evaluate",
     "time": "the metrics time/... are the seconds of every stage",
     "data": "the metrics data/... are those of the data plane",
     "stored": "the metrics stored/... are the bytes in the data plane",
     "dropped": "the metrics dropped/... count groups that were too old or cancelled",
+}
+STAGES: Mapping[str, str] = {
+    **METRICS,
+    "samples": "every plan adds a stage of that name, which writes texts to the run directory",
+    "step": "the metric time/step_s is the time of the whole step, time/STAGE_s that of a stage",
     "version": "the record uses that name for tasks that wait for a policy version",
     "checkpoint": "the record uses that name for tasks that wait for a checkpoint",
 }

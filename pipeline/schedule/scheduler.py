@@ -548,7 +548,6 @@ class Scheduler:
             if reader and blocker in reader.blockers:
                 reader.blockers.discard(blocker)
                 self._grants.offer(reader)
-                self._grants.look_again()  # a stage that it still waits for may have become urgent
 
     def _checkpoint_due(self, number: int) -> bool:
         every = self.plan.checkpoint_every

@@ -7,12 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ops.refit.transports import TRANSPORTS, Receiver, Sender, Transport, missing, register
-from pipeline import Model, StageError, WorkerGroup
+from pipeline import Model, StageError, Task, WorkerGroup
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import Refit
@@ -174,6 +175,27 @@ def test_a_transport_of_one_machine_is_refused_between_machines() -> None:
     assert not refit.meets(True)
     with pytest.raises(StageError, match="has transport='mail' and workers on several machines"):
         refit.meets(False)
+
+
+@pytest.mark.parametrize("name", ["path_mail", "path_pull", "size_bytes", "offer_ms", "carry_ms"])
+@pytest.mark.parametrize("side", ["source", "carrier", "target"])
+def test_a_transport_reports_none_of_the_stages_own_metrics(side: str, name: str) -> None:
+    record = {"received_bytes": 4.0, name: 7.0}
+    engine = SimpleNamespace(
+        share=lambda model, transport: SimpleNamespace(record=record),
+        carry=lambda model, shares, version, route: record,
+        serve=lambda model, shares, version, route: SimpleNamespace(record=record, sha256="abc"),
+    )
+    rendezvous: Any = SimpleNamespace(
+        side=side, is_near=True, meeting=None, offer=id, take=lambda: [SimpleNamespace(model_bytes=4)]
+    )
+    context: Any = SimpleNamespace(shared={"engine": engine})
+    refit, task = Refit(POLICY, **CPU, transport=Mail()), Task(stage="refit", step=0)
+    with pytest.raises(StageError, match=f"transport 'mail' returned the metric '{name}'; stage 'refit' reports"):
+        refit.setup(context)(rendezvous, task)
+    del record[name]
+    made = refit.setup(context)(rendezvous, task).metrics
+    assert made["received_bytes"] == 4 and made.get("path_mail") == (1.0 if side == "target" else None)
 
 
 def test_a_transport_that_cannot_be_sent_is_refused() -> None:

@@ -185,6 +185,19 @@ def test_a_later_attempt_takes_the_place_of_what_an_earlier_one_put() -> None:
     assert plane.row_count("g") == 0, "what it put goes with its groups"
 
 
+def test_a_forgotten_group_leaves_no_count_of_its_samples() -> None:
+    plane, table = MemoryPlane(), HandleTable(2)
+    plane.register("g", [Field("token", dtype="int32")], ["reader"])
+
+    def put(samples: int, attempt: int) -> tuple[int, ...]:
+        keys, columns = keys_of((0,), 2)[:samples], {"token": torch.zeros(samples, dtype=torch.int32)}
+        return table.add(plane.put(keys, columns, partition="g", stage="s", attempt=attempt, unit="batch"))
+
+    assert put(1, 0) == () and table.complete(["token"]) == []
+    table.forget([0])
+    assert put(2, 1) == (0,) and table.complete(["token"]) == [0]
+
+
 def test_lengths_are_those_of_the_later_attempt() -> None:
     plane, table = MemoryPlane(), HandleTable(2)
     plane.register("g", [Field("token", dtype="int32", dims="N T")], ["reader"])

@@ -203,6 +203,19 @@ def execute(described, tmp_path, **options):
     return lines, [event for _, event in record.read(run_dir.events)], run_dir
 
 
+@dataclass(frozen=True)
+class Overwrites(Look):
+    """Reports a metric of another stage."""
+
+    def setup(self, context):
+        return lambda columns, task: Output(metrics={"score/mean": 77})
+
+
+def test_a_metric_of_another_stage_ends_the_run(tmp_path):
+    with pytest.raises(StageError, match=r"'look' returned the metric 'score/mean'; .* those of stage 'score'"):
+        execute(graph(Score(), Overwrites([])), tmp_path)
+
+
 def test_a_run_trains_the_first_groups_that_are_kept_and_records_the_others(tmp_path):
     seen = []
     lines, events, run_dir = execute(graph(Score(), Filter(), Look(seen)), tmp_path)

@@ -206,6 +206,16 @@ def test_a_version_is_published_when_every_transfer_has_sent_its_weights():
     assert len(world.saved) == 1, "one checkpoint, behind the last of them"
 
 
+def test_a_late_report_of_earlier_weights_does_not_take_the_version_back():
+    judge = Toy("judge", reads=(RESPONSE,), writes=(JUDGED,), on=WorkerGroup("judge"))
+    planned = build(judge, batch=1, streaming={}, schedule={"max_staleness": 1}, changes={"evaluate": None})
+    world = sampled(planned, 0, 1)
+    trained(world, 0)
+    trained(world, 1)
+    assert world.scheduler.version == 2 and (0, "judge", ()) in world.scheduler.waiting(), "step 0 is not over"
+    assert world.scheduler.handle(Landed(0, (), ("served_weights",))) == [] and world.scheduler.version == 2
+
+
 # How far rollout runs ahead.
 
 
@@ -242,6 +252,14 @@ def test_rollout_runs_ahead_by_the_bound_and_no_further(staleness, depth, ahead,
     assert asked == set(range(ahead + 1))
     if on_stale == "wait":
         assert len(world.admitted) == staleness + 2, "one batch of prompts is ready"
+
+
+def test_a_batch_beside_one_that_waits_for_its_weights_is_admitted_when_it_begins():
+    world = sampled(build(batch=1, streaming={}, changes={"evaluate": None}), 0)
+    rest(world, "prompts", "samples", "logprobs", "ref", "train")
+    assert 0 in world.cleared and list(world.admitted) == [0, 1], "there is room for batch 2, and batch 1 waits"
+    world.finish(world.job("refit"))
+    assert list(world.admitted) == [0, 1, 2]
 
 
 # Workers.

@@ -329,6 +329,88 @@ def test_a_graph_file_takes_its_own_flags_and_distributions(tmp_path, capsys):
     assert (code, told["groups"], told["steps"], told["max_staleness"]) == (0, 8, 5, 1)
 
 
+CLASHING = """
+import json as text
+from pipeline import Schedule
+from tests.unit import toy
+
+def graph(
+    steps: int = 6,
+    seed: int = 7,
+    workers: int = 4,  # processes of the loader
+    groups: int = 8,
+    speed: float = 1.5,
+    cores: str = "all",
+    stage: int = 2,
+    refit: bool = True,
+    on_stale: str = "ask",
+    json: bool = False,
+    run: str = "first",
+):
+    values = dict(locals())
+    with open(__file__ + ".json", "w") as file:
+        text.dump(values, file)
+    return toy.graph(batch=4, schedule=Schedule(steps=steps), **toy.streaming())
+"""
+DEFAULTS = {
+    "steps": 6, "seed": 7, "workers": 4, "groups": 8, "speed": 1.5, "cores": "all", "stage": 2, "refit": True,
+    "on_stale": "ask", "json": False, "run": "first",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        ([], {}),
+        (["--steps", "4", "--seed", "3"], {"steps": 4, "seed": 3}),
+        (["--workers", "sampler=2", "--groups", "2x", "--speed", "train=2x", "--cores", "3"], {}),
+        (["--refit", "in_flight", "--max-staleness", "1", "--on-stale", "drop"], {}),
+        (["--graph-workers", "2", "--graph-groups=5", "--graph-speed", "2"], {"workers": 2, "groups": 5, "speed": 2.0}),
+        (["--graph-cores", "3", "--graph-stage", "9", "--graph-json"], {"cores": "3", "stage": 9, "json": True}),
+        (["--no-graph-refit", "--graph-on-stale", "", "--run", "b"], {"refit": False, "on_stale": "", "run": "b"}),
+    ],
+)
+def test_a_flag_is_given_to_a_parameter_only_if_both_mean_the_same(arguments, changes, tmp_path, capsys):
+    file = tmp_path / "graph.py"
+    file.write_text(CLASHING)
+    code, out, err = command(capsys, str(file), "--json", *STAGES, *arguments)
+    assert code == 0 and json.loads(out), err
+    assert json.loads((tmp_path / "graph.py.json").read_text()) == DEFAULTS | changes
+    given = {word.partition("=")[0] for word in (*STAGES, "--json", *arguments) if word.startswith("--")}
+    clashing = given & {"--workers", "--groups", "--speed", "--cores", "--stage", "--refit", "--on-stale", "--json"}
+    warned = [line.partition(": ")[0] for line in err.splitlines() if "it does not set the parameter" in line]
+    assert sorted(warned) == sorted(clashing)
+    fix = "Fix: set the parameter with --graph-stage\n"
+    assert (
+        f"--stage: warning: it does not set the parameter 'stage' of graph(); it is a flag of the simulation. {fix}"
+        in err
+    )
+
+
+def test_a_value_that_the_parameter_does_not_take_is_told(tmp_path, capsys):
+    file = tmp_path / "graph.py"
+    file.write_text("from typing import Literal\ndef graph(steps: Literal[3, 6] = 3): ...")
+    code, _, err = command(capsys, str(file), "--steps", "4")
+    assert code == 2 and err.startswith(
+        "--steps 4: expected one of 3, 6, got '4'; parameter 'steps' of graph() gets it"
+    )
+
+
+def test_the_help_of_a_graph_file_lists_its_parameters(tmp_path, capsys):
+    file = tmp_path / "graph.py"
+    file.write_text(CLASHING)
+    with pytest.raises(SystemExit, match="0"):
+        simulate.main([str(file), "--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    listed = lines[lines.index("parameters of graph():") + 1 :]
+    assert "--graph-workers INT 4 processes of the loader" in listed and "--run TEXT first" in listed
+    assert not [line for line in listed if line.startswith(("--steps", "--seed"))], "they are those of the simulation"
+    for words in ([], [str(tmp_path)]):
+        with pytest.raises(SystemExit, match="0"):
+            simulate.main([*words, "--help"])
+        assert "parameters of graph():" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

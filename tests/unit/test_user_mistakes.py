@@ -27,6 +27,8 @@ from stages import (
     ClippedLoss,
     Correction,
     Decoupled,
+    Evaluate,
+    Generated,
     IcePop,
     PolicyLoss,
     Reward,
@@ -138,6 +140,33 @@ def test_a_metric_may_be_any_one_number(value: Any) -> None:
 def test_other_metrics_are_refused(metrics: Any) -> None:
     with pytest.raises(StageError, match=r"stage 'mine' returned the metric .*=.*; metrics are numbers with a name"):
         returned.output(Toy("mine"), Output({}, metrics=metrics))
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        ("reward/mean", "the metrics reward/... are those of stage 'reward'"),
+        ("time/step_s", "the metrics time/... are the seconds of every stage"),
+        ("data/requests", "the metrics data/... are those of the data plane"),
+        ("stored/peak_bytes", "the metrics stored/... are the bytes in the data plane"),
+        ("dropped/stale", "the metrics dropped/... count groups that were too old or cancelled"),
+        ("eval/count", "the metrics eval/... are those of Evaluate"),
+    ],
+)
+def test_a_metric_of_another_stage_is_refused(metric: str, why: str) -> None:
+    mine, rest = Toy("mine"), metric.partition("/")[2]
+    told = f"stage 'mine' returned the metric '{metric}'; {why}. Fix: return it as '{rest}', which is recorded as mine/"
+    with pytest.raises(StageError, match=re.escape(told + rest)):
+        returned.output(mine, Output({}, metrics={metric: 77}), [Toy("reward"), mine])
+
+
+def test_a_metric_with_a_prefix_of_its_own_is_kept() -> None:
+    metrics = {"mean": 1.0, "mine/most": 2.0, "val/mean": 3.0}
+    mine = Toy("mine")
+    assert returned.output(mine, Output({}, metrics=metrics), [Toy("reward"), mine]).metrics == metrics
+    sampler = WorkerGroup("sampler", backend="torch")
+    evaluate = Evaluate(Model("policy"), Generated("sort"), on=sampler)
+    assert returned.output(evaluate, Output({}, metrics={"eval/count": 1.0}), [mine]).metrics == {"eval/count": 1.0}
 
 
 @dataclass(frozen=True)
