@@ -58,6 +58,12 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def kind_of(value: object) -> str:
+    """Return what kind of value something is, for a message: "None", "a list", "an int"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 GPU", "2 GPUs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ and saved (a second signal ends the run at once)"""
 
 @dataclass(frozen=True)
 class _Asked:
-    """A parsed command line: the graph and its plan, the values of its flags, and the record of the run to resume, if
-    any."""
+    """A parsed command line: the graph and its plan, the values of its flags, the record of the run to resume, if any,
+    and the failures that this run has from before."""
 
     argv: list[str]
     options: argparse.Namespace
@@ -61,6 +61,7 @@ class _Asked:
     planned: Plan
     values: dict[str, Any]
     record: RunRecord | None
+    failures: frozenset[tuple[int, Path]] = frozenset()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,6 +190,7 @@ def _run(asked: _Asked, started_s: float) -> int:
 
 def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
     """Run in a directory that no other run writes. Returns the exit code."""
+    asked = replace(asked, failures=frozenset(_failures(run_dir)))
     options, planned = asked.options, asked.planned
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
@@ -348,14 +350,20 @@ def _executor(asked: _Asked, run_dir: RunDir) -> Any:
 
 
 def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
-    """Print the commands that replay the failed task and that resume from the last checkpoint."""
+    """Print the commands that replay the task that has failed, if its inputs are saved, and that resume from the last
+    checkpoint."""
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
-    for folder in sorted(run_dir.failures.iterdir(), key=lambda path: path.stat().st_mtime)[-1:]:
+    for _, folder in [each for each in _failures(run_dir) if each not in asked.failures][-1:]:
         command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", str(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"
     print(f"resume: {_resume_command(asked, run_dir)}   ({at})", file=sys.stderr)
+
+
+def _failures(run_dir: RunDir) -> list[tuple[int, Path]]:
+    """Return the saved inputs of failed tasks, each with its time, the last one last."""
+    return sorted((path.stat().st_mtime_ns, path) for path in run_dir.failures.iterdir())
 
 
 if __name__ == "__main__":

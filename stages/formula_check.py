@@ -20,7 +20,7 @@ import torch
 
 from pipeline import Field
 from pipeline.declare.calls import fault
-from pipeline.errors import Problem, counted, line_of_code, message_of, shown, user_line
+from pipeline.errors import Problem, counted, kind_of, line_of_code, message_of, shown, user_line
 from stages.losses import Correction, PolicyLoss, Scored
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def _scored(loss: PolicyLoss, case: _Case) -> Scored:
 def _kind(made: object) -> str:
     if isinstance(made, torch.Tensor):
         return f"a tensor {list(made.shape)} of {str(made.dtype).removeprefix('torch.')}"
-    return "None" if made is None else f"{'an' if type(made).__name__[0] in 'aeiou' else 'a'} {type(made).__name__}"
+    return kind_of(made)
 
 
 def _numbers(values: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pipeline import Field, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import Rule, broken, is_whole, truth
-from pipeline.errors import Problem
+from pipeline.errors import Problem, kind_of
 from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.sources.draws import columns_read, open_source, source_problems
@@ -145,7 +145,7 @@ class Prompts(Stage):
         elif not isinstance(source, str | Path | Generated):
             yield Problem(
                 where=where,
-                what=f"source is {type(source).__name__}",
+                what=f"source is {kind_of(source)}",
                 why="prompts come from a Generated task, a data set given by its path, or a Mixture of these",
                 fix='write Prompts(Dataset(("a.jsonl", "b.jsonl")))'
                 if isinstance(source, list | tuple)

@@ -185,6 +185,8 @@ def _objection(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[
     if default is parameter.empty:
         example = {"int": "1", "float": "1.0", "bool": "False"}.get(_shown(hints.get(name, int)), '"..."')
         typed = parameter if name in hints else parameter.replace(annotation=int)
+        if isinstance(typed.annotation, str):  # of a file with `from __future__ import annotations`
+            typed = typed.replace(annotation=_Verbatim(typed.annotation))
         fix = str(typed.replace(default=_Verbatim(example)))
         return (
             f"{says} has no default",

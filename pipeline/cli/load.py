@@ -17,7 +17,7 @@ from pipeline.cli.flags import Flag, flags_of, line_of, plain
 from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
-from pipeline.errors import GraphError, Problem, SluiceError, message_of
+from pipeline.errors import GraphError, Problem, SluiceError, kind_of, message_of
 from pipeline.precedence import hidden, search_last, typed
 
 
@@ -56,7 +56,7 @@ class GraphFile:
             raise GraphError(
                 Problem(
                     where=line_of(self.path, self.function),
-                    what=f"graph() returned {type(graph).__name__}",
+                    what=f"graph() returned {kind_of(graph)}",
                     why="it must return a pipeline.Graph",
                     fix="return Graph(name=..., source=..., stages=(...), schedule=...)",
                 )

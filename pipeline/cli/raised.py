@@ -114,6 +114,14 @@ def _value(expression: ast.expr, names: dict[str, Any]) -> Any:
     return names.get(expression.id) if isinstance(expression, ast.Name) else None
 
 
+def _is_users_class(called: Any) -> bool:
+    """Return whether this is a class of the user's own file."""
+    try:
+        return isinstance(called, type) and is_user_file(inspect.getfile(called))
+    except (TypeError, OSError):  # written in C, or without a file
+        return False
+
+
 def _call_fix(call: re.Match[str], called: Any) -> str | None:
     """Return a fix that lists the parameters of a wrongly called function; None if they are unknown."""
     try:
@@ -123,7 +131,8 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
     if not names:
         return f"{call['name']} takes no parameters: write {call['name']}()"
     given = call["given"]
-    if isinstance(called, type) and given in {*vars(called), *inspect.get_annotations(called)} - {*names}:
+    own = {*vars(called), *inspect.get_annotations(called)} - {*names} if _is_users_class(called) else ()
+    if given in own:
         return f"write @dataclass(frozen=True, kw_only=True) above class {called.__name__}, and give {given} a type"
     if given in names and f"{given}s" not in names:
         return f"pass {given} by position: write {call['name']}(*{given})"

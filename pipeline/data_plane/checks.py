@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.declare.columns import Column, Ragged
 from pipeline.declare.fields import TENSOR_DTYPES, Field
 from pipeline.declare.handle import KVBatchMeta
-from pipeline.errors import DataPlaneError, Problem
+from pipeline.errors import DataPlaneError, Problem, kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
             if not isinstance(text, str):
                 key = keys[i] if i < len(keys) else f"row {i}"
                 raise broken(
-                    where, f"field {field.name!r}, key {key}: {type(text).__name__}", "its dtype is str", "use a string"
+                    where, f"field {field.name!r}, key {key}: {kind_of(text)}", "its dtype is str", "use a string"
                 )
         return _check_count(where, field, len(column), keys)
     import torch
@@ -266,7 +266,7 @@ def _key_of(column: Column, entry: int, keys: Sequence[str]) -> str:
 
 def _mistyped(where: str, field: Field, column: object, wanted: str) -> DataPlaneError:
     return broken(
-        where, f"field {field.name!r} is a {type(column).__name__}",
+        where, f"field {field.name!r} is {kind_of(column)}",
         f"dtype {field.dtype}, dims {field.dims!r} is {wanted}", f"return {wanted}",
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pipeline.errors import shown
+
 TENSOR_DTYPES = (
     "float64",
     "float32",
@@ -51,7 +53,9 @@ class Field:
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
-            raise ValueError(f"field name {self.name!r} is not lower-case letters, digits and underscores (64 at most)")
+            raise ValueError(
+                f"field name {shown(self.name)} is not lower-case letters, digits and underscores (64 at most)"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         symbols = self.dims.split()

@@ -1,4 +1,5 @@
-"""Saves the inputs of a failed task and runs the task again on them, in this process, without a data plane.
+"""Saves the inputs of a failed task and runs the task again on them, in this process, without a data plane. What
+the task returns passes the checks of a put.
 
 runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetensors
 """
@@ -11,28 +12,32 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.data_plane.checks import PartitionSchema, check_put
 from pipeline.data_plane.tensordicts import given
 from pipeline.declare.columns import Columns, Ragged, in_order
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
+from pipeline.declare.handle import keys_of
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, StageContext, Task
 from pipeline.errors import GraphError, Problem, SluiceError, user_error, user_line
 from pipeline.executors import returned
+from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.precedence import for_another_python
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
-    """Write task and columns to `folder`, creating it. Texts go to JSON, tensors to safetensors. A disk that is full or
-    fails leaves none: the failure that they are for says more."""
+    """Write task and columns to `folder`, in place of what it holds. Texts go to JSON, tensors to safetensors. A disk
+    that is full or fails leaves none: the failure that they are for says more."""
     from safetensors import SafetensorError
 
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         _write(folder, task, columns)
     except (OSError, SafetensorError):
@@ -121,7 +126,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         steps=graph.schedule.steps,
     )
     try:
-        return _run(stage, stage.setup(context), task, columns, graph.all_stages())
+        return _run(graph, stage, stage.setup(context), task, columns)
     except Exception as error:
         if not isinstance(error, SluiceError) and not user_line(error):
             traceback.print_exception(error)
@@ -144,21 +149,43 @@ def _check_interpreter(group: WorkerGroup, folder: Path) -> None:
     )
 
 
-def _run(stage: Stage, runner: Any, task: Task, columns: Columns, stages: Sequence[Stage]) -> Output:
-    if stage.shape != "stream":
-        return returned.output(stage, runner(given(stage, columns), task), stages)
+def _run(graph: Graph, stage: Stage, runner: Any, task: Task, columns: Columns) -> Output:
+    """Run the task and check what it returns, as a worker and a put do."""
+    size = graph.group_size
+    keys = keys_of(task.groups, size)
+    if task.shard:
+        keys = tuple(keys[i] for i in task.shard.index)
+    produced = runner(given(stage, columns), task)
+    outputs = asyncio.run(_all_of(produced)) if stage.shape == "stream" else [produced]
+    schema = PartitionSchema.of(graph.name, sample_fields(with_samples(graph)), ())
+    made: list[tuple[Output, Sequence[int]]] = []
+    left = set(task.groups)
+    for output in (returned.output(stage, one, graph.all_stages()) for one in outputs):
+        left -= {task.groups[position] for position in output.cancelled}
+        if output.cancelled and not output.columns:
+            continue
+        index = returned.rows(stage, output, task, len(keys), size)
+        if index and output.columns:
+            check_put(schema, [keys[i] for i in index], output.columns, stage=stage.name)
+        left -= {task.groups[i // size] for i in index}
+        made.append((output, index))
+    if left and stage.shape == "stream":
+        raise returned.unfinished(stage, left)
+    return _joined(made)
 
-    async def gathered() -> list[Output]:
-        made = [returned.output(stage, one, stages) async for one in runner(given(stage, columns), task)]
-        return [output for output in made if output.columns]
 
-    outputs = asyncio.run(gathered())
-    if not outputs:
-        return Output()
-    samples = sum(len(output.index or ()) for output in outputs)
-    made, index = in_order([(output.columns, output.index or range(0)) for output in outputs])
-    metrics = {
-        name: sum(output.metrics[name] * len(output.index or ()) for output in outputs) / samples
-        for name in outputs[0].metrics
-    }
-    return Output(made, metrics, index)
+async def _all_of(produced: AsyncIterator[Output]) -> list[Output]:
+    return [output async for output in produced]
+
+
+def _joined(made: Sequence[tuple[Output, Sequence[int]]]) -> Output:
+    """Return the outputs as one, with the mean of their metrics, weighted by samples."""
+    if len(made) == 1:
+        return made[0][0]
+    samples = sum(len(index) for _, index in made)
+    metrics: dict[str, float] = {}
+    for output, index in made:
+        for name, value in output.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value * len(index) / max(1, samples)
+    columns, index = in_order([(output.columns, index) for output, index in made]) if made else ({}, ())
+    return Output(columns, metrics, index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -11,8 +11,8 @@ from pipeline.declare.abilities import prefixes_of
 from pipeline.declare.columns import Columns
 from pipeline.declare.runners import runner_fault
 from pipeline.declare.stage import Stage, runner_problem
-from pipeline.declare.task import Output
-from pipeline.errors import Problem, StageError, line_of_code, shown
+from pipeline.declare.task import Output, Task
+from pipeline.errors import Problem, StageError, counted, line_of_code, shown
 from pipeline.plan.names import METRICS
 
 
@@ -61,7 +61,17 @@ def _check_prefix(stage: Stage, name: str, stages: Iterable[Stage]) -> None:
         raise _error(stage, what, why, f"return it as {rest!r}, which is recorded as {stage.name}/{rest}")
 
 
-def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
+def rows(stage: Stage, output: Output, task: Task, samples: int, group_size: int) -> Sequence[int]:
+    """Return the samples of the task that the columns of an output belong to. Raises StageError unless the columns are
+    those that the stage declares, and it may drop what it drops."""
+    _check_columns(stage, output.columns)
+    if output.dropped:
+        _check_dropped(stage, output.dropped, len(task.groups))
+        return [i for i in range(samples) if i // group_size not in output.dropped]
+    return range(samples) if output.index is None else output.index
+
+
+def _check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
     """Raise StageError unless the columns are those that the stage declares."""
     declared, got = {field.name for field in stage.writes if not field.per_step}, set(columns)
     if declared != got:
@@ -72,7 +82,7 @@ def check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
         raise _error(stage, what, why, "correct `writes`, or what the runner returns")
 
 
-def check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:
+def _check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:
     """Raise StageError unless the stage may drop these of its groups, by their position in the task."""
     if stage.gate is None or not set(dropped) <= set(range(groups)):
         what = f"stage {stage.name!r} drops groups {sorted(dropped)} of {groups}"
@@ -82,7 +92,7 @@ def check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:
 
 def unfinished(stage: Stage, left: Collection[int]) -> StageError:
     """Return the error for a stream that ended without output for these groups."""
-    what = f"stage {stage.name!r} ended without output for {len(left)} groups, {min(left)} among them"
+    what = f"stage {stage.name!r} ended without output for {counted(len(left), 'group')}, {min(left)} among them"
     why = "a stream yields or cancels every group that it is given"
     return _error(stage, what, why, "yield an Output whose index names the samples of those groups")
 

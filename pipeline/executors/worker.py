@@ -267,7 +267,7 @@ class Worker:
         except (PeerLost, Unfit) as error:  # the run may continue
             result.error = self._error(stage, error, "failed")
         except USERS as error:
-            result.error = self._failed(stage, task, {}, error)
+            result.error = self._error(stage, error, f"failed at step {task.step + 1}")
         if rendezvous.side == "source" and rendezvous.meeting and not result.error:
             self._begun_s[task.number] = start_s
         else:
@@ -429,10 +429,7 @@ class Worker:
         self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
         """Return an output, and the samples of the task that its columns belong to."""
-        returned.check_columns(stage, output.columns)
-        index: Sequence[int] = range(len(keys)) if output.index is None else output.index
-        if output.dropped:
-            index = self._kept(stage, task, output, len(keys))
+        index = returned.rows(stage, output, task, len(keys), self.settings.group_size)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
         return output, index
 
@@ -499,12 +496,6 @@ class Worker:
             at_s=time.monotonic(),
         )
 
-    def _kept(self, stage: Stage, task: Task, output: Output, samples: int) -> Sequence[int]:
-        """Return the samples of the groups that an output keeps."""
-        returned.check_dropped(stage, output.dropped, len(task.groups))
-        size = self.settings.group_size
-        return [i for i in range(samples) if i // size not in output.dropped]
-
     def _begin(self, task: Task, *, alone: bool) -> float:
         self._meter.begin(task.number, alone=alone)
         return time.monotonic()
@@ -528,9 +519,9 @@ class Worker:
         )
 
     def _failed(self, stage: Stage, task: Task, columns: Columns, error: BaseException) -> SluiceError:
-        """Save the inputs of a failed task. Returns its error, as `_error` does."""
+        """Save the inputs of a failed task of the graph. Returns its error, as `_error` does."""
         reported = self._error(stage, error, f"failed at step {task.step + 1}")
-        if self.settings.run_dir:
+        if self.settings.run_dir and not isinstance(stage, KeepSamples):
             folder = RunDir(self.settings.run_dir).failure(task.step, stage.name, self.rank)
             replay.save_inputs(folder, task, columns)
         return reported

@@ -16,6 +16,7 @@ from pipeline.errors import Problem, line_of_code, problems_of
 from pipeline.plan.gate import gate_problems
 from pipeline.plan.group_checks import group_problems, group_values
 from pipeline.plan.schedule_checks import schedule_problems, timing_problems
+from pipeline.plan.structure import one_for_all
 
 BATCH = Rule(
     "batch", lambda value: is_whole(value, 1), "a step needs a whole number of groups, 1 or more", "write batch=32"
@@ -113,7 +114,9 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 where=str(pairs[1][0].location),
                 what=f"field {name!r} is written by {both}",
                 why="a served model has one Refit" if transfers else "a field has one writer",
-                fix="remove one Refit" if transfers else "remove one of them, or rename its field",
+                fix="remove one Refit"
+                if transfers
+                else one_for_all([stage for stage, _ in pairs]) or "remove one of them, or rename its field",
             )
     read: set[str] = set()
     for stage in stages:

@@ -8,7 +8,7 @@ from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import HOST, WorkerGroup
 from pipeline.declare.stage import Stage
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 
 METRICS: Mapping[str, str] = {  # prefixes of metrics that are not a stage's name
     "eval": "the metrics eval/... are those of Evaluate",
@@ -24,6 +24,7 @@ STAGES: Mapping[str, str] = {
     "version": "the record uses that name for tasks that wait for a policy version",
     "checkpoint": "the record uses that name for tasks that wait for a checkpoint",
 }
+LONGEST = 64  # characters of a name
 FIELDS: Mapping[str, str] = dict.fromkeys(
     ("step", "key", "version"), "each line of samples/ has the step, key and version of its sample under these names"
 )
@@ -39,12 +40,12 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
         elif not is_name(stage.name):
             yield Problem(
                 where=where,
-                what=f"stage name {stage.name!r} is not usable as a file name",
+                what=f"stage name {shown(stage.name)} is not usable as a file name",
                 why="it is part of the names of its metrics and of its failure folders",
                 fix="use letters, digits, '-' and '_', at most 64",
             )
-        for field in stage.writes if isinstance(stage.writes, Sequence) else ():  # later checks report other types
-            if isinstance(field, Field) and field.name in FIELDS:
+        for field in written(stage):
+            if field.name in FIELDS:
                 what = f"stage {stage.name!r} writes a field named {field.name!r}"
                 yield Problem(where=where, what=what, why=FIELDS[field.name], fix="choose another name")
     groups = [group for stage in stages for group in stage.groups() if isinstance(group, WorkerGroup)]
@@ -58,9 +59,33 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
             )
 
 
+def written(stage: Stage) -> list[Field]:
+    """Return the fields that a stage writes. None if `writes` is something else or raises: other checks report that."""
+    try:
+        fields = stage.writes
+    except (Exception, SystemExit):  # noqa: BLE001 - a property of the user's
+        return []
+    return [field for field in fields if isinstance(field, Field)] if isinstance(fields, Sequence) else []
+
+
+def too_long(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
+    """Yield a problem for each name of a stage or worker group that is too long to show it in other problems."""
+    groups = [group for stage in stages for group in stage.groups()]
+    known: dict[int, Stage | WorkerGroup] = {id(one): one for one in (*stages, graph.host, *groups)}
+    for one in known.values():
+        if isinstance(one, Stage | WorkerGroup) and isinstance(one.name, str) and len(one.name) > LONGEST:
+            yield Problem(
+                where=str(one.location),
+                what=f"{'stage' if isinstance(one, Stage) else 'worker group'} name {shown(one.name)} "
+                f"has {len(one.name)} characters",
+                why="it is part of the names of files",
+                fix=f"use letters, digits, '-' and '_', at most {LONGEST}",
+            )
+
+
 def is_name(value: object) -> bool:
     """Return whether a value can be part of a file name: letters, digits, '-' and '_', at most 64."""
-    if not isinstance(value, str) or len(value) > 64 or not value.isascii():
+    if not isinstance(value, str) or len(value) > LONGEST or not value.isascii():
         return False
     return value.replace("-", "").replace("_", "").isalnum()
 
@@ -70,7 +95,7 @@ def group_name_problem(group: WorkerGroup) -> Iterator[Problem]:
     if not is_name(group.name):
         yield Problem(
             where=str(group.location),
-            what=f"worker group name {group.name!r} is not usable as a file name",
+            what=f"worker group name {shown(group.name)} is not usable as a file name",
             why="it names the logs of its workers",
             fix="use letters, digits, '-' and '_', at most 64",
         )

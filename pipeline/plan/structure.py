@@ -14,7 +14,7 @@ from pipeline.declare.sharding import Sharding
 from pipeline.declare.stage import Gate, Stage, setup_problems
 from pipeline.declare.task import SHAPES
 from pipeline.errors import Problem, message_of, shown
-from pipeline.plan.names import is_name, reserved
+from pipeline.plan.names import is_name, reserved, too_long, written
 
 
 def structure(graph: Graph) -> Iterator[Problem]:
@@ -28,6 +28,9 @@ def structure(graph: Graph) -> Iterator[Problem]:
     if unreadable:
         yield from unreadable
         return
+    if long := list(too_long(graph, stages)):
+        yield from long
+        return
     yield from _names_and_types(stages)
     yield from reserved(graph, stages)
 
@@ -37,7 +40,7 @@ def _objections(graph: Graph) -> Iterator[tuple[str, str, str]]:
     if not is_name(graph.name):
         why = "it names run directories and the data plane partition"
         yield (
-            f"graph name {graph.name!r} is not usable as a folder name",
+            f"graph name {shown(graph.name)} is not usable as a folder name",
             why,
             "use letters, digits, '-' and '_', at most 64",
         )
@@ -102,15 +105,28 @@ def _names_and_types(stages: Sequence[Stage]) -> Iterator[Problem]:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             same = [stage for stage in stages if stage.name == name]
+            writers = Counter(field.name for stage in same for field in written(stage))
+            shared = [repr(field) for field, times in writers.items() if times > 1]
             named = all("name" in inspect.signature(type(stage)).parameters for stage in same[1:])
             yield Problem(
                 where=" and ".join(dict.fromkeys(str(stage.location) for stage in same)),
-                what=f"{count} stages are named {name!r}",
-                why="stage names must be unique",
-                fix=f"give one of them name={name + '_2'!r}" if named else "remove one of them",
+                what=f"{count} stages are named {name!r}" + (f" and write {', '.join(shared)}" if shared else ""),
+                why="stage names must be unique" + (", and a field has one writer" if shared else ""),
+                fix=f"give one of them name={name + '_2'!r}"
+                if named and not shared
+                else one_for_all(same) or "remove one of them",
             )
     for stage in stages:
         yield from _parts(stage)
+
+
+def one_for_all(stages: Sequence[Stage]) -> str | None:
+    """Return the fix if several stages write the same field and one of their class, which takes functions, can replace
+    them all, such as Reward; else None."""
+    kinds = {type(stage) for stage in stages}
+    if len(kinds) > 1 or not all(hasattr(stage, "functions") for stage in stages):
+        return None
+    return f"write one {kinds.pop().__name__} with the functions of all of them, or remove one of them"
 
 
 def _parts(stage: Stage) -> Iterator[Problem]:

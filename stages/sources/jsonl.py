@@ -88,7 +88,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
         raise StageError(
             Problem(
                 where=where,
-                what=f"this line holds a JSON {type(row).__name__}, not an object",
+                what=f"this line holds a JSON {'null' if row is None else type(row).__name__}, not an object",
                 why="the columns are found by name",
                 fix=EXAMPLE,
             )

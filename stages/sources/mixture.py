@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.declare.parameters import is_number
-from pipeline.errors import Problem
+from pipeline.errors import Problem, kind_of
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.tasks import Generated
 
@@ -55,7 +55,7 @@ class Mixture:
             if not isinstance(source, Generated | str | Path | Dataset):
                 yield _problem(
                     where,
-                    f"Mixture has a source that is {type(source).__name__}",
+                    f"Mixture has a source that is {kind_of(source)}",
                     "it mixes Generated tasks, paths and Datasets",
                     'write Mixture((Dataset("train.jsonl"), 2), (Dataset("openai/gsm8k"), 1))',
                 )

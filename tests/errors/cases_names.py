@@ -41,6 +41,16 @@ CASES = [
     stage("stage_named_checkpoint", "'checkpoint'"),
     stage("stage_name_with_a_slash", "'reward/extra'"),
     stage("stage_without_a_name", "' '"),
+    stage("stage_name_of_300_characters", "'n' * 300, per='step'"),
+    Case("worker_group_name_of_300_characters", {"scorers": "WorkerGroup('n' * 300, workers=0)"}),
+    Case(
+        "graph_name_of_300_characters",
+        {"made": "Graph(name='n' * 300, source=source, stages=stages, schedule=schedule)"},
+    ),
+    stage("field_name_of_300_characters", "'count', writes=(Field('n' * 300, dtype='int64'),)"),
+    defined(
+        "writes_raises", "    name = 'mine'\n    writes = property(lambda self: self.kept)\n    setup = lambda *_: dict"
+    ),
     stage("field_named_step", "'count', writes=(Field('step', dtype='int64'),)"),
     Case("column_named_key", {"source": "Prompts(task, batch=batch, extra=('key',))"}),
     Case(

@@ -146,6 +146,7 @@ STAGES = [
     staged("stage_returns_too_few", '{"length": __import__("torch").ones(1)}', 4),
     staged("stage_returns_another_dtype", '{"length": __import__("torch").ones(len(columns["prompt"])).double()}', 4),
     staged("stage_returns_a_list", '{"length": [float(len(text)) for text in columns["prompt"]]}', 4),
+    staged("stage_returns_none_in_a_column", '{"length": None}', 4),
     staged("stage_returns_nan", '{"length": __import__("torch").ones(len(columns["prompt"])) / 0}', 4),
     staged("stage_raises", '{"length": columns["response"]}', 3),
 ]
@@ -192,6 +193,30 @@ MODELS = [
         "held_out_row_is_wrong",
         {"extra": '(Evaluate(policy, "test.jsonl", on=sampler),)'},
         files={"test.jsonl": rows(1200, {1100: {"answer": 7}})},
+    ),
+    trained(
+        "transport_raises",
+        {"refit": "Refit(policy, source=learner, target=sampler, transport=Mail())"},
+        top="""from ops.refit.transports import Receiver, Sender, Transport
+
+
+class Mail(Transport):
+    name = "mail"
+    sender = lambda self: Outbox()
+    receiver = lambda self: Inbox()
+
+
+class Outbox(Sender):
+    def offer(self, memory):
+        raise ConnectionError("the post office is closed")  # here
+
+
+class Inbox(Receiver):
+    def receive(self, meeting, shares, version):
+        return {}
+
+
+""",
     ),
 ]
 CASES = [*DATA, *REWARDS, *FILTERS, *STAGES, *MODELS]

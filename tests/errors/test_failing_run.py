@@ -3,12 +3,14 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from pipeline.record import trace
+from tests.errors import cases_running
 from tests.errors.harness import PROBLEM, REPOSITORY, command, live_text
 
 RUN = ("graph.py", "--executor", "local", "--steps", "3", "--run-dir", "run")
@@ -77,6 +79,26 @@ def test_replay_repeats_the_failure_and_passes_once_mended(failed):
     assert (code, again) == (0, "")
     assert f"score {1 / len(prompt):g}" in out
     assert out.splitlines()[-1] == "run/failures/step_000002_reward: the task passes now; it returned reward"
+
+
+@pytest.mark.parametrize("case", [case for case in cases_running.STAGES if case.code == 4], ids=lambda case: case.name)
+def test_a_replay_checks_what_a_put_checks(tmp_path, case):
+    case.write(tmp_path)
+    code, _, stderr = command(tmp_path, "graph.py", *case.args)
+    problem = stderr.splitlines()[0]
+    assert code == 4 and "put into 'live'" in problem
+    code, out, again = command(tmp_path, *argv_after("replay: ", stderr))
+    assert (code, out, again.splitlines()) == (4, "", [problem])
+
+
+def test_a_failure_of_an_earlier_command_is_not_the_one_to_replay(failed, tmp_path):
+    folder, *_ = failed
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "graph.py").write_text(live_text(GOOD).replace("return Counter()", "return Counter(1)"))
+    code, _, stderr = command(tmp_path, "graph.py", "--executor", "local", "--run-dir", "run", "--resume")
+    assert code == 3 and "stage 'count' setup failed" in stderr
+    assert "step_000002_reward" not in stderr
+    assert (tmp_path / "run/failures/step_000002_reward").is_dir()
 
 
 def test_resume_goes_on_from_the_last_checkpoint_to_the_same_end(failed):

@@ -17,7 +17,7 @@ from ops.refit.transports import Receiver, Sender, Transport, missing
 from pipeline import Backend, Field, Graph, GraphError, Model, Output, Schedule, Stage, StageError, WorkerGroup
 from pipeline.declare.stage import setup_problems
 from pipeline.engine.driver import Driver
-from pipeline.errors import SluiceError, is_users
+from pipeline.errors import SluiceError, is_users, kind_of
 from pipeline.executors import returned
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -231,6 +231,16 @@ def test_an_exit_by_a_signal_is_not_the_users() -> None:
     except SystemExit as error:
         assert is_users(error)
     assert not is_users(KeyboardInterrupt())
+
+
+def test_a_stream_that_forgets_one_group_is_told_so_in_the_singular() -> None:
+    said = str(returned.unfinished(Toy("draw"), {3}))
+    assert "stage 'draw' ended without output for 1 group, 3 among them" in said
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, "None"), ([], "a list"), (3, "an int"), (Toy("t"), "a Toy")])
+def test_none_is_none_in_every_message(value: Any, kind: str) -> None:
+    assert kind_of(value) == kind
 
 
 def test_a_formula_may_be_static_and_returns_a_value_per_token_on_every_batch() -> None:

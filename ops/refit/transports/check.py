@@ -99,7 +99,8 @@ def _wrong_ends(transport: Transport) -> str:
     for part, end, method in zip(("sender", "receiver"), ends, works):
         own = getattr(type(end), method, None)
         if own is None or own is Sender.send:
-            return f"{kind}.{part}() returns {type(end).__name__}, which does not define {method}()"
+            returns = "None" if end is None else type(end).__name__
+            return f"{kind}.{part}() returns {returns}, which does not define {method}()"
         if near := _misspelt(end, ("offer", "send", "receive", "close")):
             return f"{type(end).__name__} {near}"
         for name in (method, "close"):
