@@ -55,7 +55,7 @@ PUTS = {
     "text for texts": (K, {"text": "ab"},
         "field 'text' is a str; dtype str, dims 'N' is a list of strings. Fix: return a list of strings"),
     "number in texts": (K, {"text": ["a", 1]},
-        "field 'text', key 00000000_g001: int; its dtype is str. Fix: use a string"),
+        "field 'text', key 00000000_g001: an int; its dtype is str. Fix: use a string"),
     "dtype": (K, {"reward": torch.zeros(2, dtype=torch.float64)},
         "field 'reward' has dtype float64; it is declared float32. Fix: convert the column with .to(torch.float32)"),
     "shape": (K, {"count": torch.zeros(2, 3, 2, dtype=torch.int32)},

@@ -208,8 +208,8 @@ def test_a_version_is_published_when_every_transfer_has_sent_its_weights():
 
 def test_a_late_report_of_earlier_weights_does_not_take_the_version_back():
     judge = Toy("judge", reads=(RESPONSE,), writes=(JUDGED,), on=WorkerGroup("judge"))
-    planned = build(judge, batch=1, streaming={}, schedule={"max_staleness": 1}, changes={"evaluate": None})
-    world = sampled(planned, 0, 1)
+    schedule = {"max_staleness": 1, "refit": "in_flight"}
+    world = sampled(build(judge, batch=1, streaming={}, schedule=schedule, changes={"evaluate": None}), 0, 1)
     trained(world, 0)
     trained(world, 1)
     assert world.scheduler.version == 2 and (0, "judge", ()) in world.scheduler.waiting(), "step 0 is not over"
