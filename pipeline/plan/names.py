@@ -71,7 +71,7 @@ def written(stage: Stage) -> list[Field]:
 def too_long(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
     """Yield a problem for each name of a stage or worker group that is too long to show it in other problems."""
     groups = [group for stage in stages for group in stage.groups()]
-    known: dict[int, Stage | WorkerGroup] = {id(one): one for one in (*stages, graph.host, *groups)}
+    known: dict[int, object] = {id(one): one for one in (*stages, graph.host, *groups)}
     for one in known.values():
         if isinstance(one, Stage | WorkerGroup) and isinstance(one.name, str) and len(one.name) > LONGEST:
             yield Problem(
