@@ -7,6 +7,8 @@ Legend: N samples, T tokens. x = logprobs - ref_logprobs, in nat.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ops.masks import blank
@@ -36,7 +38,7 @@ def kl_estimate(
     policy's.
 
     The gradient of k3 grows without bound as x falls: -12.5 at x = -2.6. `clamp`, a number above 0, limits each
-    estimate to [-clamp, clamp]; beyond it there is no gradient. verl 0.9 and NeMo-RL limit k3 to 10; GRPO's paper does
+    estimate to [-clamp, clamp]; beyond it the estimate has no gradient. verl 0.9 and NeMo-RL limit k3 to 10; GRPO's paper does
     not limit it.
 
     With `mask_NT`, masked entries become 0 and pass no gradient; without it, NaN stays NaN. Raises ValueError for an
@@ -47,7 +49,12 @@ def kl_estimate(
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
     if kind == "k3":
-        kl_NT = kl_k3(logprobs_NT, ref_logprobs_NT)
+        x_NT = logprobs_NT - ref_logprobs_NT
+        if (
+            clamp is not None
+        ):  # further below the estimate is clamped, and exp(-x) may overflow: its gradient is NaN then
+            x_NT = x_NT.clamp(min=-math.log(2 * clamp + 4))
+        kl_NT = torch.expm1(-x_NT) + x_NT  # see kl_k3
     elif kind == "k2":
         kl_NT = (logprobs_NT - ref_logprobs_NT).square() / 2
     elif kind == "k1":

@@ -170,11 +170,18 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
         Fields in the same rows share one placement in the result.
 
-        Raises ValueError if keys or partitions differ.
+        Raises ValueError if keys, partitions or the lengths of a dimension differ.
         """
         first = handles[0]
         if any(handle.keys != first.keys or handle.partition_id != first.partition_id for handle in handles):
             raise ValueError("handles to join do not name the same keys of one partition in the same order")
+        known: dict[str, tuple[int, ...]] = {}
+        for dim, lengths in (each for handle in handles for each in handle.lengths.items()):
+            if known.setdefault(dim, lengths) != lengths:
+                i = next(i for i, (one, other) in enumerate(zip(known[dim], lengths)) if one != other)
+                raise ValueError(
+                    f"key {first.keys[i]} has the lengths {known[dim][i]} and {lengths[i]} in dimension {dim}"
+                )
         placements: list[Placement] = []
         placement_of: dict[str, int] = {}
         for handle in handles:
@@ -183,7 +190,7 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         names = dict.fromkeys(field for handle in handles for field in handle.fields)
         joined = first._with(
             fields=tuple(names),
-            lengths={dim: lengths for handle in handles for dim, lengths in handle.lengths.items()},
+            lengths=known,
             placements=tuple(placements),
             placement_of=placement_of,
             extra_info={key: value for handle in handles for key, value in handle.extra_info.items()},

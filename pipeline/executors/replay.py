@@ -165,6 +165,7 @@ def _run(graph: Graph, stage: Stage, runner: Any, task: Task, columns: Columns) 
         if output.cancelled and not output.columns:
             continue
         index = returned.rows(stage, output, task, len(keys), size)
+        returned.check_lengths(stage, columns, output, index, keys)
         if index and output.columns:
             check_put(schema, [keys[i] for i in index], output.columns, stage=stage.name)
         left -= {task.groups[i // size] for i in index}

@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 
 from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
 from pipeline.declare.abilities import prefixes_of
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.runners import runner_fault
 from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output, Task
@@ -80,6 +80,23 @@ def _check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
         what = f"the output of stage {stage.name!r} {' and '.join(parts)}"
         why = "a stage must return exactly the columns that it declares in writes"
         raise _error(stage, what, why, "correct `writes`, or what the runner returns")
+
+
+def check_lengths(stage: Stage, read: Columns, output: Output, index: Sequence[int], keys: Sequence[str]) -> None:
+    """Raise StageError if a field of a sample has another length than one of the same dimension that the stage `read`:
+    readers divide all fields of a dimension alike. `keys` are those of the task, `index` the output's among them."""
+    lengths = {field.ragged: field.name for field in stage.reads if field.ragged and field.name in read}
+    for field in stage.writes:
+        other, column = lengths.get(field.ragged or ""), output.columns.get(field.name)
+        if other is None or not isinstance(column, Ragged) or len(column.lengths) != len(index):
+            continue
+        wanted = [read[other].lengths[i] for i in index]  # type: ignore[union-attr]
+        if list(column.lengths) != wanted:
+            at = next(at for at, (own, one) in enumerate(zip(column.lengths, wanted)) if own != one)
+            what = f"stage {stage.name!r} returned a field {field.name!r} of length {column.lengths[at]} "
+            what += f"for key {keys[index[at]]}, whose {other!r} has the length {wanted[at]}"
+            why = f"fields that share the dimension {field.ragged} share its lengths"
+            raise _error(stage, what, why, "return one entry per token, or declare another dimension")
 
 
 def _check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:

@@ -209,7 +209,7 @@ class Worker:
             produced = self._runners[stage.name](given(stage, columns), task)
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
-            self._keep(stage, task, keys, [produced], result)
+            self._keep(stage, task, keys, columns, [produced], result)
             result.finished = result.task.groups
         except USERS as error:
             result.error = self._failed(stage, task, columns, error)
@@ -235,7 +235,7 @@ class Worker:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
             async for outputs in _gathered(self._runners[stage.name](given(stage, columns), task), linger_s):
-                await asyncio.to_thread(self._keep, stage, task, keys, outputs, result)
+                await asyncio.to_thread(self._keep, stage, task, keys, columns, outputs, result)
                 for name, value in result.metrics.items():
                     metrics[name] = metrics.get(name, 0.0) + result.samples * value
                 samples += result.samples
@@ -400,16 +400,22 @@ class Worker:
         return columns
 
     def _keep(
-        self, stage: Stage, task: Task, keys: tuple[str, ...], outputs: Sequence[Output], result: TaskResult
+        self,
+        stage: Stage,
+        task: Task,
+        keys: tuple[str, ...],
+        read: Columns,
+        outputs: Sequence[Output],
+        result: TaskResult,
     ) -> None:
-        """Put the runner's output in one put, and add its metrics, weighted by samples."""
+        """Put the runner's output in one put, and add its metrics, weighted by samples. `read` is what it was given."""
         size = self.settings.group_size
         made = []
         for output in (returned.output(stage, produced, self._all_stages) for produced in outputs):
             if output.cancelled:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:
-                made.append(self._checked(stage, task, keys, output, result))
+                made.append(self._checked(stage, task, keys, read, output, result))
         index = [i for _, rows in made for i in rows]
         if made and stage.shape == "stream":
             result.finished = tuple(dict.fromkeys(task.groups[i // size] for i in index))
@@ -426,10 +432,11 @@ class Worker:
             self._put(stage, task, keys, made, result)
 
     def _checked(
-        self, stage: Stage, task: Task, keys: tuple[str, ...], output: Output, result: TaskResult
+        self, stage: Stage, task: Task, keys: tuple[str, ...], read: Columns, output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
         """Return an output, and the samples of the task that its columns belong to."""
         index = returned.rows(stage, output, task, len(keys), self.settings.group_size)
+        returned.check_lengths(stage, read, output, index, keys)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
         return output, index
 

@@ -97,7 +97,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "sys:_getframe": {"": "depth="},
 }  # fmt: skip
 KEYWORDS = {"_node_ip_address": ray.init}  # private names of parameters
-DOCUMENTED = {"._replace"}  # of a NamedTuple
+DOCUMENTED = {"._exit", "._replace"}  # of os, and of a NamedTuple
 
 
 def listed() -> dict[str, str]:
