@@ -17,6 +17,7 @@ from pipeline import Model, StageError, Task, WorkerGroup
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import Refit
+from stages.backends import ServedWeights
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "your-own-transport.md"
@@ -184,7 +185,7 @@ def test_a_transport_reports_none_of_the_stages_own_metrics(side: str, name: str
     engine = SimpleNamespace(
         share=lambda model, transport: SimpleNamespace(record=record),
         carry=lambda model, shares, version, route: record,
-        serve=lambda model, shares, version, route: SimpleNamespace(record=record, sha256="abc"),
+        serve=lambda model, shares, version, route: ServedWeights("abc", record),
     )
     rendezvous: Any = SimpleNamespace(
         side=side, is_near=True, meeting=None, offer=id, take=lambda: [SimpleNamespace(model_bytes=4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import cloudpickle
@@ -23,6 +23,7 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace as record
 from pipeline.rundir import RunDir
 from stages import Filter
+from tests.unit import toy
 
 torch.set_num_threads(1)
 PROMPT, SCORE, MARK = Field("prompt", dtype="str"), Field("reward", dtype="float32"), Field("mark", dtype="float32")
@@ -214,6 +215,25 @@ class Overwrites(Look):
 def test_a_metric_of_another_stage_ends_the_run(tmp_path):
     with pytest.raises(StageError, match=r"'look' returned the metric 'score/mean'; .* those of stage 'score'"):
         execute(graph(Score(), Overwrites([])), tmp_path)
+
+
+class Sends(toy.Toy):
+    """A transfer that reports a metric of another stage."""
+
+    def setup(self, context):
+        return lambda rendezvous, task: rendezvous.offer(None) or Output(metrics={"reward/mean": 7})
+
+
+def test_a_metric_of_another_stage_ends_the_run_of_a_transfer_too(tmp_path):
+    described = toy.graph()
+    stages = [
+        Sends(**{each.name: getattr(stage, each.name) for each in fields(stage)})
+        if stage.shape == "transfer"
+        else stage
+        for stage in described.stages
+    ]
+    with pytest.raises(StageError, match=r"'refit' returned the metric 'reward/mean'; .* those of stage 'reward'"):
+        execute(replace(described, stages=tuple(stages)), tmp_path)
 
 
 def test_a_run_trains_the_first_groups_that_are_kept_and_records_the_others(tmp_path):
