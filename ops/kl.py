@@ -38,8 +38,8 @@ def kl_estimate(
     policy's.
 
     The gradient of k3 grows without bound as x falls: -12.5 at x = -2.6. `clamp`, a number above 0, limits each
-    estimate to [-clamp, clamp]; beyond it the estimate has no gradient. verl 0.9 and NeMo-RL limit k3 to 10; GRPO's paper does
-    not limit it.
+    estimate to [-clamp, clamp]; beyond it the estimate has no gradient. verl 0.9 and NeMo-RL limit k3 to 10; GRPO's
+    paper does not limit it.
 
     With `mask_NT`, masked entries become 0 and pass no gradient; without it, NaN stays NaN. Raises ValueError for an
     unknown kind, or a clamp that is not above 0.
@@ -49,12 +49,10 @@ def kl_estimate(
     if mask_NT is not None:
         logprobs_NT, ref_logprobs_NT = blank(logprobs_NT, mask_NT), blank(ref_logprobs_NT, mask_NT)
     if kind == "k3":
-        x_NT = logprobs_NT - ref_logprobs_NT
-        if (
-            clamp is not None
-        ):  # further below the estimate is clamped, and exp(-x) may overflow: its gradient is NaN then
-            x_NT = x_NT.clamp(min=-math.log(2 * clamp + 4))
-        kl_NT = torch.expm1(-x_NT) + x_NT  # see kl_k3
+        near_NT = logprobs_NT
+        if clamp is not None:  # exp(-x) overflows far beyond the clamp, and its gradient is NaN there
+            near_NT = torch.maximum(logprobs_NT, ref_logprobs_NT.detach() - math.log(2 * clamp + 4))
+        kl_NT = kl_k3(near_NT, ref_logprobs_NT)
     elif kind == "k2":
         kl_NT = (logprobs_NT - ref_logprobs_NT).square() / 2
     elif kind == "k1":

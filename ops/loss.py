@@ -90,8 +90,7 @@ def cispo_loss(
     *,
     weight_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, [N, T], and bool [N, T], True if r is clipped
-    and A is not 0.
+    """Return -stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, [N, T], and bool [N, T], True if r is clipped.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded, and every token keeps its gradient.
     `clip_low=None` bounds r only from above, as MiniMax-M1 and TRL do; TRL's `epsilon_high` is 1 + clip_high. Raises
@@ -103,7 +102,7 @@ def cispo_loss(
     ratio_NT = blank((logprobs_NT - old_logprobs_NT).detach(), mask_NT).exp()
     bounded_NT = ratio_NT.clamp(min=None if clip_low is None else 1.0 - clip_low, max=1.0 + clip_high)
     weight_NT = bounded_NT.masked_fill(advantage_NT == 0, 0.0) * advantage_NT
-    return -weight_NT * blank(logprobs_NT, mask_NT), (bounded_NT != ratio_NT) & (advantage_NT != 0) & mask_NT.bool()
+    return -weight_NT * blank(logprobs_NT, mask_NT), (bounded_NT != ratio_NT) & mask_NT.bool()
 
 
 def aggregation_normalizer(mode: str, tokens: int, samples: int, max_tokens: int | None) -> int:

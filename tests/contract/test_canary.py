@@ -88,7 +88,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "torch.nn:Module": {"_parameters": FIELD},
     "transformers:PreTrainedModel": {"_no_split_modules": FIELD},
     "ray._private.state:available_resources_per_node": {"": ""},
-    "argparse:ArgumentParser": {"_actions": FIELD, "_option_string_actions": FIELD},
+    "argparse:ArgumentParser": {"_option_string_actions": FIELD},
     "argparse:HelpFormatter": {
         "_format_action": "self, action",
         "_format_action_invocation": "self, action",

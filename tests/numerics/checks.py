@@ -248,6 +248,21 @@ def check_kl(ops: ModuleType) -> None:
                 )
 
 
+def check_kl_far_from_the_clamp(ops: ModuleType) -> None:
+    """Far below, exp(-x) overflows; near it, the clamp alone decides."""
+    for clamp in (1e-3, 10.0, 100.0, 1e4):
+        for x in (-1e4, -800.0, -math.log(4 * clamp + 8), -math.log(clamp + 1), -0.01, 0.5):
+            lp = torch.tensor([[x - 3.0]], dtype=DOUBLE, requires_grad=True)
+            ref = torch.tensor([[-3.0]], dtype=DOUBLE, requires_grad=True)
+            estimate = ops.kl_estimate(lp, ref, kind="k3", clamp=clamp)
+            estimate.backward()
+            whole = math.inf if x < -700 else math.expm1(-x) + x
+            near(estimate.detach(), [[min(whole, clamp)]])
+            slope = 0.0 if whole > clamp else -math.expm1(-x)
+            near(lp.grad, [[slope]])
+            near(ref.grad, [[-slope]])
+
+
 def check_kl_defaults(ops: ModuleType) -> None:
     lp, ref = torch.tensor([[-1.0, math.nan]], dtype=DOUBLE), torch.tensor([[-2.5, -1.0]], dtype=DOUBLE)
     expected = loops.kl(-1.0, -2.5, "k3")
@@ -376,7 +391,7 @@ CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
         check_aggregate,
         check_loss_input,
     ),
-    "ops.kl": (check_kl, check_kl_defaults),
+    "ops.kl": (check_kl, check_kl_far_from_the_clamp, check_kl_defaults),
     "ops.correction": (
         check_corrections,
         check_moments,

@@ -2,6 +2,7 @@
 
 _SHAPES_ONLY = "only the shapes of the two are compared there"
 _ALREADY_MASKED = "what it is used for masks again"
+_BEYOND = "beyond the clamp, value and gradient are the clamp's"
 _TIMES_ZERO = "any finite number does: it is multiplied with an advantage of 0, or not chosen"
 _BLOCKS = "the result does not depend on the size of a block, only the memory does"
 _NO_CHANCE = "any finite number does: it is multiplied with a probability of 0"
@@ -32,6 +33,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "ops.kl": {
         "kl_estimate: logprobs_NT - ref_logprobs_NT -> ref_logprobs_NT - logprobs_NT": "k2 squares the difference",
+        "kl_estimate: torch.maximum(logprobs_NT, ref_logprobs_NT.detach() - math.log(2 * clamp + 4)) -> "
+        "torch.maximum(ref_logprobs_NT.detach() - math.log(2 * clamp + 4), logprobs_NT)": "the maximum is the same",
+        "kl_estimate: ref_logprobs_NT.detach() -> ref_logprobs_NT": _BEYOND,
+        "kl_estimate: 2 -> 3": _BEYOND,
+        "kl_estimate: 4 -> 5": _BEYOND,
+        "kl_estimate: 4 -> 3": _BEYOND,
     },
     "ops.correction": {
         "_ratio: masked_sum(log_NT, mask_NT, dim=1) -> log_NT.sum(dim=1)": "`_log_ratio` has masked it",

@@ -129,7 +129,7 @@ HANDWRITTEN = [  # (module, original text that occurs once, replacement)
     ("ops.advantage", "correction=1) + eps)", "correction=1))"),
     ("ops.advantage", "(reward_BG == reward_BG[:, :1])", "(reward_BG == reward_BG[:1, :1])"),
     ("ops.advantage", "reward_N.reshape(-1, group_size)", "reward_N.reshape(group_size, -1).T"),
-    ("ops.kl", "kl_k3(logprobs_NT, ref_logprobs_NT)\n", "kl_k3(ref_logprobs_NT, logprobs_NT)\n"),
+    ("ops.kl", "kl_k3(near_NT, ref_logprobs_NT)\n", "kl_k3(ref_logprobs_NT, near_NT)\n"),
     ("ops.kl", "clamp(-clamp, clamp)", "clamp(0, clamp)"),
     ("ops.kl", "logprobs_NT - logprobs_NT.detach()", "logprobs_NT - ref_logprobs_NT"),
     ("ops.correction", ").abs().exp().sum()", ").exp().sum()"),
