@@ -128,10 +128,8 @@ def test_stages_that_put_the_same_groups_share_a_placement():
     assert both.placement_of == {"ids": 0, "reward": 0} and len(both.placements) == 1
     assert both.placements[0].offsets == {"T": ids.placement("ids").offsets["T"], "P": (0, 7, 0)}
     rows_agree(both)
-    other = scored(ids, 0, {"T": (1, 2, 4)})  # in the same rows, split differently
-    apart = KVBatchMeta.join([other, ids])
-    assert len(apart.placements) == 2 and apart.placement("ids") == ids.placement("ids")
-    assert apart.placement("reward") == other.placement("reward")
+    with pytest.raises(ValueError, match="key 00000000_g000 has the lengths 1 and 3 in dimension T"):
+        KVBatchMeta.join([scored(ids, 0, {"T": (1, 2, 4)}), ids])
 
 
 def test_concat_takes_handles_with_shared_and_with_own_placements():

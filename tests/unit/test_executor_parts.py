@@ -19,7 +19,7 @@ from pipeline.declare.ranks import RankLayout, Ranks
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.declare.task import Task
 from pipeline.engine.handles import HandleTable
-from pipeline.errors import Problem, StageError
+from pipeline.errors import DataPlaneError, Problem, StageError
 from pipeline.executors import merged, shards
 from pipeline.executors.answers import not_started
 from pipeline.executors.worker import SHARD, TaskResult
@@ -196,6 +196,18 @@ def test_a_forgotten_group_leaves_no_count_of_its_samples() -> None:
     assert put(1, 0) == () and table.complete(["token"]) == []
     table.forget([0])
     assert put(2, 1) == (0,) and table.complete(["token"]) == [0]
+
+
+def test_fields_of_one_dimension_with_other_lengths_make_no_handle() -> None:
+    """Neither stage reads the other's field, so that no worker notices: a reader of both would cut one wrongly."""
+    plane, table = MemoryPlane(), HandleTable(2)
+    plane.register("g", [Field(name, dtype="float32", dims="N T") for name in ("left", "right")], ["reader"])
+    for name, lengths in (("left", (2, 3)), ("right", (1, 3))):
+        columns = {name: Ragged(torch.zeros(sum(lengths)), lengths)}
+        table.add(plane.put(keys_of((0,), 2), columns, partition="g", stage=name, attempt=0, unit="batch"))
+    assert table.handle([0], ["left"]).lengths == {"T": (2, 3)}
+    with pytest.raises(DataPlaneError, match=r"key 00000000_g000 has the lengths 2 and 1 in dimension T"):
+        table.handle([0], ["left", "right"])
 
 
 def test_lengths_are_those_of_the_later_attempt() -> None:
