@@ -1,4 +1,4 @@
-"""Notices that another machine of the run is gone: without power, without network, or without its Ray node.
+"""Notices that a machine of the run is gone: without power, without network, or without its Ray node.
 
     machines = Machines()
     machines.watch({"10.0.0.2": 40123}, {"10.0.0.2": ["learner.0"]})   # the ports of Ray's nodes, and who runs there
@@ -26,7 +26,7 @@ LOST = 10  # until the machine counts as lost
 
 
 class Machines:
-    """The other machines that a run's workers and columns are on, polled in a thread."""
+    """The machines that a run's workers and columns are on, each polled in a thread."""
 
     def __init__(self, reaches: Callable[[str, int], bool] | None = None) -> None:
         self._reaches = reaches or reached

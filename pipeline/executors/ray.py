@@ -203,7 +203,6 @@ class RayExecutor:
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
-        self._machines.look()
         self._look()
         waiting = [*self._pending, *self._streams]
         if not waiting:
@@ -226,11 +225,16 @@ class RayExecutor:
         *,
         among: Sequence[Any] = (),
     ) -> list[Any]:
-        """Wait for calls on workers, but not for a Ray whose control store has died."""
+        """Wait for calls on workers, but not for a Ray whose control store or node has died."""
         return get_all(refs, what, deadline_s, among=among, look=self._look)
 
     def _look(self) -> None:
-        """Raise StageError if Ray's control store has died: calls that need it would not return."""
+        """Raise StageError if Ray's control store has died, or WorkerLost if one of its nodes has: calls that need them
+        would not return."""
+        self._machines.look()
+        self._look_at_store()
+
+    def _look_at_store(self) -> None:
         if self._store:
             self._store.look()
 
@@ -275,7 +279,7 @@ class RayExecutor:
             self._give_up()
         else:
             try:
-                in_thread(self._let_go, CLOSE_S, "Ray", self._look)
+                in_thread(self._let_go, CLOSE_S, "Ray", self._look_at_store)
             except StageError:
                 self._give_up()
             except AbandonedError:
@@ -428,15 +432,13 @@ class RayExecutor:
         )
 
     def _watch_machines(self, placed: Iterable[Placed]) -> None:
-        """Watch the machines of these workers, and those of TransferQueue's processes, but the driver's own."""
+        """Watch Ray's nodes on the machines of these workers and of TransferQueue's processes."""
         there = [(at.node, f"{at.group}.{at.worker}") for at in placed]
         there += [(address, name) for name, (address, _) in self.plane.settings.addresses.items()]
         for address, name in there:
             names = self._there.setdefault(address, [])
             names += [name] * (name not in names)
-        here = ray.util.get_node_ip_address()
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] != here]
-        ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in nodes}
+        ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
         self._machines.watch({address: ports[address] for address in ports.keys() & self._there}, self._there)
 
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from pipeline.errors import GraphError, Problem
+from pipeline.errors import GraphError, Problem, naming
 from pipeline.reading import decode
 from pipeline.rundir import RunDir, private
 
@@ -39,7 +39,7 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
     file system has no locks.
     """
     try:
-        file = private(run_dir.lock).open("a+b")
+        file = private(run_dir.lock).open("a+b", buffering=0)  # nothing is left to write when it is closed
     except OSError as error:
         raise GraphError(_unwritable(where, error)) from error
     with file:
@@ -52,9 +52,12 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
                 raise GraphError(_written(where, file.read())) from None
             warning = _unlocked(where, error)
         os.register_at_fork(after_in_child=file.close)  # a forked child may outlive this process
-        file.truncate(0)
-        file.write(msgspec.json.encode(Holder(pid=os.getpid(), host=socket.gethostname())))
-        file.flush()
+        try:
+            with naming(run_dir.lock):
+                file.truncate(0)
+                file.write(msgspec.json.encode(Holder(pid=os.getpid(), host=socket.gethostname())))
+        except OSError as error:
+            raise GraphError(_unwritable(where, error)) from error
         yield warning
 
 
@@ -75,7 +78,7 @@ def _written(where: str, content: bytes) -> Problem:
 def _unwritable(where: str, error: OSError) -> Problem:
     return Problem(
         where=where,
-        what=f"a file cannot be created in it: {error.strerror}: {error.filename}",
+        what=f"a file in it cannot be written: {error.strerror}: {error.filename}",
         why="the run is recorded there",
         fix="use --run-dir with a writable path",
     )

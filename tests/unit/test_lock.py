@@ -45,6 +45,10 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
+def full() -> str:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -61,6 +65,17 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(run: RunDir) ->
             assert told.count("\n") == 1 and told.startswith("--run-dir run: a run is writing it: ")
             assert f"process {os.getpid()} on {socket.gethostname()};" in told
         assert contents(run.path) == before
+
+
+def test_a_full_disk_is_one_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", full)  # when the file is written
+    before = contents(run.path)
+    with (
+        pytest.raises(GraphError, match=r"a file in it cannot be written: No space left on device: .*/lock"),
+        held(run, where="run"),
+    ):
+        pass
+    assert contents(run.path).keys() == before.keys() | {"lock"}
 
 
 def test_what_reads_a_run_needs_no_lock(run: RunDir) -> None:
