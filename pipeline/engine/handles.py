@@ -59,15 +59,13 @@ class HandleTable:
             puts = tuple(dict.fromkeys(put for group in groups for put in of[group]))
             by_puts.setdefault(puts, []).append(field)
         parts = [_cut([self._puts[put].select(*names) for put in puts], keys) for puts, names in by_puts.items()]
-        names = [name for own in by_puts.values() for name in own]
         try:
             return KVBatchMeta.join(parts) if parts else None
         except ValueError as error:
             why = "fields that share a dimension share its lengths"
             fix = "let the stage that writes the second field read the first, or declare another dimension"
-            raise DataPlaneError(
-                Problem(where=f"fields {', '.join(names)}", what=str(error), why=why, fix=fix)
-            ) from error
+            names = ", ".join(name for own in by_puts.values() for name in own)
+            raise DataPlaneError(Problem(where=f"fields {names}", what=str(error), why=why, fix=fix)) from error
 
     def complete(self, fields: Iterable[str]) -> list[int]:
         """Return the groups of which every sample has all of `fields`, ascending; without fields, every group."""

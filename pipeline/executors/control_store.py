@@ -1,8 +1,9 @@
 """Notices that Ray's control store has died. A minute later Ray aborts every process that uses it, without a word, and
 until then a call that needs it does not return.
 
-    ControlStore("127.0.0.2:6379").look()                               # raises StageError once it has died
-    lifeline = Lifeline(ControlStore("127.0.0.2:6379"), print_resume)    # for calls during which nobody looks
+    store = ControlStore("127.0.0.2:6379")
+    store.look()                               # raises StageError once it has died
+    lifeline = Lifeline(store, print_resume)   # for calls during which nobody looks
     lifeline.close()
 """
 
@@ -27,7 +28,6 @@ class ControlStore:
     without it."""
 
     def __init__(self, address: str, refuses: Callable[[str, int], bool] | None = None) -> None:
-        self.address = address
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._refuses = refuses or refused
@@ -39,14 +39,10 @@ class ControlStore:
         return self._refusals >= REFUSALS
 
     def look(self) -> None:
-        """Raise StageError if it has died. Asks it at most every `POLL_S`."""
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + POLL_S
-        self._ask()
-
-    def _ask(self) -> None:
-        self._refusals = self._refusals + 1 if self._refuses(self._host, self._port) else 0
+        """Raise StageError if it has died. Asks it at most every `POLL_S`, from all threads together."""
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + POLL_S
+            self._refusals = self._refusals + 1 if self._refuses(self._host, self._port) else 0
         if self.is_dead:
             raise StageError(
                 Problem(

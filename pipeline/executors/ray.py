@@ -336,9 +336,10 @@ class RayExecutor:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         try:
             if self._address is None:
-                os.environ.update(QUIET | {name: os.environ[name] for name in QUIET if name in os.environ})
+                for variable, value in QUIET.items():
+                    os.environ.setdefault(variable, value)
                 self._keeper = Keeper.start(options | self._own(plan))
-                self._lifeline = Lifeline(ControlStore(self._keeper.address), self._last_words)
+                self._watch_store(self._keeper.address)
             address = self._keeper.address if self._keeper else self._address
             with _kept_handler(signal.SIGTERM):  # Ray installs its own
                 ray.init(**options, address=address, runtime_env=runtime_env)
@@ -352,8 +353,13 @@ class RayExecutor:
                 )
             ) from error
         self._owns_ray = True
-        self._store = ControlStore(ray.get_runtime_context().gcs_address)
-        self._lifeline = self._lifeline or Lifeline(ControlStore(self._store.address), self._last_words)
+        if self._keeper is None:
+            self._watch_store(ray.get_runtime_context().gcs_address)
+
+    def _watch_store(self, address: str) -> None:
+        """Watch Ray's control store from now on."""
+        self._store = ControlStore(address)
+        self._lifeline = Lifeline(self._store, self._last_words)
 
     def _own(self, plan: Plan) -> dict[str, Any]:
         """Return the options of a Ray of the run's own."""

@@ -55,8 +55,12 @@ def _number(stage: Stage, name: str, value: Any) -> float:
 def _check_prefix(stage: Stage, name: str, stages: Iterable[Stage]) -> None:
     """Raise StageError if the part of a metric's name before the slash belongs to the engine or another stage."""
     prefix, _, rest = name.partition("/")
-    taken = {other.name: f"the metrics {other.name}/... are those of stage {other.name!r}" for other in stages}
-    if prefix not in prefixes_of(stage) and (why := {**taken, **METRICS}.get(prefix)):
+    if prefix in prefixes_of(stage):
+        return
+    why = METRICS.get(prefix)
+    if why is None and any(other.name == prefix for other in stages):
+        why = f"the metrics {prefix}/... are those of stage {prefix!r}"
+    if why:
         what = f"stage {stage.name!r} returned the metric {name!r}"
         raise _error(stage, what, why, f"return it as {rest!r}, which is recorded as {stage.name}/{rest}")
 

@@ -60,7 +60,7 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
 
 
 def written(stage: Stage) -> list[Field]:
-    """Return the fields that a stage writes. None if `writes` is something else or raises: other checks report that."""
+    """Return the fields that a stage writes; none if `writes` is no sequence or raises: other checks report that."""
     try:
         fields = stage.writes
     except (Exception, SystemExit):  # noqa: BLE001 - a property of the user's

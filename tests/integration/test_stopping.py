@@ -162,7 +162,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subpro
 
 
 def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
-    """On all addresses listens only what refuses whoever has no token; all else is out of other machines' reach."""
+    """A socket on all addresses refuses calls without the token. Other machines do not reach the other sockets."""
     process, _ = two_ranks
     found = list(listening([process.pid, *members(session_of(process.pid))]))
     open_to_all = [one for one in found if not one.is_loopback]
@@ -175,7 +175,7 @@ def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
     assert agents and {status(one) for one in agents} == {401}, agents
     others = {one.command.partition(" ")[0].partition(".")[0] for one in near if one not in agents}
     assert {"ray::Actor", "ray::TransferQueueController", "ray::SimpleStorageUnit"} <= others  # gloo's, TransferQueue's
-    assert process.poll() is None, "it trains on, whoever has asked"
+    assert process.poll() is None, "the strangers' calls have ended the run"
 
 
 def test_a_run_ends_even_if_rays_control_store_has_stopped(two_ranks):
