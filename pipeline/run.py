@@ -301,6 +301,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             on_step=progress.step,
             on_divergence=progress.warn,
             deadline_s=asked.options.deadline_s,
+            last_words=partial(_print_way_on, asked, run_dir),
             termination=termination,
         )
         try:

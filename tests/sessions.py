@@ -25,5 +25,7 @@ def wait_until_empty(session: int, within_s: float = 15.0) -> None:
     assert session
     deadline_s = time.monotonic() + within_s
     while left := list(members(session)):
-        assert time.monotonic() < deadline_s, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        if time.monotonic() > deadline_s:
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode() for pid in left}
+            raise AssertionError(", ".join(f"{pid} {word}" for pid, word in words.items()))
         time.sleep(0.05)

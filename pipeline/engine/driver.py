@@ -9,7 +9,7 @@ run.execute()
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import msgspec
@@ -27,6 +27,7 @@ from pipeline.engine.run_rows import RunRows
 from pipeline.engine.steps import Numbers, StepListener
 from pipeline.engine.termination import Termination
 from pipeline.engine.watch import Says, Watch
+from pipeline.engine.watchdog import Watchdog
 from pipeline.executors import Executor
 from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
@@ -42,7 +43,8 @@ class Driver:
 
     `on_step(step, metrics)` is called after each step (step -1: before the first), `on_divergence(problem)` for each
     sign of divergence, unless the graph's schedule stops the run then. `deadline_s` bounds the time in which no task
-    finishes. `termination` may ask the run to stop: the steps in training are then finished and saved,
+    finishes, in the driver's own process too; if code there cannot be interrupted, the process ends after `last_words`.
+    `termination` may ask the run to stop: the steps in training are then finished and saved,
     `execute` returns, and `stopped` is true.
     """
 
@@ -57,6 +59,7 @@ class Driver:
         on_step: StepListener | None = None,
         on_divergence: Says | None = None,
         deadline_s: float = 3600.0,
+        last_words: Callable[[], None] = lambda: None,
         termination: Termination | None = None,
     ) -> None:
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
@@ -67,6 +70,7 @@ class Driver:
         listeners = [on_step, watch.take] if on_step else [watch.take]
         steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
+        of = f"run of {plan.name}"
         self.loop = Loop(
             Scheduler(plan, start=start),
             executor,
@@ -77,10 +81,11 @@ class Driver:
             checkpoints=Folders(graph, run_dir, executor, journal),
             outside=outside,
             oversight=Oversight(
-                f"run of {plan.name}",
+                of,
                 journal.clock,
                 termination=termination,
                 deadline_s=deadline_s,
+                watchdog=Watchdog(of, deadline_s, last_words),
                 awaits=outside.awaited,
             ),
         )

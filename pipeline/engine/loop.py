@@ -139,7 +139,8 @@ class Loop:
             self.journal.started(self.scheduler.start, self.executor.name)
             for placed in start():
                 self.journal.write(placed)
-            self._loop()
+            with self.oversight.bounded(self.scheduler):
+                self._loop()
             self.rows.settle(wait=True)
             self.checkpoints.settle(self.scheduler.complete, wait=True)
             if self.scheduler.done:
@@ -158,14 +159,14 @@ class Loop:
             self.checkpoints.end(wait=False)
             self.rows.close()
             self.executor.close()
+            self.oversight.close()
             with nullcontext() if complete else suppress(CheckpointError):  # the error that ended the run says more
                 self.journal.close()
 
     def _loop(self) -> None:
-        oversight, scheduler, clock = self.oversight, self.scheduler, self.journal.clock
+        oversight, scheduler = self.oversight, self.scheduler
         settle, flush, wait, came = self.rows.settle, self.journal.flush, self.executor.wait, self.outside.came
         saved = self.checkpoints.settle
-        progress_s = clock.now_s
         self._carry_out(scheduler.begin())
         while True:
             if oversight.must_stop:
@@ -184,9 +185,9 @@ class Loop:
             for notice in notices:
                 self._handle(self._notice(notice))
             if reports or notices:
-                progress_s = clock.now_s
+                oversight.progressed()
             else:
-                oversight.check(scheduler, progress_s)
+                oversight.check(scheduler)
 
     def _handle(self, events: Sequence[Event]) -> None:
         if events:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from pipeline.declare.task import Task
 from pipeline.engine.journal import Clock
 from pipeline.engine.termination import Termination
-from pipeline.errors import Problem, StageError
+from pipeline.engine.watchdog import Overdue, Watchdog
+from pipeline.errors import Problem, StageError, user_line
 from pipeline.schedule.scheduler import Scheduler
 
 
@@ -18,8 +20,9 @@ def never() -> bool:
 
 class Oversight:
     """Watches one run. `of` names it in messages, such as "run of quickstart". `deadline_s` bounds the time in which no
-    task finishes. `termination` may ask the run to stop. `lingers` returns whether the run keeps waiting for reports
-    when everything is done, `awaits` whether something may arrive without a task."""
+    task finishes; `watchdog` holds the calls of the driver itself to it. `termination` may ask the run to stop.
+    `lingers` returns whether the run keeps waiting for reports when everything is done, `awaits` whether something may
+    arrive without a task."""
 
     def __init__(
         self,
@@ -28,12 +31,14 @@ class Oversight:
         *,
         termination: Termination | None,
         deadline_s: float,
+        watchdog: Watchdog | None = None,
         lingers: Callable[[], bool] = never,
         awaits: Callable[[], bool] = never,
     ) -> None:
         self.termination, self.stopping = termination, False
         self.failed: Task | None = None  # the task that failed, if any
-        self._of, self._clock, self._deadline_s = of, clock, deadline_s
+        self._of, self._clock, self._deadline_s, self._watchdog = of, clock, deadline_s, watchdog
+        self._progress_s = clock.now_s
         self.lingers, self._awaits = lingers, awaits
 
     @property
@@ -41,34 +46,65 @@ class Oversight:
         """Whether the run was asked to stop and has not started stopping."""
         return self.termination is not None and self.termination.asked and not self.stopping
 
-    def check(self, scheduler: Scheduler, progress_s: float) -> None:
-        """Raise StageError if no task can start, or if the last progress, at `progress_s`, exceeds the deadline."""
-        running = scheduler.running
+    @contextmanager
+    def bounded(self, scheduler: Scheduler) -> Iterator[None]:
+        """Watch the deadline within the context. Raises StageError at it, also in the middle of a stage's code."""
+        self.progressed()
+        try:
+            with self._watchdog or nullcontext():
+                yield
+        except Overdue as overdue:
+            raise StageError(self._overdue(scheduler, user_line(overdue))) from overdue
+
+    def progressed(self) -> None:
+        """Note that a task has finished, or that something has arrived."""
+        self._progress_s = self._clock.now_s
+        if self._watchdog:
+            self._watchdog.progressed()
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Raise StageError if no task can start, or if the last progress is longer ago than the deadline."""
         if self.must_stop or scheduler.over:
             return
-        waits = "; ".join(
-            f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
-            for step, stage, what in scheduler.waiting()
-        )
-        if not running and not self._awaits():
+        if not scheduler.running and not self._awaits():
             raise StageError(
                 Problem(
                     where=self._of,
-                    what=f"nothing can start: {waits or 'no stage is in flight'}",
+                    what=f"nothing can start: {_waits(scheduler) or 'no stage is in flight'}",
                     why="no task is running",
                     fix="report this graph: the checks should have refused it",
                 )
             )
-        if self._clock.now_s - progress_s > self._deadline_s:
-            doing = ", ".join(dict.fromkeys(f"{task.stage} at step {task.step + 1}{_groups(task)}" for task in running))
-            raise StageError(
-                Problem(
-                    where=self._of,
-                    what=f"no task finished in {self._deadline_s:g} s; running: {doing or 'none'}",
-                    why=f"every wait has a deadline; {waits}",
-                    fix="raise --deadline-s, or fix the stage that hangs",
-                )
-            )
+        if self._clock.now_s - self._progress_s > self._deadline_s:
+            raise StageError(self._overdue(scheduler))
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._watchdog:
+            self._watchdog.close()
+
+    def _overdue(self, scheduler: Scheduler, line: str = "") -> Problem:
+        """Return the problem of a run without progress; `line` is that of the code that was interrupted."""
+        tasks = (f"{task.stage} at step {task.step + 1}{_groups(task)}" for task in scheduler.running)
+        waits = _waits(scheduler)
+        return Problem(
+            where=line or self._of,
+            what=f"no task finished in {self._deadline_s:g} s; running: {', '.join(dict.fromkeys(tasks)) or 'none'}",
+            why=f"every wait has a deadline{waits and f'; {waits}'}",
+            fix="raise --deadline-s, or fix the stage that hangs",
+        )
+
+
+def _waits(scheduler: Scheduler) -> str:
+    """Return what the other stages of the earliest unfinished step wait for, for a message."""
+    running = {(task.step, task.stage) for task in scheduler.running}
+    waiting = list(scheduler.waiting())
+    first = min((step for step, _, _ in waiting), default=0)
+    return "; ".join(
+        f"step {step + 1} {stage} waits for {', '.join(what) or 'a worker'}"
+        for step, stage, what in waiting
+        if step == first and (step, stage) not in running
+    )
 
 
 def _groups(task: Task) -> str:

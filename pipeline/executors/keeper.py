@@ -80,31 +80,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    for pid in members(process.pid):  # the keeper leads its session
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    _kill_session(process.pid)  # the keeper leads it
     process.wait()
 
 
 def members(session: int) -> Iterator[int]:
-    """Yield the processes of a session."""
+    """Yield the processes of a session, without those that have ended and are not yet reaped."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):
-                if os.getsid(int(entry.name)) == session:
+                if os.getsid(int(entry.name)) == session and not _has_ended(entry):
                     yield int(entry.name)
 
 
-def _kill_session() -> None:
-    """Kill the other processes of this one's session, until there is none."""
+def _has_ended(entry: Path) -> bool:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def _kill_session(session: int) -> None:
+    """Kill the processes of a session but this one, until there is none: what dies may have just started another."""
     deadline = time.monotonic() + STOP_S
-    while (others := [pid for pid in members(os.getsid(0)) if pid != os.getpid()]) and time.monotonic() < deadline:
+    while (others := [pid for pid in members(session) if pid != os.getpid()]) and time.monotonic() < deadline:
         for pid in others:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # a dead child counts as a member until then
-                pass
         time.sleep(0.05)
 
 
@@ -128,7 +127,7 @@ def _guard() -> None:
         ended.join(POLL_S)
     with suppress(subprocess.TimeoutExpired):
         keep.wait(STOP_S)
-    _kill_session()
+    _kill_session(os.getsid(0))
 
 
 def _keep() -> None:

@@ -359,7 +359,12 @@ class RayExecutor:
     def _watch_store(self, address: str) -> None:
         """Watch Ray's control store from now on."""
         self._store = ControlStore(address)
-        self._lifeline = Lifeline(self._store, self._last_words)
+        self._lifeline = Lifeline(self._store, self._say_last)
+
+    def _say_last(self) -> None:
+        """Leave no process, and say how the run goes on: this process is about to end."""
+        self._give_up()
+        self._last_words()
 
     def _own(self, plan: Plan) -> dict[str, Any]:
         """Return the options of a Ray of the run's own."""

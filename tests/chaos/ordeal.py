@@ -199,7 +199,7 @@ class Ordeal:
 
     def _say(self, text: str) -> None:
         if self.told:
-            print(f"  {self.seed}: {text}", flush=True)
+            print(f"  {time.strftime('%H:%M:%S')} {self.seed}: {text}", flush=True)
 
 
 def with_root() -> str:

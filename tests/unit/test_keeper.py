@@ -1,0 +1,43 @@
+"""What is left of the session of a run's Ray is killed, also what a process started while it was being killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.executors import keeper
+from tests.sessions import wait_until_empty
+
+SESSION = "import subprocess, time; subprocess.Popen(['sleep', '100']); print('up', flush=True); time.sleep(100)"
+
+
+def started() -> subprocess.Popen[bytes]:
+    """Return a process that leads a session of two."""
+    process = subprocess.Popen([sys.executable, "-c", SESSION], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout and process.stdout.readline() == b"up\n"
+    return process
+
+
+def test_a_process_that_was_not_there_at_the_first_look_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, members, looks = started(), keeper.members, []
+
+    def late(session: int) -> Iterator[int]:
+        looks.append(session)
+        return (pid for pid in members(session) if len(looks) > 1 or pid == process.pid)
+
+    monkeypatch.setattr(keeper, "members", late)
+    keeper._kill(process)
+    assert looks[0] == process.pid and len(looks) > 2
+    wait_until_empty(process.pid, 1.0)
+
+
+def test_a_process_that_has_ended_and_is_not_reaped_is_no_member() -> None:
+    process = started()
+    assert len(list(keeper.members(process.pid))) == 2
+    for pid in keeper.members(process.pid):
+        subprocess.run(["kill", "-9", str(pid)], check=True)
+    wait_until_empty(process.pid, 5.0)
+    process.wait()

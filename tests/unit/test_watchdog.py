@@ -1,0 +1,90 @@
+"""A driver that is in a call which does not return is interrupted at the deadline, or ends with its process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine import watchdog
+from pipeline.engine.driver import Driver
+from pipeline.engine.watchdog import Overdue, Watchdog
+from pipeline.errors import StageError
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+from tests.integration.slow_graph import graph
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LATE_S", 0.0)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+
+
+def test_a_stage_that_hangs_in_the_drivers_process_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    slow, start_s = graph(busy_s=60.0), time.monotonic()
+    run = Driver(slow, plan(slow)[0], LocalExecutor(), run_dir=RunDir(tmp_path).create(), deadline_s=0.5)
+    with pytest.raises(StageError) as raised:
+        run.execute()
+    (problem,) = raised.value.problems
+    assert time.monotonic() - start_s < 20.0
+    assert problem.where.startswith(str(Path(__file__).parents[1] / "integration" / "slow_graph.py:"))
+    assert problem.what.startswith("no task finished in 0.5 s; running: publish at step 0, numbers at step 1 (")
+    (failed,) = [event for _, event in trace.read(RunDir(tmp_path).events) if isinstance(event, trace.Failed)]
+    assert problem.what in failed.problems[0]
+
+
+def test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words() -> None:
+    told: list[object] = []
+    dog = Watchdog("run of slow", 0.1, lambda: told.append("resume"), told.append)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {watchdog.SIGNAL})  # as code does that never returns to Python
+    try:
+        with dog:
+            time.sleep(1.0)
+        assert told == ["resume", StageError.exit_code]
+    finally:
+        dog.close()
+        assert signal.sigpending() == {watchdog.SIGNAL}
+        signal.sigwait({watchdog.SIGNAL})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {watchdog.SIGNAL})
+
+
+def test_progress_begins_the_time_anew_and_the_end_stops_it() -> None:
+    before = signal.getsignal(watchdog.SIGNAL)
+    dog = Watchdog("run", 0.3, lambda: None)
+    with dog:
+        for _ in range(8):
+            time.sleep(0.1)
+            dog.progressed()
+    time.sleep(0.5)
+    dog.close()
+    dog.close()
+    assert signal.getsignal(watchdog.SIGNAL) == before
+
+
+def test_a_stage_does_not_catch_it() -> None:
+    dog = Watchdog("run", 0.1, lambda: None)
+    with pytest.raises(Overdue), dog:
+        try:
+            time.sleep(5.0)
+        except Exception:  # noqa: BLE001 - as a stage may
+            time.sleep(5.0)
+    dog.close()
+
+
+def test_another_thread_is_left_alone() -> None:
+    def watched() -> None:
+        with dog:
+            time.sleep(0.3)
+        dog.close()
+
+    dog = Watchdog("run", 0.1, lambda: None)
+    thread = threading.Thread(target=watched)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
