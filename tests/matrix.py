@@ -72,6 +72,25 @@ FAULTS = (
         ),
     ),
     Row(
+        "a worker is slow, or a stage in the driver's process hangs",
+        "a slow worker is waited for, or its late groups are dropped if the schedule says so; what hangs ends the run "
+        "at its deadline, with the line of code and the command to resume",
+        (
+            "integration/test_hung_workers.py::test_only_who_hangs_is_replaced",
+            "integration/test_async.py::test_no_trained_token_is_older_than_allowed",
+            "unit/test_watchdog.py::test_a_stage_that_hangs_in_the_drivers_process_ends_the_run_with_its_line",
+            "unit/test_watchdog.py::test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words",
+        ),
+    ),
+    Row(
+        "the wall clock jumps",
+        "durations and deadlines come from a monotonic clock",
+        (
+            "unit/test_clock.py::test_a_run_whose_clock_jumps_by_hours_is_the_same_run",
+            "unit/test_clock.py::test_nothing_but_the_record_reads_the_wall_clock",
+        ),
+    ),
+    Row(
         "TransferQueue's controller or a storage unit dies",
         "an error within seconds, and the run resumes from its last checkpoint",
         (

@@ -129,14 +129,15 @@ class OutsideProcess:
         """Write all fields of an `External` stage for a group's samples, in order, once what the stage reads is there.
         Raises DataPlaneError if they do not match their declaration or the lengths of the group's samples, or were
         written before with other values."""
-        made: Mapping[str, Any] = from_tensordict(columns) if is_tensordict(columns) else columns
+        ragged = {field.name for field in self._address.fields if field.ragged}
+        made: Mapping[str, Any] = from_tensordict(columns, ragged) if is_tensordict(columns) else columns
         stage = next((name for name, own in self._address.outside.items() if set(own) == set(made)), "")
         if not stage:
             raise self._no_stage(f"it writes {', '.join(made) or 'nothing'}", "writes", self._address.outside)
         keys = self._keys(group)
-        ragged = [field for field in self._address.fields if field.name in made and field.ragged]
+        written = [field for field in self._address.fields if field.name in made and field.ragged]
         # there is no handle of a group that was cleared, where what is written would be left over
-        self._check_lengths(self._handle(group, stage), made, ragged)
+        self._check_lengths(self._handle(group, stage), made, written)
         self._plane.put(keys, made, partition=self._address.partition, stage=stage)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ texts                  a NonTensorStack of str
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -59,11 +59,28 @@ def _entry(column: Column, offsets: dict[tuple[int, ...], torch.Tensor]) -> Any:
     return column
 
 
-def from_tensordict(made: TensorDictBase) -> Columns:
-    """Return the columns of a TensorDict. An entry of another kind stays as it is; the data plane's checks name it.
+def from_tensordict(made: TensorDictBase, ragged: Collection[str] = ()) -> Columns:
+    """Return the columns of a TensorDict, or of a lazy stack of one per sample. An entry of another kind stays as it
+    is; the data plane's checks name it. `ragged` are the columns that a lazy stack has as `Ragged` whatever the
+    lengths.
 
-    Copies nothing but jagged tensors with holes."""
-    return {str(name): _column(made.get(name)) for name in made.keys()}  # noqa: SIM118 - iterating gives rows
+    Copies nothing but jagged tensors with holes, and the rows of a lazy stack."""
+    names = [str(name) for name in made.keys()]  # noqa: SIM118 - iterating gives rows
+    rows = getattr(made, "tensordicts", None)
+    if rows is None or made.stack_dim:
+        return {name: _column(made.get(name)) for name in names}
+    return {name: _stacked([row.get(name) for row in rows], name in ragged) for name in names}
+
+
+def _stacked(entries: Sequence[Any], ragged: bool) -> Any:
+    import torch
+
+    if not all(isinstance(entry, torch.Tensor) for entry in entries):
+        return [getattr(entry, "data", entry) for entry in entries]
+    if not ragged and len({entry.shape for entry in entries}) == 1:
+        return torch.stack(list(entries))
+    alike = len({(entry.dim(), entry.shape[1:], entry.dtype) for entry in entries}) == 1 and entries[0].dim()
+    return Ragged.of(entries) if alike else list(entries)
 
 
 def _column(entry: Any) -> Any:

@@ -29,7 +29,8 @@ def output(stage: Stage, produced: Output | Columns | None, stages: Iterable[Sta
     the name of a metric that the engine or another of the graph's `stages` reports."""
     made = produced if isinstance(produced, Output) else Output(columns={} if produced is None else produced)
     if is_tensordict(made.columns):
-        made = replace(made, columns=from_tensordict(made.columns))
+        ragged = {field.name for field in stage.writes if field.ragged}
+        made = replace(made, columns=from_tensordict(made.columns, ragged))
     if not isinstance(made.columns, Mapping):
         what = f"the runner of stage {stage.name!r} returned {shown(made.columns)}"
         raise _error(stage, what, "it returns columns by their names", "return {'name': column}, or an Output")

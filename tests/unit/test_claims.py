@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs" / "claims.md").read_text(), re.MULTILINE)[1:]
 
+WITHOUT_A_TEST = ("On GPUs, a trainer rank keeps one version", "Linux only.")  # needs two GPUs; a statement of support
+
 
 def plain(text: str) -> str:
     """Return a text without emphasis and line breaks."""
@@ -16,6 +18,13 @@ def test_every_quote_is_in_the_readme() -> None:
     readme = plain((ROOT / "README.md").read_text())
     assert len(ROWS) > 20
     assert not [quote for quote, _ in ROWS if plain(quote) not in readme]
+
+
+def test_every_limit_has_a_row() -> None:
+    limits = plain((ROOT / "README.md").read_text()).partition("## Limits - ")[2].partition(" Apache License")[0]
+    bullets = re.split(r" - (?=[A-Z`])", limits)
+    bare = [one for one in bullets if not any(plain(quote) in one for quote, _ in ROWS)]
+    assert len(bullets) > 10 and [one for one in bare if not one.startswith(WITHOUT_A_TEST)] == []
 
 
 def test_every_test_is_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from pipeline import Field, Graph, Output, Schedule, Stage, export
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
@@ -49,6 +49,22 @@ def test_columns_survive_the_way_there_and_back(lengths: list[int]) -> None:
     assert torch.equal((made["ids"] + made["twice"]).values(), 2 * columns["ids"].values), "they can be computed with"
     back = from_tensordict(made)
     assert back.keys() == columns.keys() and all(same(columns[name], back[name]) for name in columns)
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (2, 2), (0, 4)])
+def test_a_lazy_stack_of_samples_has_its_columns(lengths: tuple[int, int]) -> None:
+    ids = [torch.arange(length) for length in lengths]
+    samples = [TensorDict({"ids": row, "box": torch.ones(2), "size": torch.tensor(0.5), "text": "é"}) for row in ids]
+    made = from_tensordict(lazy_stack(samples), {"ids"})
+    assert same(made["ids"], Ragged.of(ids)) and made["text"] == ["é", "é"]
+    assert torch.equal(made["box"], torch.ones(2, 2)) and torch.equal(made["size"], torch.tensor([0.5, 0.5]))
+    if lengths == (2, 3):
+        assert same(from_tensordict(lazy_stack(samples))["ids"], Ragged.of(ids)), "nothing else it could be"
+
+
+def test_rows_of_a_lazy_stack_that_do_not_go_together_are_left_to_the_checks() -> None:
+    rows = [TensorDict({"ids": torch.zeros(2, 3)}), TensorDict({"ids": torch.zeros(2)})]
+    assert isinstance(from_tensordict(lazy_stack(rows))["ids"], list)
 
 
 def test_nested_tensors_of_any_layout_become_ragged() -> None:
