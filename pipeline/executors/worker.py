@@ -307,10 +307,15 @@ class Worker:
         }
 
     def restore(self, folder: Path) -> None:
-        """Restore what `hold` wrote."""
+        """Restore what `hold` wrote. Raises StageError if a runner raises."""
         for name, runner in self._runners.items():
             if isinstance(runner, Saves):
-                runner.restore(folder / name)
+                try:
+                    runner.restore(folder / name)
+                except SluiceError:
+                    raise
+                except USERS as error:
+                    raise self._error(self.stages[name], error, "failed to restore its state") from error
 
     @property
     def is_replaceable(self) -> bool:

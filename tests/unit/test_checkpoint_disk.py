@@ -311,6 +311,16 @@ def test_a_stage_that_cannot_be_saved_is_named(tmp_path):
     assert "Traceback" not in err
 
 
+def test_a_stage_that_cannot_be_restored_is_named(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL)[0] == 0
+    (tmp_path / "graph.py").write_text(live_text().replace("json.loads(", "json.loads('' and "))
+    code, _, err = command(tmp_path, *LOCAL, "--resume", "--steps", "9")
+    assert code == 3
+    assert "stage 'count' failed to restore its state: JSONDecodeError: Expecting value" in err
+    assert "Traceback" not in err
+
+
 def test_an_actor_passes_on_its_error(monkeypatch):
     full = CheckpointError(Problem(where="a", what="b", why="c", fix="d"))
 
