@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,9 +56,10 @@ def measured(kind: str, budget: int, path: str, options: argparse.Namespace) -> 
     """The line of one kind of experts and one length of packed rows, measured in this process."""
     import torch
 
-    from stages.backends.megatron import network
+    from stages.backends.megatron import fused
 
-    network.has_grouped_experts = lambda groups: kind == "grouped"  # type: ignore[assignment]
+    on = fused.fused_on
+    fused.fused_on = lambda groups: replace(on(groups), experts=kind == "grouped")  # type: ignore[assignment]
     learner = WorkerGroup("learner", backend="megatron", gpus=0 if options.cpu else 1)
     stage = Train(Model(path), on=learner, loss=ClippedLoss(), lr=1e-6, microbatch=Packed(budget))
     context = StageContext(group=learner, rank=0, seed=0, group_size=1, run_dir=None, shared={}, steps=100)

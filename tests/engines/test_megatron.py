@@ -557,11 +557,12 @@ def test_what_ranks_cannot_divide_is_said_in_full(
     groups: Any, engine: Any, folder: Path, change: dict[str, int], layout: RankLayout, expert_tensor: int, told: str
 ) -> None:
     from stages.backends.megatron.config import transformer_config
+    from stages.backends.megatron.fused import Fused
 
     decoder = replace(engine.network(Model(str(folder / "qwen3"))).shape, **change)
     with pytest.raises(StageError) as refused:
         other = replace(groups, ranks=Ranks(layout), expert_tensor=expert_tensor)
-        transformer_config(decoder, other, torch.float32, "graph.py:7")
+        transformer_config(decoder, other, torch.float32, "graph.py:7", Fused())
     assert str(refused.value) == f"graph.py:7: {told}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ def compared(rank: int, folder: str, out: str) -> dict[str, Any]:
     """Train both kinds in this process; return what `measure` returns of each, and what the record says of one."""
     from safetensors.torch import load_file
 
-    from stages.backends.megatron import network
+    from stages.backends.megatron import fused
     from tests.engines import megatron_cases as cases
 
     groups = cases.join(cases.Ranks(), 1, torch.device("cuda", 0), 0)
     case = cases.Case("qwen3_moe", cases.RankLayout(), microbatching=Packed(64))
     model, found = cases.Model(folder), {}
     learners, held = {}, {}
+    every = fused.fused_on(groups)
     for kind in KINDS:
-        network.has_grouped_experts = lambda groups, kind=kind: kind == "grouped"  # type: ignore[misc]
+        fused.fused_on = lambda groups, kind=kind: replace(every, experts=kind == "grouped")  # type: ignore[misc]
         tensors, metrics = cases.measure(cases.MegatronEngine(groups), Path(folder), case)
         found[kind] = {name: tensor.float().cpu() for name, tensor in tensors.items()}
         found[f"{kind}, metrics"] = metrics

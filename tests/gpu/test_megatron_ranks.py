@@ -25,10 +25,10 @@ NEAR = 1e-4
 
 def measured(groups: Any, folder: str, case: Any) -> Measured:
     """Measure float32 weights in Megatron-core's own layers."""
-    from stages.backends.megatron import network
+    from stages.backends.megatron import fused
     from tests.engines import megatron_cases as cases
 
-    network.has_transformer_engine = lambda groups: False  # type: ignore[assignment]
+    fused.fused_on = lambda groups: fused.Fused()  # type: ignore[assignment]
     engine = cases.MegatronEngine(groups)
     engine.dtype = torch.float32
     tensors, metrics = cases.measure(engine, Path(folder) / case.family, case)

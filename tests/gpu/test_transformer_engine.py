@@ -21,11 +21,11 @@ def trained(rank: int, folder: str, family: str) -> tuple[dict[str, Any], dict[s
     """Return the results of `megatron_cases.measure` and whether a checkpoint restores the same run.
 
     Of two processes, the first uses Megatron-core's own layers."""
-    from stages.backends.megatron import network
+    from stages.backends.megatron import fused
     from tests.engines import megatron_cases as cases
 
     if rank == 0:
-        network.has_transformer_engine = lambda groups: False  # type: ignore[assignment]
+        fused.fused_on = lambda groups: fused.Fused()  # type: ignore[assignment]
     groups = cases.join(cases.Ranks(), 1, torch.device("cuda", 0), 0)
     case = cases.Case(family, cases.RankLayout(), microbatching=cases.Packed(64), recompute=family == "llama")
     tensors, metrics = cases.measure(cases.MegatronEngine(groups), Path(folder), case)

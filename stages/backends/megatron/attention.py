@@ -72,6 +72,21 @@ class CausalAttention(MegatronModule):
         return made_SHD[:, None]
 
 
+class EngineAttention(CausalAttention):
+    """`CausalAttention` with Transformer Engine's kernel over packed rows, which groups query heads itself."""
+
+    def __init__(self, config: TransformerConfig, **given: Any) -> None:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        super().__init__(config, **given)
+        self.engine = TEDotProductAttention(config, **given)
+
+    def _packed(
+        self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        return _by_engine(self.engine, query_S1HD, key_S1GD, value_S1GD, packed)
+
+
 class SlicedAttention(MegatronModule):
     """The `core_attention` of a layer whose context-parallel ranks each hold a slice of every sample (slices.py).
 
@@ -96,12 +111,19 @@ class SlicedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams,
     ) -> torch.Tensor:
         """Returns [S, 1, H * D], S being this rank's positions. The mask is always causal."""
-        made = self.around(
-            query_S1HD[:, 0],
-            key_S1GD[:, 0],
-            value_S1GD[:, 0],
-            None,
-            AttnMaskType.padding_causal,
-            packed_seq_params=replace(packed_seq_params, qkv_format="thd"),
-        )
-        return made.reshape(len(made), 1, -1)
+        return _by_engine(self.around, query_S1HD, key_S1GD, value_S1GD, packed_seq_params).flatten(-2)
+
+
+def _by_engine(
+    attention: Any, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
+) -> torch.Tensor:
+    """Returns [S, 1, H, D] of Transformer Engine's attention over a packed row, or this rank's slice of it."""
+    made = attention(
+        query_S1HD[:, 0],
+        key_S1GD[:, 0],
+        value_S1GD[:, 0],
+        None,
+        AttnMaskType.padding_causal,
+        packed_seq_params=replace(packed, qkv_format="thd"),
+    )
+    return made.reshape(len(made), 1, *query_S1HD.shape[2:])

@@ -8,12 +8,15 @@ from torch.nn.functional import silu
 
 from pipeline.errors import StageError
 from stages.backends.megatron.division import division_problems
+from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.parts import stage_layers
 from stages.backends.model.decoder import Decoder
 
 
-def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str) -> TransformerConfig:
+def transformer_config(
+    decoder: Decoder, groups: Groups, dtype: torch.dtype, where: str, fused: Fused
+) -> TransformerConfig:
     """This rank's configuration. Raises StageError if the ranks cannot divide the decoder."""
     divided = division_problems(decoder, groups.layout, groups.expert, groups.expert_tensor, where)
     if problems := list(divided):
@@ -60,11 +63,11 @@ def transformer_config(decoder: Decoder, groups: Groups, dtype: torch.dtype, whe
         calculate_per_token_loss=True,  # the loss is already normalized globally, so gradients are summed
         perform_initialization=False,
         use_cpu_initialization=on_cpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # Megatron-core's own layers want Apex for it; see Network.sum_in_place
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused.activation,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused.rope,
         persist_layer_norm=False,
         **mixture,
     )

@@ -23,6 +23,7 @@ from pipeline.declare.saved_model import write_tensors_json
 from pipeline.declare.sharding import Shard
 from stages.backends import Optimization
 from stages.backends.device import claim
+from stages.backends.megatron import fused
 from stages.backends.megatron.checkpoint import pieces
 from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import copy_description, fill, gathered, write
@@ -127,8 +128,9 @@ class MegatronEngine(BaseTrainer):
             where = f"{model.location}, model {model.source!r}"
             decoder = Decoder.of(entries, where)
             with self.groups.computing():
-                config = transformer_config(decoder, self.groups, self.dtype, where)
-                network = Network(decoder, config, self.groups).to(self.groups.device)
+                kernels = fused.fused_on(self.groups)
+                config = transformer_config(decoder, self.groups, self.dtype, where, kernels)
+                network = Network(decoder, config, self.groups, kernels).to(self.groups.device)
             fill(dict(network.named_parameters()), parameters(decoder, network.part), folder)
             self._loaded[key] = _Loaded(folder, entries, network)
         return self._loaded[key]

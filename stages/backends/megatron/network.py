@@ -8,7 +8,6 @@ the vocabulary, D head size.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from typing import Any
@@ -33,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ops.context_parallel import whole
 from ops.vocab_parallel import logprobs_and_entropy
-from stages.backends.megatron.attention import CausalAttention, SlicedAttention
+from stages.backends.megatron.attention import CausalAttention, EngineAttention, SlicedAttention
+from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.names import padded_vocab, parameters
@@ -41,26 +41,15 @@ from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder
 
 
-def has_transformer_engine(groups: Groups) -> bool:
-    """Whether layers come from Transformer Engine, which needs a GPU."""
-    return groups.device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
-def has_grouped_experts(groups: Groups) -> bool:
-    """Whether one layer multiplies the tokens of all experts of a rank (grouped GEMM): Transformer Engine has one."""
-    return has_transformer_engine(groups)
-
-
 class Network(GPTModel):
     """This rank's part. It outputs hidden states (on the last stage after the final norm); `logprobs` does the rest, so
     logits are computed only where response tokens are predicted."""
 
-    def __init__(self, decoder: Decoder, config: TransformerConfig, groups: Groups) -> None:
-        grouped = decoder.experts > 0 and has_grouped_experts(groups)
-        part = replace(groups.part(), fused_norms=has_transformer_engine(groups), grouped_experts=grouped)
+    def __init__(self, decoder: Decoder, config: TransformerConfig, groups: Groups, fused: Fused) -> None:
+        part = replace(groups.part(), fused_norms=fused.layers, grouped_experts=decoder.experts > 0 and fused.experts)
         super().__init__(
             config=config,
-            transformer_layer_spec=_block(decoder, config, part),
+            transformer_layer_spec=_block(decoder, config, part, fused),
             vocab_size=padded_vocab(decoder, part.tensors),
             max_sequence_length=0,  # needed for learned positions only
             pre_process=part.stage == 0,
@@ -69,7 +58,7 @@ class Network(GPTModel):
             position_embedding_type="none",
             pg_collection=groups.process,
         )
-        self.shape, self.groups, self.part = decoder, groups, part
+        self.shape, self.groups, self.part, self.fused = decoder, groups, part, fused
         self.frequencies_D = rotary_frequencies(decoder).to(groups.device)
         # Megatron-core marks weights as divided when it initializes them, and biases always. These weights are loaded;
         # without the mark, the gradient norm would count only one rank's part.
@@ -110,6 +99,7 @@ class Network(GPTModel):
             group=group if self.groups.layout.tensor > 1 else None,
             first=first,
             temperature=temperature,
+            reuse=True,
         )
         return self._whole(logprobs_M, row), self._whole(entropy_M, row)
 
@@ -118,6 +108,12 @@ class Network(GPTModel):
         if row.here_M is None:
             return values_M
         return whole(values_M, row.here_M, size=sum(row.lengths), group=self.groups.process.cp)
+
+    def sum_in_place(self) -> None:
+        """From now on, matrix products that can add weight gradients to the parameters' `main_grad` themselves."""
+        for module in self.modules():
+            if self.fused.gradients and hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
     def recompute(self) -> None:
         """From now on, keep only layer inputs and recompute activations in the backward pass."""
@@ -169,7 +165,7 @@ class Layer(TransformerLayer):
         return super().forward(*given, **named)
 
 
-def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> TransformerBlockSubmodules:
+def _block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused) -> TransformerBlockSubmodules:
     """The module specification of one stage's layers."""
     experts = decoder.experts or None
     if part.fused_norms:
@@ -190,7 +186,8 @@ def _block(decoder: Decoder, config: TransformerConfig, part: Part) -> Transform
             inside.q_layernorm = inside.k_layernorm = Norm
         if experts:
             layer.submodules.mlp.submodules.router = Router
-    attention = SlicedAttention if config.context_parallel_size > 1 else CausalAttention
+    whole_samples = EngineAttention if fused.attention else CausalAttention
+    attention = SlicedAttention if config.context_parallel_size > 1 else whole_samples
     layer.submodules.self_attention.submodules.core_attention = attention
     spec = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
     layers = stage_layers(decoder.layers, part.stages)[part.stage]

@@ -1,0 +1,153 @@
+"""An optimizer update with Megatron-core on one GPU: with every fused kernel, without each, and without any.
+
+python -m benchmarks.gpu.update [--model 0.6B] [--samples 128] [--tokens 1024] [--budget 16384] [--updates 5]
+                                [--only "all" "none"] [--profile] [--out FILE]
+
+Random weights of a real model's shape, packed rows of `--budget` tokens, activations kept unless `--recompute`. The
+table has medians over updates, after two that are not counted: milliseconds, prompt and response tokens/s, model FLOP
+utilization (train/utilization as in a run's record: no padding, no recomputation; dense bfloat16 peak), the largest
+allocated GPU memory, and the first loss and gradient norm, which show that the kernels compute the same. `score ms` is
+a pass without gradients. `--profile` adds milliseconds of an update by kind of kernel. Each line is a process of its
+own. `--cpu` tries the script with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.mixture import PROMPT, columns_of
+from benchmarks.gpu.shapes import SHAPES, model_of
+from benchmarks.report import report
+from pipeline import Model, StageContext, Task, WorkerGroup
+from pipeline.declare.sharding import Packed
+from stages import ClippedLoss, PrevLogprobs, Train
+
+WARM = 2  # updates that are not counted
+SWITCHES = ("attention", "rope", "gradients", "activation", "vocabulary")
+VARIANTS = {  # by name: what is switched off
+    "all": (),
+    **{f"without {name}": (name,) for name in SWITCHES},
+    "none": (*SWITCHES, "layers"),
+}
+KERNELS = {  # by kind: the names of its kernels
+    "attention": r"fmha|flash|sdpa|attn|attention",
+    "vocabulary": r"_sums|_slopes",
+    "matrix products": r"gemm|nvjet|cutlass|xmma",
+    "norms": r"norm",
+    "optimizer": r"adam|multi_tensor",
+    "copies": r"copy|memcpy|cat|index|gather|scatter",
+}
+
+
+def switch_off(names: tuple[str, ...]) -> None:
+    """Switch kernels off in this process."""
+    from ops import vocab_parallel
+    from stages.backends.megatron import fused
+
+    on, off = fused.fused_on, {name: False for name in names if name != "vocabulary"}
+    fused.fused_on = lambda groups: replace(on(groups), **off)  # type: ignore[assignment]
+    if "vocabulary" in names:
+        vocab_parallel.has_kernels = lambda tensor: False  # type: ignore[assignment]
+
+
+def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The line of one variant, measured in this process."""
+    import torch
+
+    switch_off(VARIANTS[name])
+    learner = WorkerGroup("learner", backend="megatron", gpus=0 if options.cpu else 1)
+    cut: Any = {"on": learner, "microbatch": Packed(options.budget)}
+    train = Train(Model(path), loss=ClippedLoss(), lr=1e-6, checkpoint_activations=options.recompute, **cut)
+    context = StageContext(group=learner, rank=0, seed=0, group_size=1, run_dir=None, shared={}, steps=100)
+    runner, scorer = train.setup(context), PrevLogprobs(Model(path), **cut).setup(context)
+    columns = columns_of(options, SHAPES[options.model]["vocab_size"])
+    took_s, scored_s, records = [], [], []
+
+    def timed(call: Any, stage: str, seconds: list[float]) -> Any:
+        begun_s = time.perf_counter()
+        made = call(columns, Task(stage=stage, step=len(seconds)))
+        if not options.cpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun_s)
+        return made
+
+    for _ in range(WARM + options.updates):
+        timed(scorer, "prev_logprobs", scored_s)
+        records.append(timed(runner, "train", took_s).metrics)
+    update_s = statistics.median(took_s[WARM:])
+    tokens = options.samples * (PROMPT + options.tokens)
+    row = {
+        "kernels": name,
+        "ms/update": round(1e3 * update_s, 1),
+        "score ms": round(1e3 * statistics.median(scored_s[WARM:]), 1),
+        "tokens/s": round(tokens / update_s),
+        "MFU %": round(100 * statistics.median(record.get("utilization", 0.0) for record in records[WARM:]), 2),
+        "peak GiB": round(0.0 if options.cpu else torch.cuda.max_memory_allocated() / 2**30, 1),
+        "first loss": records[0]["loss"],
+        "first grad norm": records[0]["grad_norm"],
+    }
+    if options.profile and not options.cpu:
+        row |= profiled(lambda: runner(columns, Task(stage="train", step=0)))
+    return row
+
+
+def profiled(call: Any) -> dict[str, float]:
+    """Milliseconds of one call by kind of kernel; prints the largest of no kind."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+    spent = dict.fromkeys([*KERNELS, "other"], 0.0)
+    others: dict[str, float] = {}
+    for event in profiler.key_averages():
+        taken_ms = event.self_device_time_total / 1e3
+        kind = next((kind for kind, names in KERNELS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
+        spent[kind] += taken_ms
+        if kind in ("other", "copies"):
+            others[event.key[:150]] = taken_ms
+    for key, taken_ms in sorted(others.items(), key=lambda item: -item[1])[:14]:
+        print(f"    {taken_ms:8.1f} ms  {key}", flush=True)
+    return {f"{kind} ms": round(taken_ms, 1) for kind, taken_ms in spent.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="0.6B")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each response")
+    parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--profile", action="store_true", help="add the time by kind of kernel")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="these lines")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    if options.cpu:
+        options.model, options.samples, options.tokens, options.budget = "tiny", 4, 32, 128
+    notes = (
+        f"{options.model}; one update of {options.samples} samples of {PROMPT} + {options.tokens} tokens in rows of "
+        f"{options.budget}, activations {'recomputed' if options.recompute else 'kept'}; medians of {options.updates}."
+    )
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_of(options.model, Path(folder))
+        for name in options.only:
+            with ProcessPoolExecutor(1, get_context("spawn")) as own:
+                rows.append(own.submit(measured, name, path, options).result())
+            import torch  # noqa: F401 - so that the report names the GPU
+
+            report("gpu.update", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()
