@@ -52,7 +52,7 @@ def report(
         console.print(f"The hypervisor gave {percent} % of the requested CPU time to other machines.", markup=False)
     result = {
         "name": name,
-        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_repeatable(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", _module(name), *_repeatable(sys.argv[1:])]),
         "notes": notes,
         "hardware": hardware(),
         "stolen_percent": stolen(),
@@ -65,6 +65,12 @@ def report(
         Path(out).write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"wrote {out}", markup=False)
     return result
+
+
+def _module(name: str) -> str:
+    """The module that was run, as typed after `python -m`."""
+    spec = sys.modules["__main__"].__spec__
+    return spec.name.removesuffix(".__main__") if spec else f"benchmarks.{name}"
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:

@@ -320,11 +320,11 @@ def page(results: Mapping[str, Result], recovery: Mapping[str, float]) -> str:
 
 
 def measured() -> dict[str, float]:
-    """Return the seconds of benchmarks.recovery by fault; empty if they were not measured."""
+    """Return the median seconds of benchmarks.recovery by fault; empty if they were not measured."""
     if not RECOVERY.is_file():
         return {}
     rows = json.loads(RECOVERY.read_bytes())["rows"]
-    return {row["fault"]: row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)}
+    return {row["fault"]: row["median s"] for row in rows if isinstance(row["median s"], int | float)}
 
 
 def main() -> int:

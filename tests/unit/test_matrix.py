@@ -46,3 +46,9 @@ def test_the_page_of_the_docs_has_every_row() -> None:
     kept, made = ((ROOT / "docs" / "fault-matrix.md").read_text(), page({}, {}))
     figures = re.compile(r" (\d+ \| [\d.]+ s|- \| -) \| \S+( s)? \|$", re.M)
     assert figures.sub("", kept) == figures.sub("", made)
+
+
+def test_seconds_of_recovery_reach_the_page() -> None:
+    seconds = matrix.measured()
+    assert {row.measured for row in ROWS if row.measured} <= seconds.keys()
+    assert f"| {seconds['sampler killed']:.1f} s |" in page({}, seconds)
