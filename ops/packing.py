@@ -53,13 +53,17 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> 
     )
 
 
-def rectangle(values_R: torch.Tensor, lengths_N: Sequence[int], width: int) -> torch.Tensor:
+def rectangle(
+    values_R: torch.Tensor, lengths_N: Sequence[int], width: int, mask_NT: torch.Tensor | None = None
+) -> torch.Tensor:
     """Unpack the entries of all samples in a row to [N, width], with 0 as padding on the right; differentiable.
 
-    Raises ValueError if the lengths do not add up to R or one exceeds `width`.
+    `mask_NT` is True where an entry goes, if the caller has it; making it waits for the work of a GPU. Raises
+    ValueError if the lengths do not add up to R or one exceeds `width`.
     """
     if sum(lengths_N) != len(values_R) or max(lengths_N) > width:
         raise ValueError(f"{len(values_R)} entries are not rows of {list(lengths_N)}, each {width} at most")
-    lengths = torch.tensor(lengths_N, device=values_R.device)
-    mask_NT = torch.arange(width, device=values_R.device) < lengths[:, None]
+    if mask_NT is None:
+        lengths = torch.tensor(lengths_N, device=values_R.device)
+        mask_NT = torch.arange(width, device=values_R.device) < lengths[:, None]
     return values_R.new_zeros(len(lengths_N), width).masked_scatter(mask_NT, values_R)

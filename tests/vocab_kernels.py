@@ -1,6 +1,7 @@
 """The vocabulary kernels under Triton's interpreter, on CPU memory: python -m tests.vocab_kernels
 
-Runs in its own process because Triton reads TRITON_INTERPRET on import. Compared with autograd in float64.
+Runs in its own process because Triton reads TRITON_INTERPRET on import. Compared with autograd in float64, and with
+the choice of tokens on a CPU.
 """
 
 import torch
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from ops import vocab_kernel
 from ops.vocab_kernel import slopes_, sums
+from stages.backends import choose_kernel
+from stages.backends.choose import choose
+from stages.backends.choose_kernel import choose_whole
+from stages.backends.interface import Sampling
 from tests.examples import few
 
-vocab_kernel.AT_ONCE = 16
+vocab_kernel.AT_ONCE = choose_kernel.AT_ONCE = 16
 
 
 @given(st.data())
@@ -52,5 +57,31 @@ def same_as_autograd(data: st.DataObject) -> None:
         assert torch.allclose(made.double(), slope, rtol=2e-3, atol=2e-5 * max(1.0, wide * scale)), (made, slope)
 
 
+@given(st.data())
+@settings(max_examples=few(60), deadline=None)
+def chosen_alike(data: st.DataObject) -> None:
+    rows, size = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 70))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    logits = torch.randn(rows, size, generator=random) * data.draw(st.sampled_from([0.0, 1.0, 30.0]))
+    if size > 1 and data.draw(st.booleans()):
+        logits[:, torch.randperm(size, generator=random)[: size // 2]] = -torch.inf
+    uniform = torch.rand(rows, generator=random, dtype=torch.float64)
+    for edge in data.draw(st.lists(st.sampled_from([1e-300, 0.5, 1.0 - 2**-53]), max_size=rows)):
+        uniform[data.draw(st.integers(0, rows - 1))] = edge
+    temperature = data.draw(st.sampled_from([1.0, 0.5, 2.0]))
+    tokens, logprobs = choose_whole(logits, uniform, temperature)
+    wanted, expected = choose(logits, Sampling(1, temperature=temperature), uniform)
+    exact = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    for row in range(rows):
+        token, other = int(tokens[row]), int(wanted[row])
+        assert logits[row, token] > -torch.inf
+        low, high = exact[row, token - 1] if token else 0.0, exact[row, token]
+        assert low - 1e-6 <= uniform[row] <= high + 1e-6 and (token == other or abs(exact[row, other] - low) < 1e-6)
+    both = torch.stack([tokens, wanted])
+    same = both[0] == both[1]
+    assert torch.allclose(logprobs[same], expected[same], rtol=1e-5, atol=1e-5)
+
+
 if __name__ == "__main__":
     same_as_autograd()
+    chosen_alike()

@@ -14,6 +14,8 @@ own. `--cpu` tries the script with a tiny model.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import re
 import statistics
 import tempfile
@@ -101,8 +103,12 @@ def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any
 
 
 def profiled(call: Any) -> dict[str, float]:
-    """Milliseconds of one call by kind of kernel; prints the largest of no kind."""
+    """Milliseconds of one call by kind of kernel. Prints the largest of no kind, and where the host spends its time."""
     from torch.profiler import ProfilerActivity, profile
+
+    with cProfile.Profile() as host:
+        call()
+    pstats.Stats(host).sort_stats("tottime").print_stats(25)
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()

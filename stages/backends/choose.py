@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from ops.kernels import has_kernels
 from stages.backends.interface import Sampling
 
 BLOCK = 512  # tokens
@@ -19,8 +20,12 @@ def choose(
     """Choose one token per row. Also returns its logprob under softmax(logits / temperature) over the whole vocabulary.
 
     Probabilities are truncated by min_p, then top_k, then top_p (Holtzman et al. 2020: the smallest set with total
-    probability top_p).
+    probability top_p). On a GPU with Triton, what truncates nothing reads the logits once (choose_kernel.py).
     """
+    if uniform_B is not None and _is_whole(sampling, logits_BV.shape[-1]) and has_kernels(logits_BV):
+        from stages.backends.choose_kernel import choose_whole
+
+        return choose_whole(logits_BV, uniform_B, sampling.temperature)
     logits_BV = logits_BV.float()
     if sampling.greedy:
         logprobs_BV = logits_BV.log_softmax(-1)
@@ -31,6 +36,15 @@ def choose(
         logprobs_BV = (logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature).log_softmax(-1)
         tokens_B = _at(_cut(logprobs_BV.exp(), sampling), uniform_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def _is_whole(sampling: Sampling, width: int) -> bool:
+    """Whether a token is drawn from all of the vocabulary."""
+    return not sampling.greedy and sampling.min_p <= 0 and not _truncates(sampling, width)
+
+
+def _truncates(sampling: Sampling, width: int) -> bool:
+    return 0 < sampling.top_k < width or sampling.top_p < 1.0
 
 
 def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
@@ -62,7 +76,7 @@ def _cut(probabilities_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p > 0:
         floor_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)
         probabilities_BV = probabilities_BV.masked_fill(probabilities_BV < floor_B1, 0.0)
-    if (sampling.top_k == 0 or sampling.top_k >= width) and sampling.top_p >= 1.0:
+    if not _truncates(sampling, width):
         return probabilities_BV
     sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
     if 0 < sampling.top_k < width:

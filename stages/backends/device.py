@@ -62,6 +62,13 @@ def bytes_free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host to a device; to a GPU without waiting for the work that it has."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy in ordinary host memory. From a GPU it goes through a small block of pinned memory: the
     driver alone would map the pages of the copy one by one (measured by benchmarks/checkpoint.py)."""

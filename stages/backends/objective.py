@@ -11,6 +11,7 @@ Legend: N samples, T tokens of the longest response.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,14 @@ MAXIMA = ("ratio_max",)  # combined by maximum; all other metrics are summed
 
 
 def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return what `on_device` returns, with the metrics as numbers."""
+    value, sums = on_device(loss, scored, tokens=tokens, samples=samples)
+    return value, read([sums])[0]
+
+
+def on_device(
+    loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return this microbatch's share of the loss, for the backward pass, and its share of the metrics.
 
     The loss is aggregate(weight x policy loss + kl x estimate - entropy x bonus), each part aggregated the same way;
@@ -37,8 +46,8 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     `ratio_mean`; `entropy` and `kl` (by the loss's estimator) if their columns are given; with a correction `is_weight`
     and `is_changed`, the number of tokens truncated or rejected. The caller sums them over microbatches and ranks and
     divides by `tokens`. Two exceptions: `loss` is summed but not divided, and `ratio_max` is the largest ratio of a
-    token (see MAXIMA). One transfer reads them from the device. Raises ValueError if a column that the loss needs
-    is missing.
+    token (see MAXIMA). They stay on the device until `read`. Raises ValueError if a column that the loss needs is
+    missing.
     """
     _check(loss, scored)
     scored = _shielded(scored)
@@ -72,7 +81,7 @@ def objective(loss: PolicyLoss, scored: Scored, *, tokens: int, samples: int) ->
     sums["ratio_mean"] = ratio_NT.sum()
     sums["ratio_max"] = ratio_NT.max()
     sums["loss"] = value.detach()
-    return value, _read(sums)
+    return value, sums
 
 
 def _shielded(scored: Scored) -> Scored:
@@ -86,12 +95,13 @@ def _shielded(scored: Scored) -> Scored:
     return replace(scored, logprobs_NT=cut(scored.logprobs_NT), entropy_NT=entropy_NT)
 
 
-def _read(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The numbers on the host, in one transfer."""
-    numbers = list(sums.values())
-    if numbers[0].device.type != "cpu":
+def read(found: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
+    """Return the metrics of microbatches as numbers, in one transfer from the device."""
+    numbers = [number for sums in found for number in sums.values()]
+    if numbers and numbers[0].device.type != "cpu":
         numbers = list(torch.stack([number.double() for number in numbers]).cpu())
-    return {name: float(number.item()) for name, number in zip(sums, numbers)}
+    each = iter(numbers)
+    return [{name: float(next(each).item()) for name in sums} for sums in found]
 
 
 def _both(made: Formula, mask_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

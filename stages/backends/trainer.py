@@ -30,13 +30,13 @@ from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
 from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
-from stages.backends.device import Parking, bytes_in_use, host_copy
+from stages.backends.device import Parking, bytes_in_use, host_copy, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
 from stages.backends.model.tensor_files import write_tensors
 from stages.backends.model.text import Tokenizers, identity
-from stages.backends.objective import MAXIMA, Scored, objective
+from stages.backends.objective import MAXIMA, Scored, on_device, read
 from stages.backends.refit.source import Source
 from stages.losses import PolicyLoss
 
@@ -47,24 +47,24 @@ File: TypeAlias = tuple[str, Iterable[tuple[str, torch.Tensor]]]  # a name, and 
 def objective_of(
     part: Batch, loss: PolicyLoss, update: Update,
     logprobs_NT: torch.Tensor, entropy_NT: torch.Tensor, mask_NT: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """Compute the objective of one microbatch of an update, whose samples are `part`."""
 
     def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
         wide = pad_right(column, 0, mask_NT.shape[1]) if isinstance(column, Ragged) else column
-        return wide.to(mask_NT.device)
+        return sent(wide, mask_NT.device)
 
     scored = Scored(
         logprobs_NT=logprobs_NT,
         old_logprobs_NT=padded(part.old_logprobs),
         rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
-        advantage_N=part.advantage.to(mask_NT.device),
+        advantage_N=sent(part.advantage, mask_NT.device),
         mask_NT=mask_NT,
         ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
         entropy_NT=entropy_NT,
         columns={name: padded(column) for name, column in part.columns.items()},
     )
-    return objective(loss, scored, tokens=update.tokens, samples=update.samples)
+    return on_device(loss, scored, tokens=update.tokens, samples=update.samples)
 
 
 class BaseLearner(Learner, ABC):
@@ -85,7 +85,7 @@ class BaseLearner(Learner, ABC):
         self.parking.arrive()
         with self._computing():
             sums: dict[str, float] = {}
-            for found in self._backward(batch, loss, temperature, update, packed):
+            for found in read(self._backward(batch, loss, temperature, update, packed)):
                 for name, value in found.items():
                     before = sums.get(name, 0.0)
                     sums[name] = max(before, value) if name in MAXIMA else before + value
@@ -101,8 +101,9 @@ class BaseLearner(Learner, ABC):
     @abstractmethod
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
-    ) -> Sequence[dict[str, float]]:
-        """Accumulate the gradients of this rank's microbatches. Returns sums over the tokens of each."""
+    ) -> Sequence[dict[str, torch.Tensor]]:
+        """Accumulate the gradients of this rank's microbatches. Returns sums over the tokens of each, on the device:
+        reading them would make the device wait."""
 
     @abstractmethod
     def _reduce(self, sums: dict[str, float]) -> tuple[dict[str, float], float]:

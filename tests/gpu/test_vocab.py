@@ -1,4 +1,5 @@
-"""Logprobs, entropy and their gradient by the kernels on a GPU are those of autograd in float64."""
+"""The kernels over the vocabulary on a GPU: logprobs, entropy and their gradient are those of autograd in float64, and
+chosen tokens those that a CPU chooses."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import torch
 
 from ops.kernels import has_kernels
 from ops.vocab_parallel import logprobs_and_entropy
+from stages.backends.choose import choose
+from stages.backends.interface import Sampling
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -45,3 +48,21 @@ def test_an_excluded_token_has_no_probability() -> None:
     assert entropies.tolist() == pytest.approx([wanted] * 3)
     (logprobs[:2].sum() + entropies.sum()).backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all() and not logits.grad[:, 100:].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 4096, 151_936])
+def test_tokens_are_chosen_as_on_a_cpu(size: int, dtype: torch.dtype, temperature: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(512, size, generator=random)).to(dtype)
+    uniform, how = torch.rand(512, generator=random, dtype=torch.float64), Sampling(1, temperature=temperature)
+    wanted, expected = choose(logits, how, uniform)
+    tokens, logprobs = (made.cpu() for made in choose(logits.cuda(), how, uniform.cuda()))
+    same = tokens == wanted
+    assert same.float().mean() > 0.99  # rounding may move a boundary
+    torch.testing.assert_close(logprobs[same], expected[same], rtol=1e-5, atol=2e-5)
+    upto = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    rows = torch.arange(512)
+    assert (uniform <= upto[rows, tokens] + 1e-5).all()
+    assert (uniform >= torch.where(tokens > 0, upto[rows, (tokens - 1).clamp(min=0)], 0.0) - 1e-5).all()

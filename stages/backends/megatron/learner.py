@@ -75,11 +75,11 @@ class MegatronLearner(BaseLearner):
 
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, torch.Tensor]]:
         self.buffered.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
             entropy_NT = row.rectangle(entropy_R if loss.needs_entropy else entropy_R.detach())
             part = batch.at(update.microbatches[number].samples)

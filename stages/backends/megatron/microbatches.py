@@ -10,6 +10,7 @@ that this rank predicts: R, except for a slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ops.packing import pack, rectangle
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch
+from stages.backends.device import sent
 from stages.backends.megatron.slices import Slices, found, ranges
 
 
@@ -40,15 +42,15 @@ class PassRow:
     width: int
     here_M: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def mask(self) -> torch.Tensor:
         """[N, T], True for response tokens."""
-        lengths_N1 = torch.tensor(self.lengths, device=self.keep_M.device)[:, None]
+        lengths_N1 = sent(torch.tensor(self.lengths), self.keep_M.device)[:, None]
         return torch.arange(self.width, device=self.keep_M.device) < lengths_N1
 
     def rectangle(self, values_R: torch.Tensor) -> torch.Tensor:
         """Reshape one value per response token to [N, T]."""
-        return rectangle(values_R, self.lengths, self.width)
+        return rectangle(values_R, self.lengths, self.width, self.mask)
 
 
 def tokens_of(
@@ -102,14 +104,14 @@ def _packed(
     here_M, keep_M = found(own_S, at_S[row.keep_R], size)
     sliced = slices.ranks > 1
     return PassRow(
-        _spread(row.ids_1S[0], at_S, size)[None, own_S].to(device),
-        _spread(row.positions_1S[0], at_S, size)[own_S].to(device),
-        _described(start_N.to(device=device, dtype=torch.int32), max(padded), sliced),
-        keep_M.to(device),
-        row.targets_1R[0, here_M].to(device),
+        sent(_spread(row.ids_1S[0], at_S, size)[None, own_S], device),
+        sent(_spread(row.positions_1S[0], at_S, size)[own_S], device),
+        _described(sent(start_N.to(torch.int32), device), max(padded), sliced),
+        sent(keep_M, device),
+        sent(row.targets_1R[0, here_M], device),
         response_ids.lengths,
         microbatch.response,
-        here_M.to(device) if sliced else None,
+        sent(here_M, device) if sliced else None,
     )
 
 
@@ -150,11 +152,11 @@ def _padded(
         ids_NS[i, :length] = torch.cat([prompt, response[:-1]])
         keep.append(torch.arange(len(prompt) - 1, length) * rows + i)
     return PassRow(
-        ids_NS.to(device),
+        sent(ids_NS, device),
         torch.arange(size, device=device),
         None,
-        torch.cat(keep).to(device),
-        response_ids.values.to(device),
+        sent(torch.cat(keep), device),
+        sent(response_ids.values, device),
         response_ids.lengths,
         microbatch.response,
     )

@@ -61,7 +61,7 @@ class TorchLearner(BaseLearner):
 
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, torch.Tensor]]:
         return [
             self._pass(batch.at(microbatch.samples), loss, temperature, update, microbatch, packed)
             for microbatch in update.microbatches
@@ -69,7 +69,7 @@ class TorchLearner(BaseLearner):
 
     def _pass(
         self, part: Batch, loss: PolicyLoss, temperature: float, update: Update, microbatch: Microbatch, packed: bool
-    ) -> dict[str, float]:
+    ) -> dict[str, torch.Tensor]:
         ids = (part.prompt_ids, part.response_ids)
         made = predict(self.network, *ids, microbatch, temperature=temperature, pad=self.pad, packed=packed)
         with torch.set_grad_enabled(loss.needs_entropy):

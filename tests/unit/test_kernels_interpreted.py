@@ -1,4 +1,4 @@
-"""The Triton kernels process a table as the CPU path does: under Triton's interpreter, in a process of its own.
+"""The Triton kernels compute what the CPU paths do: under Triton's interpreter, in processes of their own.
 
 Environments without GPUs do not include Triton. SLUICE_TRITON names a folder that has it:
 pip install --no-deps --target FOLDER triton
@@ -17,14 +17,15 @@ from tests.optional import required
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 
 
-def test_tables_mean_the_same_to_the_kernels() -> None:
+@pytest.mark.parametrize("module", ["tests.refit_kernels", "tests.vocab_kernels"])
+def test_kernels_compute_the_same(module: str) -> None:
     folder = os.environ.get("SLUICE_TRITON", "")
     if not folder and importlib.util.find_spec("triton") is None:
         required("triton", "triton")
     paths = [path for path in (folder, REPOSITORY) if path]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.refit_kernels"],
+        [sys.executable, "-m", module],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     if done.returncode:
