@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.nn.functional import pad
 
 from ops.packing import pack, rectangle
 from pipeline.declare.columns import Ragged
@@ -99,19 +100,26 @@ def _packed(
         lengths.append(0)  # the rest is an extra sample without tokens
         padded.append(spare)
     start_N = torch.tensor([0, *padded]).cumsum(0)
-    at_S = ranges(start_N[:-1], torch.tensor(lengths))  # where each token is in the padded row
-    own_S = slices.positions(padded)
-    here_M, keep_M = found(own_S, at_S[row.keep_R], size)
-    sliced = slices.ranks > 1
+    described = _described(sent(start_N.to(torch.int32), device), max(padded), slices.ranks > 1)
+    inputs = (row.ids_1S[0], row.positions_1S[0])
+    if slices.ranks == 1:  # samples follow each other, and each position is this rank's
+        ids_S, positions_S = (pad(values_S, (0, size - len(values_S))) for values_S in inputs)
+        keep_M, targets_M, here_M = row.keep_R, row.targets_1R[0], None
+    else:
+        at_S = ranges(start_N[:-1], torch.tensor(lengths))  # where each token is in the padded row
+        own_S = slices.positions(padded)
+        here_R, keep_M = found(own_S, at_S[row.keep_R], size)
+        ids_S, positions_S = (_spread(values_S, at_S, size)[own_S] for values_S in inputs)
+        targets_M, here_M = row.targets_1R[0, here_R], sent(here_R, device)
     return PassRow(
-        sent(_spread(row.ids_1S[0], at_S, size)[None, own_S], device),
-        sent(_spread(row.positions_1S[0], at_S, size)[own_S], device),
-        _described(sent(start_N.to(torch.int32), device), max(padded), sliced),
+        sent(ids_S[None], device),
+        sent(positions_S, device),
+        described,
         sent(keep_M, device),
-        sent(row.targets_1R[0, here_M], device),
+        sent(targets_M, device),
         response_ids.lengths,
         microbatch.response,
-        sent(here_M, device) if sliced else None,
+        here_M,
     )
 
 
