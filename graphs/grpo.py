@@ -12,6 +12,7 @@ from stages import (
     Advantage,
     ClippedLoss,
     Dynamic,
+    Packed,
     PrevLogprobs,
     Prompts,
     Refit,
@@ -69,8 +70,9 @@ def graph(
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale
-    passes = Dynamic(tokens=microbatch)  # samples of similar length share a pass, so little of it is padding
-    run = samples_per_prompt * max(4, learner_gpus)  # samples that are scored while others are still being sampled
+    passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
+    # Samples to score while others are still being sampled; 0 is all, in one turn of the GPUs or of the frozen weights.
+    run = 0 if colocated else samples_per_prompt * max(4, learner_gpus)
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),
@@ -78,7 +80,7 @@ def graph(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(exact_match),
             PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
-            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run),
+            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run if trainer == "torch" else 0),
             Advantage("group_relative"),
             Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=passes),
             Refit(policy, source=learner, target=sampler, transport=refit_transport),

@@ -16,6 +16,7 @@ from stages import (
     ClippedLoss,
     Dynamic,
     Evaluate,
+    Packed,
     PrevLogprobs,
     Prompts,
     Refit,
@@ -87,7 +88,7 @@ def graph(
     judges = WorkerGroup("judges", workers=reward_workers) if reward_workers else None
     # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.
     math = MathVerify(timeout_s=5.0, on_timeout=0.0, on_error=0.0, answer_after="####")
-    passes = Dynamic(tokens=microbatch)  # samples of similar length share a pass, so little of it is padding
+    passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
     run = samples_per_prompt * max(4, learner_gpus)  # samples that are scored while others are still being sampled
     return Graph(
         name="gsm8k",
@@ -96,7 +97,7 @@ def graph(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(math, boxed, weights=(1.0, 0.1), on=judges),
             PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
-            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run),
+            RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run if trainer == "torch" else 0),
             Advantage("group_relative"),
             Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=passes),
             Refit(policy, source=learner, target=sampler),
