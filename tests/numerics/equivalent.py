@@ -67,15 +67,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "length_mask: torch.arange(tokens, device=lengths.device) -> torch.arange(tokens)": _ON_CPU,
     },
     "stages.backends.objective": {
-        "objective: kl_NT.detach() -> kl_NT": _READ_ONLY,
-        "objective: scored.entropy_NT.detach() -> scored.entropy_NT": _READ_ONLY,
-        "objective: loss.log_ratio(scored).detach() -> loss.log_ratio(scored)": _READ_ONLY,
-        "objective: value.detach() -> value": _READ_ONLY,
-        "objective: log_ratio_NT > 0 -> log_ratio_NT >= 0": "a token whose ratio is 1 is not clipped, but for its "
+        "objective: 0 -> -1": "the first of one is the last",
+        "on_device: kl_NT.detach() -> kl_NT": _READ_ONLY,
+        "on_device: scored.entropy_NT.detach() -> scored.entropy_NT": _READ_ONLY,
+        "on_device: loss.log_ratio(scored).detach() -> loss.log_ratio(scored)": _READ_ONLY,
+        "on_device: value.detach() -> value": _READ_ONLY,
+        "on_device: log_ratio_NT > 0 -> log_ratio_NT >= 0": "a token whose ratio is 1 is not clipped, but for its "
         "sequence's ratio, and then it is neither high nor low",
-        "_read: numbers[0].device.type != 'cpu' -> numbers[0].device.type == 'cpu'": _ON_CPU,
-        "_read: 0 -> 1": "all numbers are on one device",
-        "_read: 0 -> -1": "all numbers are on one device",
-        "_read: 'cpu' -> 'cpu_'": _ON_CPU,
+        "read: numbers[0].device.type != 'cpu' -> numbers[0].device.type == 'cpu'": _ON_CPU,
+        "read: 0 -> 1": "all numbers are on one device",
+        "read: 0 -> -1": "all numbers are on one device",
+        "read: 'cpu' -> 'cpu_'": _ON_CPU,
     },
 }

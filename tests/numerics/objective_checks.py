@@ -232,7 +232,7 @@ def check_microbatches(ops: ModuleType) -> None:
                 parts.append(got)
                 slopes.append(part.logprobs_NT.grad)
         torch.testing.assert_close(torch.cat(slopes), scored.logprobs_NT.grad, rtol=1e-12, atol=1e-14)
-        assert ops.MAXIMA == ("ratio_max",)
+        assert ops.MAXIMA == ("ratio_max",) and ops.read([]) == []
         for name, total in whole.items():
             combined = (max if name in ops.MAXIMA else sum)(part[name] for part in parts)
             assert combined == pytest.approx(total, rel=1e-11, abs=1e-12), (loss, name)
@@ -280,6 +280,29 @@ class Plain(PolicyLoss):
         return (loss_NT, torch.ones_like(scored.mask_NT)) if self.says else loss_NT
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread(PolicyLoss):
+    """Each token's loss is the sum over its row, padding included, of all that has a gradient."""
+
+    needs_entropy = True
+
+    def policy_loss(self, scored, weight_NT):
+        return (scored.logprobs_NT + scored.entropy_NT).sum(-1, keepdim=True).expand_as(weight_NT)
+
+
+def check_gradient_of_padding(ops: ModuleType) -> None:
+    """Whatever a formula does with padding, no gradient reaches it; that of tokens stays."""
+    made = batch(0)
+    scored = made.scored(ops, Spread())
+    plain = replace(scored, entropy_NT=scored.entropy_NT.detach().requires_grad_())
+    value, _ = ops.objective(Spread(), plain, tokens=made.tokens, samples=len(made.new))
+    value.backward()
+    rows = [[len(row) / made.tokens] * len(row) for row in made.new]
+    for column in (plain.logprobs_NT, plain.entropy_NT):
+        near(column.grad, made.case.list(rows))
+        assert not column.grad[~plain.mask_NT].any() and not plain.mask_NT.all()
+
+
 def check_own_formulas(ops: ModuleType) -> None:
     """A user's weight that has a gradient and values in padding acts as a constant, and as 0 in padding."""
     made = batch(0)
@@ -298,5 +321,5 @@ def check_own_formulas(ops: ModuleType) -> None:
             assert got["is_changed"] == (made.tokens if says else 0)
 
 
-CHECKS = (check_objective, check_microbatches, check_objective_input, check_own_formulas)
+CHECKS = (check_objective, check_microbatches, check_objective_input, check_own_formulas, check_gradient_of_padding)
 FORMULAS = (check_formulas,)
