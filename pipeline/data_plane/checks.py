@@ -106,7 +106,9 @@ def check_put(
                 where, f"field {name!r} is not declared", f"the partition declares {_names(partition.fields)}",
                 "write a declared field, or add it to the stage's `writes`",
             )  # fmt: skip
-        _check_column(where, field, column, keys)
+        _check_kind(where, field, column, keys)
+        if not isinstance(column, list):
+            _check_range(where, field, column, keys)
         if field.ragged:
             own = tuple(column.lengths)  # type: ignore[union-attr]
             if (other := lengths.setdefault(field.ragged, own)) != own:
@@ -179,27 +181,40 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def _check_column(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
-    """Check type, dtype, shape, row count and range of one column."""
+def check_kinds(fields: Iterable[Field], columns: Mapping[str, Column], keys: Sequence[str], *, stage: str) -> None:
+    """Check type, dtype, shape and row count of the columns of `fields` for these keys. Raises DataPlaneError."""
+    for field in fields:
+        if field.name in columns:
+            _check_kind(f"stage {stage!r}", field, columns[field.name], keys)
+
+
+def _check_kind(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:
+    """Check type, dtype, shape and row count of one column."""
     if field.dtype not in TENSOR_DTYPES:
         if field.dtype != "str":
             raise broken(
                 where, f"field {field.name!r} holds weights",
                 "weights stay in the model; handles carry version and hash", "return them as Output(weights=...)",
             )  # fmt: skip
-        if not isinstance(column, (list, tuple)):
+        if not isinstance(column, list):
             raise _mistyped(where, field, column, "a list of strings")
         for i, text in enumerate(column):
-            if not isinstance(text, str):
+            if not isinstance(text, str) or not _encodes(text):
                 key = keys[i] if i < len(keys) else f"row {i}"
-                raise broken(
-                    where, f"field {field.name!r}, key {key}: {kind_of(text)}", "its dtype is str", "use a string"
-                )
+                what, why, fix = kind_of(text), "its dtype is str", "use a string"
+                if isinstance(text, str):
+                    what, why = "half of a surrogate pair", "a text is stored as UTF-8, which has no code for it"
+                    fix = "text.encode('utf-8', 'replace').decode()"
+                raise broken(where, f"field {field.name!r}, key {key}: {what}", why, fix)
         return _check_count(where, field, len(column), keys)
     import torch
 
     values = column.values if isinstance(column, Ragged) else column
-    if isinstance(column, Ragged) != bool(field.ragged) or not isinstance(values, torch.Tensor) or values.is_nested:
+    if (
+        isinstance(column, Ragged) != bool(field.ragged)
+        or not isinstance(values, torch.Tensor)
+        or not _is_plain(values)
+    ):
         raise _mistyped(where, field, column, "a Ragged" if field.ragged else "a tensor")
     if values.dtype != getattr(torch, field.dtype):
         raise broken(
@@ -217,7 +232,28 @@ def _check_column(where: str, field: Field, column: Column, keys: Sequence[str])
             where, f"field {field.name!r} has {len(values)} entries and lengths that sum to {sum(column.lengths)}",
             "a ragged column concatenates its rows", "build the column with Ragged.of(rows)",
         )  # fmt: skip
-    _check_range(where, field, column, keys)
+
+
+def _encodes(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_plain(values: object) -> bool:
+    """Return whether this is a tensor that has its values in memory: no nested, sparse or meta tensor."""
+    import torch
+
+    return (
+        isinstance(values, torch.Tensor)
+        and not values.is_nested
+        and values.layout == torch.strided
+        and not values.is_meta
+    )
 
 
 def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> None:
@@ -242,16 +278,22 @@ def _check_range(where: str, field: Field, column: Column, keys: Sequence[str]) 
     if floating and (smallest - smallest != 0 or largest - largest != 0):
         bad, why, fix = ~torch.isfinite(values), "NaN and infinity never pass", "correct the stage"
     elif low is not None and smallest < low:
-        bad, why = values < low, f"it is at least {low:g}"
+        bad, why = values < low, f"it is at least {_number(low)}"
     elif high is not None and largest > high:
-        bad, why = values > high, f"it is at most {high:g}"
+        bad, why = values > high, f"it is at most {_number(high)}"
     else:
         return
     at = int(bad.flatten().nonzero()[0])
     value = values.flatten()[at].item()
     entry = at // max(1, values[0].numel())
     key = _key_of(column, entry, keys)
-    raise broken(where, f"field {field.name!r}, key {key}: value {value:g}", why, fix)
+    raise broken(where, f"field {field.name!r}, key {key}: value {_number(value)}", why, fix)
+
+
+def _number(value: float) -> str:
+    """Return a number in a short form that is exact."""
+    short = f"{value:g}"
+    return short if float(short) == value or value != value else str(value)
 
 
 def _key_of(column: Column, entry: int, keys: Sequence[str]) -> str:

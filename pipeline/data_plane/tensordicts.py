@@ -77,7 +77,7 @@ def _stacked(entries: Sequence[Any], ragged: bool) -> Any:
 
     if not all(isinstance(entry, torch.Tensor) for entry in entries):
         return [getattr(entry, "data", entry) for entry in entries]
-    if not ragged and len({entry.shape for entry in entries}) == 1:
+    if not ragged and len({(entry.shape, entry.dtype) for entry in entries}) == 1:
         return torch.stack(list(entries))
     alike = len({(entry.dim(), entry.shape[1:], entry.dtype) for entry in entries}) == 1 and entries[0].dim()
     return Ragged.of(entries) if alike else list(entries)
@@ -90,4 +90,6 @@ def _column(entry: Any) -> Any:
         if entry.layout == torch.jagged and entry.lengths() is None:
             return Ragged(entry.values(), tuple(entry.offsets().diff().tolist()))
         return Ragged.of(entry.unbind())
-    return entry.tolist() if type(entry).__module__.startswith("tensordict") else entry
+    if type(entry).__module__.startswith("tensordict"):
+        return entry.as_subclass(sys.modules["torch"].Tensor) if hasattr(entry, "as_subclass") else entry.tolist()
+    return entry

@@ -107,7 +107,7 @@ def concat(columns: Sequence[Column]) -> Column:
 
 def in_order(parts: Sequence[tuple[Columns, Sequence[int]]]) -> tuple[Columns, Sequence[int]]:
     """Merge the columns of several parts, in ascending order of their positions. At least one part."""
-    if len(parts) == 1:
+    if len(parts) == 1 and all(a < b for a, b in pairwise(parts[0][1])):
         return parts[0]
     index = [position for _, positions in parts for position in positions]
     columns = {name: concat([part[name] for part, _ in parts]) for name in parts[0][0]}

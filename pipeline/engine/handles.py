@@ -23,13 +23,16 @@ class HandleTable:
         self._of: dict[str, dict[int, tuple[int, ...]]] = {}  # field -> group -> puts with this field of the group
         self._all: dict[int, list[int]] = {}  # group -> all its puts, replaced ones included
         self._counts: dict[tuple[str, int], int] = {}  # (field, group) -> samples present, while incomplete
+        self._sizes: dict[str, dict[str, tuple[int, int]]] = {}  # ragged dimension -> key -> attempt, length
         self._lost: dict[int, list[str]] = {}  # group -> rows of attempts whose worker was lost
 
     def add(self, handle: KVBatchMeta) -> tuple[int, ...]:
         """Add the handle of a put. Returns the groups that are now complete in all of its fields.
 
-        A put of a later attempt replaces the puts of earlier attempts for the same groups.
+        A put of a later attempt replaces the puts of earlier attempts for the same groups. Raises DataPlaneError if a
+        sample has another length than in a put of the same attempt with the same ragged dimension.
         """
+        self._check_lengths(handle)
         put = self._next
         self._next += 1
         self._puts[put] = handle
@@ -50,6 +53,16 @@ class HandleTable:
                     self._counts[field, group] = total
         return tuple(group for group, number in complete.items() if number == len(handle.fields))
 
+    def _check_lengths(self, handle: KVBatchMeta) -> None:
+        for dim, lengths in handle.lengths.items():
+            known = self._sizes.setdefault(dim, {})
+            for key, length in zip(handle.keys, lengths):
+                attempt, other = known.get(key, (-1, 0))
+                if attempt == handle.attempt and other != length:
+                    raise _unequal(handle.fields, f"{key} has the length {length} in {dim}, and {other} before")
+                if attempt <= handle.attempt:
+                    known[key] = (handle.attempt, length)
+
     def handle(self, groups: Sequence[int], fields: Iterable[str]) -> KVBatchMeta | None:
         """Return the handle of all samples of `groups`, in canonical order, with `fields`; None without fields."""
         keys = keys_of(tuple(groups), self._group_size)
@@ -62,10 +75,7 @@ class HandleTable:
         try:
             return KVBatchMeta.join(parts) if parts else None
         except ValueError as error:
-            why = "fields that share a dimension share its lengths"
-            fix = "let the stage that writes the second field read the first, or declare another dimension"
-            names = ", ".join(name for own in by_puts.values() for name in own)
-            raise DataPlaneError(Problem(where=f"fields {names}", what=str(error), why=why, fix=fix)) from error
+            raise _unequal([name for own in by_puts.values() for name in own], str(error)) from error
 
     def complete(self, fields: Iterable[str]) -> list[int]:
         """Return the groups of which every sample has all of `fields`, ascending; without fields, every group."""
@@ -130,6 +140,9 @@ class HandleTable:
             for field, of in self._of.items():
                 of.pop(group, None)
                 self._counts.pop((field, group), None)
+        for known in self._sizes.values():
+            for key in keys_of(tuple(groups), self._group_size):
+                known.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._puts)
@@ -151,3 +164,15 @@ def _cut(puts: list[KVBatchMeta], keys: tuple[str, ...]) -> KVBatchMeta:
         return whole
     at = {key: i for i, key in enumerate(whole.keys)}
     return whole.reorder([at[key] for key in keys])
+
+
+def _unequal(fields: Sequence[str], what: str) -> DataPlaneError:
+    """Return the error for lengths of one dimension that differ."""
+    return DataPlaneError(
+        Problem(
+            where=f"fields {', '.join(fields)}",
+            what=what,
+            why="fields that share a dimension share its lengths",
+            fix="let the stage that writes the second field read the first, or declare another dimension",
+        )
+    )

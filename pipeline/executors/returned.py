@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeGuard
 
 from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
 from pipeline.declare.abilities import prefixes_of
@@ -14,6 +16,9 @@ from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output, Task
 from pipeline.errors import Problem, StageError, counted, line_of_code, shown
 from pipeline.plan.names import METRICS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def runner(stage: Stage, made: Any) -> Any:
@@ -38,7 +43,43 @@ def output(stage: Stage, produced: Output | Columns | None, stages: Iterable[Sta
     for name in numbers:
         if "/" in name:
             _check_prefix(stage, name, stages)
-    return replace(made, metrics=numbers)
+    return replace(made, columns={name: _plain(column) for name, column in made.columns.items()}, metrics=numbers)
+
+
+def own(produced: Any) -> Any:
+    """Return what a stream yielded with copies of its columns: the stream goes on, and may use its buffers again."""
+    if isinstance(produced, Output):
+        return replace(produced, columns=own(produced.columns))
+    if is_tensordict(produced):
+        return produced.clone()
+    if isinstance(produced, Mapping):
+        return {name: _copied(column) for name, column in produced.items()}
+    return produced
+
+
+def _copied(column: Any) -> Any:
+    if isinstance(column, Ragged):
+        return Ragged(_copied(column.values), column.lengths)
+    if isinstance(column, list):
+        return list(column)
+    return column.clone() if is_tensor(column) else column
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor; loads nothing."""
+    loaded: Any = sys.modules.get("torch")
+    return loaded is not None and isinstance(value, loaded.Tensor)
+
+
+def _plain(column: Any) -> Any:
+    """Return a column whose lengths are of type int, whose texts are of type str in a list, and whose tensor is not a
+    view that negates or conjugates: those of other types would be refused where they are stored or recorded."""
+    if isinstance(column, Ragged):
+        lengths = tuple(int(n) if isinstance(n, SupportsIndex) else n for n in column.lengths)
+        return Ragged(_plain(column.values), lengths)
+    if isinstance(column, list | tuple):
+        return [str(text) if isinstance(text, str) else text for text in column]
+    return column.resolve_conj().resolve_neg() if is_tensor(column) else column
 
 
 def _number(stage: Stage, name: str, value: Any) -> float:
@@ -72,8 +113,39 @@ def rows(stage: Stage, output: Output, task: Task, samples: int, group_size: int
     _check_columns(stage, output.columns)
     if output.dropped:
         _check_dropped(stage, output.dropped, len(task.groups))
+        if output.index is not None:
+            what = f"stage {stage.name!r} returned an Output with both index and dropped"
+            raise _error(stage, what, "the columns of a gate are those of the groups it keeps", "leave out index")
         return [i for i in range(samples) if i // group_size not in output.dropped]
-    return range(samples) if output.index is None else output.index
+    if output.index is None:
+        return range(samples)
+    return _checked_index(stage, output.index, samples, group_size)
+
+
+def _checked_index(stage: Stage, given: Sequence[int], samples: int, group_size: int) -> list[int]:
+    """Return an output's index. Raises StageError unless it names samples of the task, each once, in whole groups, and
+    all of them if the stage is no stream."""
+    wrong = next((i for i in given if isinstance(i, bool) or i not in range(samples)), None)
+    if wrong is not None:
+        why = f"the task has samples 0 to {samples - 1}"
+        raise _misplaced(stage, f"has index {shown(wrong)}", why)
+    index = [int(i) for i in given]
+    counts, groups = Counter(index), Counter(i // group_size for i in index)
+    if len(counts) < len(index):
+        raise _misplaced(
+            stage, f"has sample {counts.most_common(1)[0][0]} twice in its index", "a sample has one value"
+        )
+    if part := [group for group, count in groups.items() if count < group_size]:
+        raise _misplaced(stage, f"has a part of group {min(part)} of its task", "an output has whole groups")
+    if stage.shape != "stream" and len(index) < samples:
+        why = "only a stream returns its samples in parts"
+        raise _misplaced(stage, f"has {len(index)} of {samples} samples", why)
+    return index
+
+
+def _misplaced(stage: Stage, what: str, why: str) -> StageError:
+    fix = "give the positions of all samples of each group, counted from the task's first sample, or leave out index"
+    return _error(stage, f"an output of stage {stage.name!r} {what}", why, fix)
 
 
 def _check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
@@ -110,6 +182,12 @@ def _check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:
         what = f"stage {stage.name!r} drops groups {sorted(dropped)} of {groups}"
         why = "only a stage with a gate drops groups, by their position in the task"
         raise _error(stage, what, why, "set gate, or correct dropped")
+
+
+def repeated(stage: Stage, groups: Collection[int]) -> StageError:
+    """Return the error for groups that a stream yielded before."""
+    what = f"stage {stage.name!r} yielded group {min(groups)} twice"
+    return _error(stage, what, "a group is finished with its first output", "yield each group once")
 
 
 def unfinished(stage: Stage, left: Collection[int]) -> StageError:

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from pipeline.data_plane import DataPlane
+from pipeline.data_plane.checks import check_kinds
 from pipeline.data_plane.tensordicts import given
 from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, group_bytes, in_order, size_bytes
@@ -228,17 +229,17 @@ class Worker:
         result = TaskResult(task=task)
         self._streaming.update(task.groups)
         metrics: dict[str, float] = {}
-        samples = 0
+        weighed: dict[str, int] = {}  # by metric: the samples that it averages over
         left = set(task.groups)
         columns: Columns = {}
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
             async for outputs in _gathered(self._runners[stage.name](given(stage, columns), task), linger_s):
-                await asyncio.to_thread(self._keep, stage, task, keys, columns, outputs, result)
+                weights = await asyncio.to_thread(self._keep, stage, task, keys, columns, outputs, result, left)
                 for name, value in result.metrics.items():
-                    metrics[name] = metrics.get(name, 0.0) + result.samples * value
-                samples += result.samples
+                    metrics[name] = metrics.get(name, 0.0) + weights[name] * value
+                    weighed[name] = weighed.get(name, 0) + weights[name]
                 left.difference_update(result.finished)
                 yield result
                 result = TaskResult(task=task)
@@ -248,7 +249,7 @@ class Worker:
             result.error = self._failed(stage, task, columns, error)
         self._streaming.difference_update(task.groups)
         self._cancelled.difference_update(task.groups)
-        self._end(task, result, start_s, {name: value / samples for name, value in metrics.items()} if samples else {})
+        self._end(task, result, start_s, {name: value / weighed[name] for name, value in metrics.items()})
         yield result
 
     def cancel(self, groups: Sequence[int]) -> None:
@@ -412,8 +413,10 @@ class Worker:
         read: Columns,
         outputs: Sequence[Output],
         result: TaskResult,
-    ) -> None:
-        """Put the runner's output in one put, and add its metrics, weighted by samples. `read` is what it was given."""
+        left: Collection[int] = (),
+    ) -> dict[str, int]:
+        """Put the runner's output in one put, and add its metrics, weighted by samples. `read` is what it was given,
+        `left` the groups that a stream has not finished. Returns the samples that each metric averages over."""
         size = self.settings.group_size
         made = []
         for output in (returned.output(stage, produced, self._all_stages) for produced in outputs):
@@ -421,26 +424,38 @@ class Worker:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:
                 made.append(self._checked(stage, task, keys, read, output, result))
-        index = [i for _, rows in made for i in rows]
         if made and stage.shape == "stream":
-            result.finished = tuple(dict.fromkeys(task.groups[i // size] for i in index))
+            each = (dict.fromkeys(i // size for i in rows) for _, rows in made)
+            result.finished = tuple(task.groups[position] for positions in each for position in positions)
         result.finished += tuple(result.cancelled)
-        weight = sum(_weight(output, keys) for output, _ in made)
+        if stage.shape == "stream":
+            counts = Counter(result.finished)
+            if again := {group for group, count in counts.items() if count > 1} | (counts.keys() - set(left)):
+                raise returned.repeated(stage, again)
+        weights: dict[str, int] = {}
         for output, _ in made:
-            share = _weight(output, keys) / weight if weight else 1.0
             for name, value in output.metrics.items():
-                full = _full(stage, name)
-                result.metrics[full] = result.metrics.get(full, 0.0) + share * value
+                full, weight = _full(stage, name), _weight(output, keys) or 1
+                result.metrics[full] = result.metrics.get(full, 0.0) + weight * value
+                weights[full] = weights.get(full, 0) + weight
             result.weights = output.weights or result.weights
-        result.samples = weight
-        if index and any(not field.per_step for field in stage.writes) and self.ranks.leads:
+        for name, weight in weights.items():
+            result.metrics[name] /= weight
+        result.samples = sum(_weight(output, keys) for output, _ in made)
+        if any(rows for _, rows in made) and any(not field.per_step for field in stage.writes) and self.ranks.leads:
             self._put(stage, task, keys, made, result)
+        return weights
 
     def _checked(
         self, stage: Stage, task: Task, keys: tuple[str, ...], read: Columns, output: Output, result: TaskResult
     ) -> tuple[Output, Sequence[int]]:
         """Return an output, and the samples of the task that its columns belong to."""
         index = returned.rows(stage, output, task, len(keys), self.settings.group_size)
+        named = [keys[i] for i in index]
+        if named:  # before outputs are merged, which would move rows from one to another
+            check_kinds(
+                (field for field in stage.writes if not field.per_step), output.columns, named, stage=stage.name
+            )
         returned.check_lengths(stage, read, output, index, keys)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
         return output, index
@@ -456,7 +471,7 @@ class Worker:
         """Write the columns in canonical order, in one put."""
         assert self._plane is not None
         columns, index = in_order([(output.columns, rows) for output, rows in made])
-        chosen = keys if len(index) == len(keys) else tuple(keys[i] for i in index)
+        chosen = keys if len(index) == len(keys) else tuple(keys[i] for i in index)  # in order, and each once
         start_s = time.monotonic()
         handle = self._plane.put(
             chosen,
@@ -560,7 +575,7 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
     async def take() -> None:
         try:
             async for output in produced:
-                waiting.append(output)
+                waiting.append(returned.own(output))
                 came.set()
         except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the event loop
             if not is_users(error):

@@ -39,12 +39,13 @@ class KeepSamples(Stage):
 
     @property
     def chooses(self) -> Sequence[Field]:
-        """The fields by which it chooses groups; empty if it takes the first ones."""
-        return [field for field in self.fields if field.name == REWARD] if self.keep > 1 else []
+        """The fields by which it chooses groups: the reward, if that is a number; empty if it takes the first ones."""
+        rewards = [field for field in self.fields if field.name == REWARD and field.dtype != "str"]
+        return rewards if self.keep > 1 else []
 
     def choose(self, columns: Columns, group_size: int) -> Sequence[int]:
         """Return the positions of the groups to keep, from the columns of all samples of a batch."""
-        rewards = columns[REWARD].reshape(-1, group_size)  # type: ignore[union-attr]
+        rewards = columns[REWARD].double().reshape(-1, group_size)  # type: ignore[union-attr]
         means, widths = rewards.mean(1), rewards.amax(1) - rewards.amin(1)
         extremes = [int(means.argmin()), int(means.argmax()), int(widths.argmax())]
         return list(dict.fromkeys([0, *extremes, *range(len(rewards))]))[: self.keep]
