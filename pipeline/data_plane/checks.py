@@ -93,7 +93,7 @@ def check_put(
 ) -> dict[str, tuple[int, ...]]:
     """Check a put and return its lengths, ragged dimension -> one per key. Raises DataPlaneError if it breaks the
     contract."""
-    where = f"stage {stage!r}, put into {partition.name!r}"
+    where = _put_by(stage, partition.name)
     _check_keys(where, keys)
     if not columns:
         raise broken(where, "no column", "a put writes at least one field", "give the columns that the stage writes")
@@ -181,11 +181,17 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def check_kinds(fields: Iterable[Field], columns: Mapping[str, Column], keys: Sequence[str], *, stage: str) -> None:
-    """Check type, dtype, shape and row count of the columns of `fields` for these keys. Raises DataPlaneError."""
+def check_kinds(
+    partition: str, fields: Iterable[Field], columns: Mapping[str, Column], keys: Sequence[str], *, stage: str
+) -> None:
+    """Check type, dtype, shape and row count of the columns of `fields` for these keys before they are merged with
+    others, as `check_put` does after that. Raises DataPlaneError."""
     for field in fields:
-        if field.name in columns:
-            _check_kind(f"stage {stage!r}", field, columns[field.name], keys)
+        _check_kind(_put_by(stage, partition), field, columns[field.name], keys)
+
+
+def _put_by(stage: str, partition: str) -> str:
+    return f"stage {stage!r}, put into {partition!r}"
 
 
 def _check_kind(where: str, field: Field, column: Column, keys: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from pipeline.errors import DataPlaneError, Problem, counted
+
 SIZE_CAP_BYTES_PER_SAMPLE = 1024
 
 
@@ -199,12 +201,17 @@ class KVBatchMeta(msgspec.Struct, frozen=True, kw_only=True):
         return joined._pruned() if fields is None else joined.select(*fields)._pruned()
 
     def encode(self) -> bytes:
-        """Encode as msgpack. Raises ValueError above the size limit: handles pass through the driver and stay small."""
+        """Encode as msgpack. Raises DataPlaneError above the size limit."""
         data = msgspec.msgpack.encode(self)
         if len(data) > SIZE_CAP_BYTES_PER_SAMPLE * max(len(self), 4):
-            raise ValueError(
-                f"handle of {len(self)} samples takes {len(data)} bytes, more than "
-                f"{SIZE_CAP_BYTES_PER_SAMPLE} per sample; extra_info is for small values"
+            raise DataPlaneError(
+                Problem(
+                    where=f"handle of {counted(len(self.fields), 'field')}",
+                    what=f"it takes {len(data)} bytes for {counted(len(self), 'sample')}, more than "
+                    f"{SIZE_CAP_BYTES_PER_SAMPLE} per sample",
+                    why="handles pass through the driver and stay small",
+                    fix="let the stage read fewer fields or larger groups, or shorten names and extra_info",
+                )
             )
         return data
 

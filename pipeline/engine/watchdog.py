@@ -3,7 +3,7 @@ under --executor local, may never return.
 
     watchdog = Watchdog("run of quickstart", 3600.0, print_resume)
     with watchdog:              # raises Overdue at the deadline, wherever the main thread is
-        watchdog.progressed()   # begins the time anew
+        watchdog.progressed()   # begins the time again
     watchdog.close()
 """
 

@@ -453,9 +453,8 @@ class Worker:
         index = returned.rows(stage, output, task, len(keys), self.settings.group_size)
         named = [keys[i] for i in index]
         if named:  # before outputs are merged, which would move rows from one to another
-            check_kinds(
-                (field for field in stage.writes if not field.per_step), output.columns, named, stage=stage.name
-            )
+            fields = [field for field in stage.writes if not field.per_step]
+            check_kinds(self.settings.partition, fields, output.columns, named, stage=stage.name)
         returned.check_lengths(stage, read, output, index, keys)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
         return output, index

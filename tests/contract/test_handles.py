@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline import KVBatchMeta
 from pipeline.data_plane.rows import lay_out
 from pipeline.declare.handle import SIZE_CAP_BYTES_PER_SAMPLE, Placement, sample_key
+from pipeline.errors import DataPlaneError
 from tests.examples import few
 
 
@@ -45,7 +46,7 @@ def test_round_trips_under_the_size_cap(lengths, group):
 
 def test_size_does_not_depend_on_the_tokens():
     assert len(handle([30_000] * 64).encode()) - len(handle([100] * 64).encode()) < 64 * 8
-    with pytest.raises(ValueError, match="extra_info is for small values"):
+    with pytest.raises(DataPlaneError, match="bytes for 1 sample, more than"):
         handle([1], extra_info={"text": "x" * 5000}).encode()
 
 

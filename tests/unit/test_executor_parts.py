@@ -202,9 +202,14 @@ def test_fields_of_one_dimension_with_other_lengths_make_no_handle() -> None:
     """Neither stage reads the other's field, so that no worker notices: a reader of both would cut one wrongly."""
     plane, table = MemoryPlane(), HandleTable(2)
     plane.register("g", [Field(name, dtype="float32", dims="N T") for name in ("left", "right")], ["reader"])
+    puts = {}
     for name, lengths in (("left", (2, 3)), ("right", (1, 3))):
         columns = {name: Ragged(torch.zeros(sum(lengths)), lengths)}
-        table.add(plane.put(keys_of((0,), 2), columns, partition="g", stage=name, attempt=0, unit="batch"))
+        puts[name] = plane.put(keys_of((0,), 2), columns, partition="g", stage=name, attempt=0, unit="batch")
+    table.add(puts["left"])
+    with pytest.raises(DataPlaneError, match=r"00000000_g000 has the length 1 in T, and 2 before"):
+        table.add(puts["right"])
+    table.add(msgspec.structs.replace(puts["right"], attempt=1))  # as if it had been made from another attempt's
     assert table.handle([0], ["left"]).lengths == {"T": (2, 3)}
     with pytest.raises(DataPlaneError, match=r"key 00000000_g000 has the lengths 2 and 1 in dimension T"):
         table.handle([0], ["left", "right"])
