@@ -158,8 +158,14 @@ class Walker:
         """Return (spans, start, reason): the spans of `reason` and its predecessors between two times, last first; the
         time at which the first of them starts; and the prerequisite ready at that time, if no task made it."""
         spans: list[PathSpan] = []
-        at_s = end_s
+        at_s, now_s, now = end_s, end_s, set[int]()  # now: the tasks of the path at now_s
         while reason is not None and at_s > start_s:
+            if at_s < now_s:
+                now_s, now = at_s, set()
+            if reason.task in now:  # only in a damaged record do tasks wait for each other
+                return spans, at_s, None
+            if reason.task is not None:
+                now.add(reason.task)
             there_s = max(start_s, min(at_s, reason.at_s))
             spans.append(_nobodys(DRIVER, there_s, at_s))
             at_s = there_s

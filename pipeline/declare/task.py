@@ -45,14 +45,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Output:
     """The return value of a runner that returns more than columns.
 
-    `columns` may also be a TensorDict (see `pipeline.data_plane.tensordicts`). `metrics` are numbers named without the
-    stage (stage `reward` and `mean` give `reward/mean`); a name with a slash stays as it is, and must not begin with
-    another stage's name. A batch's metrics are the mean over its tasks, weighted by samples. `index` names the
-    samples of the task that these columns belong to, in any order; None means all. Only a stream returns its samples in
-    parts: whole groups, each once. It may use a buffer again: what it yields is copied. `weights` is the acknowledged (version, sha256) of
-    a stage that writes weights. `dropped`, from a stage with a gate, maps positions in `task.groups` to the reason for
-    dropping; the columns then cover the other groups. `cancelled`, from a stream, maps positions of canceled groups
-    (see `StageContext.cancelled`) to the length of their longest sample in tokens.
+    `columns` may also be a TensorDict (see `pipeline.data_plane.tensordicts`). `metrics` are numbers named without
+    the stage (stage `reward` and `mean` give `reward/mean`); a name with a slash stays as it is, and must not begin
+    with another stage's name. A batch's metrics are the mean over its tasks, weighted by samples. `index` names the
+    samples of the task that these columns belong to, in any order; None means all. Only a stream returns its
+    samples in parts: whole groups, each once. It may use a buffer again: what it yields is copied. `weights` is the
+    acknowledged (version, sha256) of a stage that writes weights. `dropped`, from a stage with a gate, maps
+    positions in `task.groups` to the reason for dropping; the columns then cover the other groups. `cancelled`,
+    from a stream, maps positions of canceled groups (see `StageContext.cancelled`) to the length of their longest
+    sample in tokens.
     """
 
     columns: Columns = field(default_factory=dict)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 
-from pipeline.analysis.critical_path import NOBODY, critical_path, step_paths
+from pipeline.analysis.critical_path import NOBODY, Walker, critical_path, step_paths
+from pipeline.analysis.waits import Reason
 from pipeline.record.history import Tasks, step_ends
 from pipeline.simulation.virtual_run import Fault
 from tests.examples import few
@@ -65,3 +67,14 @@ def test_a_span_names_its_task_its_worker_and_why_it_was_waited_for():
         (NOBODY, "driver", None, "", None, 1.2),
         ("refit", "field", 15, "learner", 0, 0.2),
     ]
+
+
+def test_tasks_that_wait_for_each_other_at_one_time_end_the_path():
+    """As a damaged record may say: without an end, an analysis would not end either."""
+    spans = {n: [SimpleNamespace(stage="s", group="g", worker=0, start_s=1.0, end_s=2.0)] for n in (0, 1)}
+    tasks = SimpleNamespace(ran=spans, submitted={n: SimpleNamespace(number=n, at_s=0.0) for n in (0, 1)})
+    waits = SimpleNamespace(
+        queued=lambda task, begun_s: Reason(begun_s, "worker", 1 - task.number), worked_until=lambda task, at_s: at_s
+    )
+    found, at_s, last = Walker(tasks, waits).back(Reason(3.0, "field", 0), 0.0, 4.0)
+    assert at_s == 1.0 and last is None and {span.task for span in found} == {None, 0, 1}
