@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -363,8 +363,10 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
 
 
 def _failures(run_dir: RunDir) -> list[tuple[int, Path]]:
-    """Return the saved inputs of failed tasks, each with its time, the last one last."""
-    return sorted((path.stat().st_mtime_ns, path) for path in run_dir.failures.iterdir())
+    """Return the saved inputs of failed tasks, each with its time, the last one last; none if the folder is gone."""
+    with suppress(OSError):
+        return sorted((path.stat().st_mtime_ns, path) for path in run_dir.failures.iterdir())
+    return []
 
 
 if __name__ == "__main__":

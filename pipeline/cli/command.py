@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
-from pipeline.cli.output import discard
+from pipeline.cli.output import discard, open_standard_files
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.precedence import SCRIPT, replaced
 
@@ -28,6 +28,7 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
+    open_standard_files()
     try:
         if theirs := replaced():
             raise GraphError(_hidden(theirs))

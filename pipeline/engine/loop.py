@@ -41,6 +41,7 @@ from pipeline.schedule.events import (
 from pipeline.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0  # the longest wait for a report
+START_S = 1800.0  # for a start, and for the last checkpoint, whatever the deadline of a task
 
 
 class RunsTasks(Protocol):
@@ -137,12 +138,14 @@ class Loop:
         complete = False
         try:
             self.journal.started(self.scheduler.start, self.executor.name)
-            for placed in start():
-                self.journal.write(placed)
+            with self.oversight.bounded(self.scheduler, "its workers start", START_S):
+                for placed in start():
+                    self.journal.write(placed)
             with self.oversight.bounded(self.scheduler):
                 self._loop()
-            self.rows.settle(wait=True)
-            self.checkpoints.settle(self.scheduler.complete, wait=True)
+            with self.oversight.bounded(self.scheduler, "its last checkpoint is written", START_S):
+                self.rows.settle(wait=True)
+                self.checkpoints.settle(self.scheduler.complete, wait=True)
             if self.scheduler.done:
                 self.journal.ended(self.rows.left())
             else:

@@ -47,14 +47,18 @@ class Oversight:
         return self.termination is not None and self.termination.asked and not self.stopping
 
     @contextmanager
-    def bounded(self, scheduler: Scheduler) -> Iterator[None]:
-        """Watch the deadline within the context. Raises StageError at it, also in the middle of a stage's code."""
+    def bounded(self, scheduler: Scheduler, phase: str = "", least_s: float = 0.0) -> Iterator[None]:
+        """Watch the deadline within the context, or `least_s` if that is longer. Raises StageError at it, also in the
+        middle of a stage's code. `phase` says what happens if no task runs."""
         self.progressed()
         try:
-            with self._watchdog or nullcontext():
+            with self._watchdog.within(least_s) if self._watchdog else nullcontext():
                 yield
         except Overdue as overdue:
-            raise StageError(self._overdue(scheduler, user_line(overdue))) from overdue
+            line, waited_s = user_line(overdue), max(self._deadline_s, least_s)
+            raise StageError(
+                _stuck(line or self._of, phase, waited_s) if phase else self._overdue(scheduler, line)
+            ) from overdue
 
     def progressed(self) -> None:
         """Note that a task has finished, or that something has arrived."""
@@ -93,6 +97,15 @@ class Oversight:
             why=f"every wait has a deadline{waits and f'; {waits}'}",
             fix="raise --deadline-s, or fix the stage that hangs",
         )
+
+
+def _stuck(where: str, phase: str, waited_s: float) -> Problem:
+    return Problem(
+        where=where,
+        what=f"{phase}: not done within {waited_s:g} s",
+        why="every wait has a deadline",
+        fix="see what that line waits for, or raise --deadline-s",
+    )
 
 
 def _waits(scheduler: Scheduler) -> str:

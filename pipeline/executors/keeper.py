@@ -4,6 +4,9 @@
     ray.init(address=keeper.address)
     keeper.close()
 
+Ray's files, sockets among them, lie in a folder that only this user can enter; Ray alone would let everybody write
+there. The folder goes with the last process.
+
 `timeout`, SLURM, systemd and a closed terminal signal all processes of a group: with Ray among them, its control store
 would die under the driver while that still saves. The keeper's standard input is a pipe from the driver. Once it ends,
 because the driver closed it or died, the keeper shuts Ray down and kills what is left in its session: workers, their
@@ -17,9 +20,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +36,7 @@ from typing import Any
 START_S = 120.0  # for Ray to come up
 STOP_S = 20.0  # for Ray to shut down, before everything is killed
 POLL_S = 0.2  # between looks at the process that runs Ray
+LONGEST = 24  # bytes of the path of the folder for temporary files
 KEEP = "keep"  # the argument of that process
 
 
@@ -40,48 +46,57 @@ class Keeper:
 
     address: str
     process: subprocess.Popen[bytes]
+    folder: str
 
     @staticmethod
     def start(options: Mapping[str, Any]) -> Keeper:
         """Start Ray with these options of ray.init. Raises ConnectionError with Ray's words if it does not come up."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        # Its mode is 0700. Ray opens its own folder, within, to everybody.
+        folder = tempfile.mkdtemp(prefix="ray-", dir=_short_folder())
+        command = [sys.executable, "-P", __file__, folder]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(json.dumps(options).encode() + b"\n")
+            process.stdin.write(json.dumps({**options, "_temp_dir": f"{folder}/r"}).encode() + b"\n")
             process.stdin.flush()
             ready = select.select([process.stdout], [], [], START_S)[0]
             answer = json.loads((process.stdout.readline() if ready else b"") or b"{}")
             if "address" in answer:
-                return Keeper(answer["address"], process)
+                return Keeper(answer["address"], process, folder)
             late = f"it has not come up within {START_S:g} s"
             raise ConnectionError(answer.get("failed") or ("its process has died" if ready else late))
         except BaseException:
-            _end(process)
+            _end(process, folder)
             raise
 
     def close(self) -> None:
         """Shut Ray down, with all its processes. Idempotent."""
-        _end(self.process)
+        _end(self.process, self.folder)
 
     def kill(self) -> None:
         """Kill Ray's processes and the keeper."""
-        _kill(self.process)
+        _kill(self.process, self.folder)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _short_folder() -> str:
+    """Return where to make Ray's folder: the path of a socket has 107 bytes, and Ray adds about 70."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual.encode()) <= LONGEST else "/tmp"
+
+
+def _end(process: subprocess.Popen[bytes], folder: str) -> None:
     assert process.stdin
     with suppress(OSError):
         process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S + 5.0)
-    _kill(process)  # it may have been killed before its session was empty
+    _kill(process, folder)  # it may have been killed before its session was empty
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], folder: str) -> None:
     _kill_session(process.pid)  # the keeper leads it
     process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def members(session: int) -> Iterator[int]:
@@ -107,7 +122,7 @@ def _kill_session(session: int) -> None:
         time.sleep(0.05)
 
 
-def _guard() -> None:
+def _guard(folder: str) -> None:
     """Run `_keep` in a process of its own until standard input ends, or until it dies: Ray ends a process whose control
     store is gone. Then end what is left in the session."""
     keep = subprocess.Popen([sys.executable, "-P", __file__, KEEP], stdin=subprocess.PIPE)
@@ -128,10 +143,12 @@ def _guard() -> None:
     with suppress(subprocess.TimeoutExpired):
         keep.wait(STOP_S)
     _kill_session(os.getsid(0))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep() -> None:
     """Run Ray until standard input ends."""
+    os.umask(0o077)
     options = json.loads(sys.stdin.readline())
     import ray
 
@@ -148,4 +165,4 @@ def _keep() -> None:
 
 
 if __name__ == "__main__":
-    _keep() if sys.argv[1:] == [KEEP] else _guard()
+    _keep() if sys.argv[1:] == [KEEP] else _guard(sys.argv[1])

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.declare.held import Copies, Saves, Weighs
-from pipeline.errors import SluiceError
+from pipeline.errors import USERS, SluiceError
 from pipeline.executors.host_memory import free_bytes
 from pipeline.record.checkpoint import writing
 
 ROOM = 0.8  # of the free memory of a host: the most that copies take
-Fails = Callable[[str, Exception], SluiceError]
+Fails = Callable[[str, BaseException], SluiceError]
 
 
 class Saving:
@@ -60,7 +60,7 @@ class Saving:
                 yield
             except OSError:
                 raise
-            except Exception as error:
+            except USERS as error:
                 raise self._fails(name, error) from error
 
 

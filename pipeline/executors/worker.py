@@ -292,7 +292,7 @@ class Worker:
         it. Call it when all ranks have `saved`; may be called from another thread."""
         return listed((folder / name for name in self._stateful()), folder)
 
-    def _unsaved(self, stage: str, error: Exception) -> SluiceError:
+    def _unsaved(self, stage: str, error: BaseException) -> SluiceError:
         return self._error(self.stages[stage], error, "failed to save its state")
 
     def saved_bytes(self) -> int:

@@ -27,6 +27,15 @@ def check_address(url: str, *, flag: str) -> None:
     no other machine."""
     fix = "remove it; the storage's package takes keys from the environment or its own files"
     refuse_password(url, flag=flag, fix=fix)
+    if "?" in url:
+        raise GraphError(
+            Problem(
+                where=flag,
+                what="the address has a query, the part after its question mark",
+                why="flags are written into the run directory, and a query may hold a key",
+                fix=fix,
+            )
+        )
     from fsspec import get_filesystem_class
     from fsspec.utils import get_protocol
 

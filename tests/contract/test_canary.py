@@ -96,7 +96,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     },
     "sys:_getframe": {"": "depth="},
 }  # fmt: skip
-KEYWORDS = {"_node_ip_address": ray.init}  # private names of parameters
+KEYWORDS = {"_node_ip_address": ray.init, "_temp_dir": ray.init}  # private names of parameters
 DOCUMENTED = {"._exit", "._replace"}  # of os, and of a NamedTuple
 
 

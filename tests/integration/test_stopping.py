@@ -161,6 +161,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subpro
     process.wait(60)
 
 
+def rays_folder(driver):
+    """Return the folder that the keeper of a driver was given for Ray."""
+    commands = (Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in members(session_of(driver)))
+    return next(Path(words[3].decode()) for words in commands if words[2:3] and words[2].endswith(b"keeper.py"))
+
+
 def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
     """A socket on all addresses refuses calls without the token. Other machines do not reach the other sockets."""
     process, _ = two_ranks
@@ -178,14 +184,22 @@ def test_every_socket_of_a_run_is_closed_to_a_stranger(two_ranks):
     assert process.poll() is None, "the strangers' calls have ended the run"
 
 
+def test_no_other_user_enters_the_folder_of_rays_sockets(two_ranks):
+    folder = rays_folder(two_ranks[0].pid)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert any(path.is_socket() for path in folder.rglob("sockets/*"))
+
+
 def test_a_run_ends_even_if_rays_control_store_has_stopped(two_ranks):
     """Stopped, not dead: Ray's calls that end the workers never return."""
     process, run_dir = two_ranks
     session = session_of(process.pid)
     (store,) = (pid for pid in members(session) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    folder = rays_folder(process.pid)
     os.kill(store, signal.SIGSTOP)
     process.terminate()
     _, told = process.communicate(timeout=120)
+    assert not folder.exists(), "Ray's files go with the run"
     assert process.returncode == 143 and "Ray has not ended the workers within 2 s" in told
     wait_until_empty(session)
     assert told.splitlines()[-1].endswith(f"(from step {run_dir.checkpoint_steps()[-1]})")
@@ -201,6 +215,18 @@ def test_a_run_whose_control_store_has_died_says_so_and_leaves_no_process(tmp_pa
     assert process.returncode == 3 and "its process has died" in told and "Traceback" not in told
     assert told.splitlines()[-1].startswith("resume: ")
     wait_until_empty(session)
+
+
+@pytest.mark.parametrize("where", [">/dev/full", "<&- >&- 2>&-"])
+def test_a_run_whose_output_cannot_be_written_trains_to_its_end(tmp_path, where):
+    command = [*COMMAND, "--executor", "local", "--run-dir", str(tmp_path / "run"), "--steps", "4", "--plain"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {where}', "sh", *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if "full" in where:
+        assert "the output cannot be written (No space left on device); the run goes on" in done.stderr
+    assert len(RunDir(tmp_path / "run").metrics.read_text().splitlines()) >= 4
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -311,6 +311,21 @@ def test_a_stage_that_cannot_be_saved_is_named(tmp_path):
     assert "Traceback" not in err
 
 
+def test_a_stage_that_leaves_python_while_it_is_saved_is_named(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text().replace("json.dumps(self.total)", "exit(3)"))
+    code, _, err = command(tmp_path, *LOCAL)
+    assert code == 3
+    assert "stage 'count' failed to save its state: SystemExit: 3" in err
+
+
+def test_a_run_whose_folder_has_gone_says_so_without_a_traceback(tmp_path):
+    gone = "__import__('shutil').rmtree('run') or "
+    (tmp_path / "graph.py").write_text(live_text().replace("json.dumps(self.total)", f"{gone}json.dumps(self.total)"))
+    code, _, err = command(tmp_path, *LOCAL)
+    assert code in (3, 6) and "Traceback" not in err
+    assert "resume: " in err
+
+
 def test_a_stage_that_cannot_be_restored_is_named(tmp_path):
     (tmp_path / "graph.py").write_text(live_text())
     assert command(tmp_path, *LOCAL)[0] == 0

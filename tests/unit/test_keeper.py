@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,9 @@ def started() -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_process_that_was_not_there_at_the_first_look_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_not_there_at_the_first_look_is_killed_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     process, members, looks = started(), keeper.members, []
 
     def late(session: int) -> Iterator[int]:
@@ -29,7 +32,7 @@ def test_a_process_that_was_not_there_at_the_first_look_is_killed_too(monkeypatc
         return (pid for pid in members(session) if len(looks) > 1 or pid == process.pid)
 
     monkeypatch.setattr(keeper, "members", late)
-    keeper._kill(process)
+    keeper._kill(process, str(tmp_path))
     assert looks[0] == process.pid and len(looks) > 2
     wait_until_empty(process.pid, 1.0)
 

@@ -320,6 +320,7 @@ def test_one_checkpoint_is_fetched_by_its_step(run: RunDir, remote: Remote, tmp_
     ("url", "says"),
     [
         ("s3://me:secret@host/x", "the address contains a password"),
+        ("memory://x?key=secret", "the address has a query"),
         ("nosuch://x", "Protocol not known: nosuch"),
     ],
 )
