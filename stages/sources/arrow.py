@@ -144,11 +144,13 @@ def saved_problems(located: SavedDataset, layout: Schema) -> Iterator[Problem]:
 
 
 def _loaded(name: str, load: Callable[[], Any]) -> Any:
+    import pyarrow as pa
     from datasets.exceptions import DatasetsError
 
+    of_packages = (DatasetsError, pa.ArrowException)
     try:
         return load()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, *of_packages) as error:
         raise StageError(
             Problem(
                 where=name,

@@ -528,3 +528,14 @@ def test_the_columns_of_a_data_set_go_before_those_of_the_stage(tmp_path):
     assert draw(Prompts(own, template="{no}"), [0]) == {"prompt": ["1+1="], "answer": ["2"], "dataset": ["own"]}
     own = Dataset(path, template="Q {question}")
     assert draw(Prompts(own, answer="solution"), [0]) == {"prompt": ["Q 1+1="], "answer": ["2"]}
+
+
+def test_whatever_arrow_raises_when_it_opens_a_data_set_is_one_plain_error() -> None:
+    pa = pytest.importorskip("pyarrow")
+    from stages.sources import arrow
+
+    def load() -> None:
+        raise pa.lib.ArrowNotImplementedError("Integers with less than 8 bits not implemented")
+
+    with pytest.raises(StageError, match="the data set cannot be loaded: Integers with less"):
+        arrow._loaded("saved", load)
