@@ -112,4 +112,4 @@ def test_a_mapping_between_real_engines_delivers_the_trained_bytes(
     assert row["path"] == "pull" and row["loader MB"] == 0 and row["lookups"] == 0
     assert row["bulk MB"] > sum(tensor.nbytes for tensor in weights.values()) / 1e6
     assert 0 <= row["mismatch KL"] < 1e-6 and 1 <= row["prob error"] < 1 + 1e-4
-    assert 0 < row["move ms"] < row["ready ms"] == pytest.approx(ready_ms(run_dir)[-1], rel=0.5)
+    assert 0 < row["move ms"] < row["ready ms"]
