@@ -12,8 +12,8 @@ Legend: R rows, one per token; V this rank's part of the vocabulary, which start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ops.kernels import has_kernels
 
 _CHUNK_ELEMENTS = 1 << 25  # maximum number of logits in float32 at a time: 128 MiB
+OverRanks: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _NEVER = -1e4  # a logarithm whose exponential is 0 in every dtype
 
 
@@ -60,8 +62,15 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own_R = ids_R - first
         mine_R = (own_R >= 0) & (own_R < logits_RV.shape[1])
+
+        def over_ranks(largest_R: torch.Tensor) -> torch.Tensor:
+            if group is not None:
+                dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=group)
+            return largest_R
+
         sums = _by_kernel if has_kernels(logits_RV) else _by_block
-        largest_R, sums_3R = sums(logits_RV, own_R, mine_R, group, temperature)
+        largest_R, sums_3R = sums(logits_RV, own_R, over_ranks, temperature)
+        sums_3R[2].masked_fill_(~mine_R, 0.0)  # another rank has the token
         if group is not None:
             dist.all_reduce(sums_3R, group=group)
         total_R, expected_R, chosen_R = sums_3R
@@ -100,23 +109,15 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return out_RV, None, None, None, None, None
 
 
-def _by_block(
-    logits_RV: torch.Tensor,
-    own_R: torch.Tensor,
-    mine_R: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_block(logits_RV: torch.Tensor, own_R: torch.Tensor, over_ranks: OverRanks, temperature: float) -> Sums:
     """Return the largest z of each row over all ranks, [R]; and [3, R] of this rank: the sums of w = exp(z - largest)
-    and of w (z - largest), and z - largest of the token, 0 if another rank has it."""
-    largest_R = torch.cat([wide_RV.amax(-1) for _, wide_RV in _blocks(logits_RV, temperature)])
-    if group is not None:
-        dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=group)
+    and of w (z - largest), and z - largest of the token, any number if another rank has it."""
+    largest_R = over_ranks(torch.cat([wide_RV.amax(-1) for _, wide_RV in _blocks(logits_RV, temperature)]))
     own_R = own_R.clamp(0, logits_RV.shape[1] - 1)
     parts = []
     for rows, wide_RV in _blocks(logits_RV, temperature):
         shifted_RV = wide_RV - largest_R[rows, None]
-        chosen_R = shifted_RV.gather(-1, own_R[rows, None])[:, 0].masked_fill(~mine_R[rows], 0.0)
+        chosen_R = shifted_RV.gather(-1, own_R[rows, None])[:, 0]
         shifted_RV.clamp_(min=_NEVER)  # an excluded token (-inf) adds 0, not 0 * -inf
         weight_RV = shifted_RV.exp()
         total_R = weight_RV.sum(-1)
@@ -124,24 +125,15 @@ def _by_block(
     return largest_R, torch.cat(parts, dim=1)
 
 
-def _by_kernel(
-    logits_RV: torch.Tensor,
-    own_R: torch.Tensor,
-    mine_R: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_kernel(logits_RV: torch.Tensor, own_R: torch.Tensor, over_ranks: OverRanks, temperature: float) -> Sums:
     """Return what `_by_block` returns; the kernel's sums are relative to this rank's largest z."""
     from ops.vocab_kernel import sums
 
     own_largest_R, total_R, expected_R, chosen_R = sums(logits_RV, own_R, 1.0 / temperature)
-    largest_R = own_largest_R.clone()
-    if group is not None:
-        dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=group)
+    largest_R = over_ranks(own_largest_R.clone())
     by_R = (own_largest_R - largest_R).clamp(min=_NEVER)
     expected_R = by_R.exp() * (expected_R + by_R * total_R)
-    chosen_R = (chosen_R - largest_R).masked_fill(~mine_R, 0.0)
-    return largest_R, torch.stack([by_R.exp() * total_R, expected_R, chosen_R])
+    return largest_R, torch.stack([by_R.exp() * total_R, expected_R, chosen_R - largest_R])
 
 
 def _blocks(logits_RV: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import sysconfig
 import threading
 import traceback
@@ -182,6 +183,13 @@ class SluiceError(Exception):
 
     def __reduce__(self) -> tuple[type, tuple[Problem, ...]]:
         return type(self), self.problems
+
+
+def leave_with(error: SluiceError, last_words: Callable[[], None], leave: Callable[[int], object]) -> None:
+    """Print an error and `last_words`, and `leave` this process with its exit code: its main thread cannot."""
+    print(error, file=sys.stderr, flush=True)
+    last_words()
+    leave(error.exit_code)
 
 
 def user_error(error: BaseException, *, stage: str, where: str, when: str, log: Path | None = None) -> SluiceError:

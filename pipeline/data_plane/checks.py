@@ -250,16 +250,11 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _is_plain(values: object) -> bool:
-    """Return whether this is a tensor that has its values in memory: no nested, sparse or meta tensor."""
+def _is_plain(values: torch.Tensor) -> bool:
+    """Return whether a tensor has its values in memory: no nested, sparse or meta tensor."""
     import torch
 
-    return (
-        isinstance(values, torch.Tensor)
-        and not values.is_nested
-        and values.layout == torch.strided
-        and not values.is_meta
-    )
+    return not values.is_nested and values.layout == torch.strided and not values.is_meta
 
 
 def _check_count(where: str, field: Field, count: int, keys: Sequence[str]) -> None:

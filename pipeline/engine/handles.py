@@ -84,11 +84,11 @@ class HandleTable:
 
     def lengths(self, keys: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return the lengths of `keys` in every ragged dimension in which all of them are known."""
-        known: dict[str, dict[str, int]] = {}
-        for put in self._puts_of(groups_of(tuple(keys))):  # in order of arrival, so a later attempt wins
-            for dim, lengths in self._puts[put].lengths.items():
-                known.setdefault(dim, {}).update(zip(self._puts[put].keys, lengths))
-        return {dim: tuple(map(of.__getitem__, keys)) for dim, of in known.items() if of.keys() >= set(keys)}
+        return {
+            dim: tuple(known[key][1] for key in keys)
+            for dim, known in self._sizes.items()
+            if keys and known.keys() >= set(keys)
+        }
 
     def longest(self, groups: Sequence[int], dim: str) -> tuple[int, ...]:
         """Return the length of each group's longest sample in a ragged dimension; empty unless all are known."""

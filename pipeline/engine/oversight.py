@@ -55,10 +55,9 @@ class Oversight:
             with self._watchdog.within(least_s) if self._watchdog else nullcontext():
                 yield
         except Overdue as overdue:
-            line, waited_s = user_line(overdue), max(self._deadline_s, least_s)
-            raise StageError(
-                _stuck(line or self._of, phase, waited_s) if phase else self._overdue(scheduler, line)
-            ) from overdue
+            line = user_line(overdue)
+            stuck = _stuck(line or self._of, phase, max(self._deadline_s, least_s))
+            raise StageError(stuck if phase else self._overdue(scheduler, line)) from overdue
 
     def progressed(self) -> None:
         """Note that a task has finished, or that something has arrived."""

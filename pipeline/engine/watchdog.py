@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from pipeline.errors import Problem, StageError
+from pipeline.errors import Problem, StageError, leave_with
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
 GRACE_S = 20.0  # from the interrupt to the end of the run, before the process is ended
@@ -110,6 +109,4 @@ class Watchdog:
                     fix="raise --deadline-s, or fix the stage that hangs",
                 )
             )
-            print(error, file=sys.stderr, flush=True)
-            self._last_words()
-            self._leave(error.exit_code)
+            leave_with(error, self._last_words, self._leave)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-from pipeline.errors import Problem, StageError
+from pipeline.errors import Problem, StageError, leave_with
 
 POLL_S = 2.0  # between two polls, and for a connection
 REFUSALS = 3  # in a row, until it counts as dead
@@ -86,7 +85,5 @@ class Lifeline:
                 self._store.look()
             except StageError as error:
                 if not self._closed.wait(GRACE_S):
-                    print(error, file=sys.stderr, flush=True)
-                    self._last_words()
-                    self._leave(error.exit_code)
+                    leave_with(error, self._last_words, self._leave)
                 return

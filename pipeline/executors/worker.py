@@ -424,11 +424,9 @@ class Worker:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:
                 made.append(self._checked(stage, task, keys, read, output, result))
-        if made and stage.shape == "stream":
-            each = (dict.fromkeys(i // size for i in rows) for _, rows in made)
-            result.finished = tuple(task.groups[position] for positions in each for position in positions)
-        result.finished += tuple(result.cancelled)
         if stage.shape == "stream":
+            each = (dict.fromkeys(i // size for i in rows) for _, rows in made)
+            result.finished = (*(task.groups[i] for positions in each for i in positions), *result.cancelled)
             counts = Counter(result.finished)
             if again := {group for group, count in counts.items() if count > 1} | (counts.keys() - set(left)):
                 raise returned.repeated(stage, again)
@@ -451,9 +449,9 @@ class Worker:
     ) -> tuple[Output, Sequence[int]]:
         """Return an output, and the samples of the task that its columns belong to."""
         index = returned.rows(stage, output, task, len(keys), self.settings.group_size)
-        named = [keys[i] for i in index]
-        if named:  # before outputs are merged, which would move rows from one to another
+        if output.index is not None and index:  # before parts are merged, which would move rows from one to another
             fields = [field for field in stage.writes if not field.per_step]
+            named = [keys[i] for i in index]
             check_kinds(self.settings.partition, fields, output.columns, named, stage=stage.name)
         returned.check_lengths(stage, read, output, index, keys)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
