@@ -75,17 +75,22 @@ def _plain(column: Any) -> Any:
     """Return a column whose lengths are of type int, whose texts are of type str in a list, and whose tensor is not a
     view that negates or conjugates: those of other types would be refused where they are stored or recorded."""
     if isinstance(column, Ragged):
-        lengths = tuple(int(n) if isinstance(n, SupportsIndex) else n for n in column.lengths)
-        return Ragged(_plain(column.values), lengths)
+        return Ragged(_plain(column.values), tuple(map(_length, column.lengths)))
     if isinstance(column, list | tuple):
         return [str(text) if isinstance(text, str) else text for text in column]
     return column.resolve_conj().resolve_neg() if is_tensor(column) else column
 
 
+def _length(given: Any) -> Any:
+    if type(given) is int or not isinstance(given, SupportsIndex):  # a check by a protocol takes microseconds
+        return given
+    return int(given)
+
+
 def _number(stage: Stage, name: str, value: Any) -> float:
     """Return a metric as a float; a tensor or an array must have one element."""
     try:
-        if isinstance(name, str) and isinstance(value, SupportsFloat):
+        if isinstance(name, str) and isinstance(value, float | SupportsFloat):
             return float(value)
     except (TypeError, ValueError, RuntimeError):  # it has several elements
         pass
