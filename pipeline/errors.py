@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from msgspec import structs
@@ -133,7 +135,16 @@ def line_of_code(function: Callable[..., object]) -> str:
 
 def user_line(error: BaseException) -> str:
     """Return the file and line of the last user code in an error's traceback; "" if there is none."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return _last_own(traceback.extract_tb(error.__traceback__))
+
+
+def line_of_frame(frame: FrameType | None) -> str:
+    """Return the file and line of the user code that a thread is in, by its current frame; "" if there is none."""
+    return _last_own(traceback.extract_stack(frame)) if frame else ""
+
+
+def _last_own(frames: traceback.StackSummary) -> str:
+    own = [frame for frame in frames if is_user_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -159,15 +170,18 @@ def mistaken_import(error: BaseException) -> Problem | None:
 
 
 USERS: tuple[type[BaseException], ...] = (Exception, SystemExit, KeyboardInterrupt)  # what user code may raise
+CALLED: tuple[type[BaseException], ...] = (*USERS, GeneratorExit)  # and a plain call of it; a generator ends by that
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception comes from user code, not from a signal: any Exception; sys.exit(), unless a signal
-    handler of this process or of Ray called it; and KeyboardInterrupt in a thread that gets no signals."""
+    """Return whether an exception comes from user code, not from a signal: any Exception; GeneratorExit, where a plain
+    call raises it; sys.exit(), unless a signal handler of this process or of Ray called it; and KeyboardInterrupt where
+    Ctrl-C does not raise it, as in a run and in all threads but the main one."""
     if isinstance(error, KeyboardInterrupt):
-        return threading.current_thread() is not threading.main_thread()
+        in_main = threading.current_thread() is threading.main_thread()
+        return not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if not isinstance(error, SystemExit):
-        return isinstance(error, Exception)
+        return isinstance(error, CALLED)
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or not re.search(r"/ray/|/engine/termination\.py$", frames[-1].filename)
 

@@ -1,8 +1,8 @@
 """`python -m pipeline.run graph.py [flags]`: check, draw, run, resume or replay a graph.
 
 Exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4 and 5 the data plane; 6 a checkpoint;
-130 interrupted; 143 stopped by SIGTERM, after the step in training was finished and saved (a second SIGTERM ends the
-run at once).
+130 stopped by Ctrl-C, 143 by SIGTERM, after the step in training was finished and saved (a second signal ends the run
+at once).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.cli.command import Parser, above_0, exit_code, graph_named, natura
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, given_in, spelled
 from pipeline.cli.listing import print_list
-from pipeline.cli.load import GraphFile, load
+from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.cli.output import outliving
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
@@ -45,8 +45,8 @@ from pipeline.rundir import RunDir
 
 RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
-6 a checkpoint; 130 interrupted; 143 stopped by SIGTERM (129 SIGHUP, 131 SIGQUIT), after a step in training was finished
-and saved (a second signal ends the run at once)"""
+6 a checkpoint; 130 stopped by Ctrl-C (143 SIGTERM, 129 SIGHUP, 131 SIGQUIT), after a step in training was finished and
+saved (a second signal ends the run at once)"""
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,22 @@ def _main(argv: list[str]) -> int:
                 fix=f"choose a recipe: {' '.join(typed('pipeline.run'))} --list",
             )
         )
-    file = load(Path(named))
-    parser = _parser(add_help=True)
-    parser.graph_file = named
-    parser.description = file.says
-    add_flags(parser, file.flags)
-    options = parser.parse_args(argv)
-    given = given_in(options)
-    record = recorded(options.run_dir) if options.resume is not None else None
-    defaults = {flag.name: flag.default for flag in file.flags}
-    values = defaults | (record.args if record else {}) | given
-    graph = file.build({name: value for name, value in values.items() if name in defaults})
-    planned, warnings = plan(graph, gpus=options.gpus)
-    console.print_problems(warnings)
-    if problems := tuple(executor_problems(options, graph, file.module)):
-        raise GraphError(*problems)
+    with in_time(Path(named)):
+        file = load(Path(named))
+        parser = _parser(add_help=True)
+        parser.graph_file = named
+        parser.description = file.says
+        add_flags(parser, file.flags)
+        options = parser.parse_args(argv)
+        given = given_in(options)
+        record = recorded(options.run_dir) if options.resume is not None else None
+        defaults = {flag.name: flag.default for flag in file.flags}
+        values = defaults | (record.args if record else {}) | given
+        graph = file.build({name: value for name, value in values.items() if name in defaults})
+        planned, warnings = plan(graph, gpus=options.gpus)
+        console.print_problems(warnings)
+        if problems := tuple(executor_problems(options, graph, file.module)):
+            raise GraphError(*problems)
     if options.mirror:
         check_address(options.mirror, flag="--mirror")
     if options.check:

@@ -24,7 +24,7 @@ from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import Flag, add_flags, given_in
-from pipeline.cli.load import GraphFile, load
+from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
@@ -63,7 +63,8 @@ def _main(argv: list[str]) -> int:
                 fix=" ".join([*typed("pipeline.simulate"), "runs/quickstart-..."]),
             )
         )
-    file, values = (None, {}) if path.is_dir() else _loaded(path, argv, options)
+    with in_time(path):
+        file, values = (None, {}) if path.is_dir() else _loaded(path, argv, options)
     if options.cores is not None and not LEAST_CORES <= options.cores <= MOST_CORES:
         raise GraphError(
             Problem(
@@ -79,7 +80,8 @@ def _main(argv: list[str]) -> int:
     if file is None:
         with consistent(path):
             return _simulate(recorded(path, cores=options.cores), changes, options)
-    planned = _planned(file, values)
+    with in_time(path):
+        planned = _planned(file, values)
     return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
 
 

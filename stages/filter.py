@@ -24,7 +24,7 @@ from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.stage import Gate
-from pipeline.errors import USERS, Problem, is_users, message_of, shown
+from pipeline.errors import CALLED, Problem, is_users, message_of, shown
 from stages.scoring import fields_of, name_of, parameters_of, short, where_of
 from stages.vocabulary import KEPT, REWARD, field_named
 
@@ -144,7 +144,7 @@ class Filter(Stage):
         def decide(inputs: dict[str, list[Any]], group: str) -> str | None:
             try:
                 keep = rule(**inputs)
-            except USERS as error:
+            except CALLED as error:
                 if not is_users(error):
                     raise
                 raise StageError(_failure(rule, f"raised {message_of(error)}", inputs, group)) from error

@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline import StageError
 from pipeline.declare.calls import is_async
-from pipeline.errors import USERS, Problem, is_users, message_of
+from pipeline.errors import CALLED, Problem, is_users, message_of
 
 RewardFunction = Callable[..., Any]
 LARGEST = (2 - 2**-23) * 2.0**127  # float32
@@ -111,7 +111,7 @@ class _RewardCall:
     def now(self) -> float:
         try:
             value = self.target(**self.inputs)
-        except USERS as error:
+        except CALLED as error:
             if not is_users(error):
                 raise
             raise StageError(self.failure(f"raised {message_of(error)}")) from error
@@ -191,7 +191,7 @@ def _batch(
 ) -> list[float]:
     try:
         values = target(**{name: list(column) for name, column in columns.items()})
-    except USERS as error:
+    except CALLED as error:
         if not is_users(error):
             raise
         index = getattr(error, "index", None)

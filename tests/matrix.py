@@ -122,8 +122,8 @@ FAULTS = (
         ("integration/test_three_hosts.py::test_a_lost_machine_is_said_within_10_s_and_ends_the_run",),
     ),
     Row(
-        "SIGTERM, SIGHUP, SIGQUIT, also to the whole process group",
-        "the step in training is finished and saved, exit code 143, 129, 131; a second one ends the run now",
+        "SIGTERM, SIGHUP, SIGQUIT, Ctrl-C, also to the whole process group",
+        "the step in training is finished and saved, exit code 143, 129, 131, 130; a second one ends the run now",
         (
             "integration/test_stopping.py::test_the_command_ends_with_143_and_can_be_resumed",
             "integration/test_stopping.py::test_weights_are_those_of_a_run_that_was_not_stopped",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import faulthandler
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
     open_standard_files()
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError):  # stderr is no file
+            faulthandler.enable()  # a crash in C, as of a reward's library, prints the line that it came from
     try:
         if theirs := replaced():
             raise GraphError(_hidden(theirs))

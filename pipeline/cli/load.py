@@ -8,7 +8,8 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from pipeline.cli.flags import Flag, flags_of, line_of, plain
 from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
+from pipeline.engine.watchdog import Watchdog
 from pipeline.errors import GraphError, Problem, SluiceError, kind_of, message_of
 from pipeline.precedence import hidden, search_last, typed
+
+LOAD_S = 1800.0  # for a graph's file, its graph() and the checks
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,25 @@ class GraphFile:
                 )
             )
         return graph
+
+
+@contextmanager
+def in_time(path: Path) -> Iterator[None]:
+    """Raise GraphError if what the context does with a graph file takes longer than LOAD_S."""
+
+    def error_at(line: str) -> GraphError:
+        return GraphError(
+            Problem(
+                where=line or str(path),
+                what=f"the graph is not declared and checked within {LOAD_S:g} s",
+                why="every wait has a deadline",
+                fix="see what that line waits for; what takes long belongs in a stage's setup()",
+            )
+        )
+
+    watchdog = Watchdog(LOAD_S, lambda: None)
+    with closing(watchdog), watchdog.within(error_at):
+        yield
 
 
 def load(path: Path) -> GraphFile:

@@ -13,6 +13,7 @@ from pipeline.reading import decode, readable
 from pipeline.rundir import RunDir
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
 
@@ -55,13 +56,22 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(values: Sequence[Any]) -> Column:
-    """Return a column from the plain values of its samples. Whole numbers become int64, other numbers float32."""
+    """Return a column from the plain values of its samples. Whole numbers become int64, other numbers
+    float32, or float64 if one of them is beyond its range."""
     import torch
 
     if isinstance(values[0], str):
         return list(values)
     if not isinstance(values[0], list):
-        return torch.tensor(values)
-    rows = [torch.tensor(value) for value in values]
-    filled = next((row for row in rows if len(row)), rows[0])
+        return _numbers(values)
+    rows = [_numbers(value) for value in values]
+    wide = any(row.dtype == torch.float64 for row in rows)
+    filled = next((row for row in rows if len(row) and not (wide and row.dtype == torch.float32)), rows[0])
     return Ragged.of([row.to(filled.dtype).reshape(len(row), *filled.shape[1:]) for row in rows])
+
+
+def _numbers(values: Sequence[Any]) -> torch.Tensor:
+    import torch
+
+    narrow = torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float64) if narrow.is_floating_point() and narrow.isinf().any() else narrow

@@ -20,6 +20,7 @@ import msgspec
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.checks import broken
+from pipeline.data_plane.plain import plain
 from pipeline.data_plane.signed import KEY_BYTES
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
@@ -130,7 +131,8 @@ class OutsideProcess:
         Raises DataPlaneError if they do not match their declaration or the lengths of the group's samples, or were
         written before with other values."""
         ragged = {field.name for field in self._address.fields if field.ragged}
-        made: Mapping[str, Any] = from_tensordict(columns, ragged) if is_tensordict(columns) else columns
+        given: Mapping[str, Any] = from_tensordict(columns, ragged) if is_tensordict(columns) else columns
+        made = {name: plain(column) for name, column in given.items()}
         stage = next((name for name, own in self._address.outside.items() if set(own) == set(made)), "")
         if not stage:
             raise self._no_stage(f"it writes {', '.join(made) or 'nothing'}", "writes", self._address.outside)

@@ -85,7 +85,7 @@ class Driver:
                 journal.clock,
                 termination=termination,
                 deadline_s=deadline_s,
-                watchdog=Watchdog(of, deadline_s, last_words),
+                watchdog=Watchdog(deadline_s, last_words),
                 awaits=outside.awaited,
             ),
         )

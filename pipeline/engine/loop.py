@@ -216,7 +216,9 @@ class Loop:
                     self.executor.cancel(decision.task, decision.groups)
                 case Save():
                     self.drops.unheard(self.drops.cancelled)  # a resumed run would never record them
-                    self._handle(self.checkpoints.save(decision))
+                    with self.oversight.doing(f"the state after step {decision.step + 1} is being saved"):
+                        saved = self.checkpoints.save(decision)
+                    self._handle(saved)
                 case StepDone():
                     self._step_done(decision.step)
                 case GiveUp():

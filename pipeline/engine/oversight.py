@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from pipeline.declare.task import Task
 from pipeline.engine.journal import Clock
 from pipeline.engine.termination import Termination
-from pipeline.engine.watchdog import Overdue, Watchdog
-from pipeline.errors import Problem, StageError, user_line
+from pipeline.engine.watchdog import Watchdog
+from pipeline.errors import Problem, StageError
 from pipeline.schedule.scheduler import Scheduler
 
 
@@ -38,7 +39,7 @@ class Oversight:
         self.termination, self.stopping = termination, False
         self.failed: Task | None = None  # the task that failed, if any
         self._of, self._clock, self._deadline_s, self._watchdog = of, clock, deadline_s, watchdog
-        self._progress_s = clock.now_s
+        self._progress_s, self._does = clock.now_s, ""
         self.lingers, self._awaits = lingers, awaits
 
     @property
@@ -51,13 +52,17 @@ class Oversight:
         """Watch the deadline within the context, or `least_s` if that is longer. Raises StageError at it, also in the
         middle of a stage's code. `phase` says what happens if no task runs."""
         self.progressed()
-        try:
-            with self._watchdog.within(least_s) if self._watchdog else nullcontext():
-                yield
-        except Overdue as overdue:
-            line = user_line(overdue)
-            stuck = _stuck(line or self._of, phase, max(self._deadline_s, least_s))
-            raise StageError(stuck if phase else self._overdue(scheduler, line)) from overdue
+        stuck = partial(_stuck, self._of, phase, max(self._deadline_s, least_s))
+        error_at = stuck if phase else partial(self._overdue, scheduler)
+        with self._watchdog.within(error_at, least_s) if self._watchdog else nullcontext():
+            yield
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Let an error at the deadline say what the driver does in the context."""
+        self._does = what
+        yield
+        self._does = ""  # an error leaves it, for the message
 
     def progressed(self) -> None:
         """Note that a task has finished, or that something has arrived."""
@@ -79,31 +84,35 @@ class Oversight:
                 )
             )
         if self._clock.now_s - self._progress_s > self._deadline_s:
-            raise StageError(self._overdue(scheduler))
+            raise self._overdue(scheduler)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         if self._watchdog:
             self._watchdog.close()
 
-    def _overdue(self, scheduler: Scheduler, line: str = "") -> Problem:
-        """Return the problem of a run without progress; `line` is that of the code that was interrupted."""
+    def _overdue(self, scheduler: Scheduler, line: str = "") -> StageError:
+        """Return the error of a run without progress; `line` is that of the code that was interrupted."""
         tasks = (f"{task.stage} at step {task.step + 1}{_groups(task)}" for task in scheduler.running)
-        waits = _waits(scheduler)
-        return Problem(
-            where=line or self._of,
-            what=f"no task finished in {self._deadline_s:g} s; running: {', '.join(dict.fromkeys(tasks)) or 'none'}",
-            why=f"every wait has a deadline{waits and f'; {waits}'}",
-            fix="raise --deadline-s, or fix the stage that hangs",
+        waits, running = _waits(scheduler), f"running: {', '.join(dict.fromkeys(tasks)) or 'none'}"
+        return StageError(
+            Problem(
+                where=line or self._of,
+                what=f"no task finished in {self._deadline_s:g} s; {self._does or running}",
+                why=f"every wait has a deadline{waits and f'; {waits}'}",
+                fix="raise --deadline-s, or fix the stage that hangs",
+            )
         )
 
 
-def _stuck(where: str, phase: str, waited_s: float) -> Problem:
-    return Problem(
-        where=where,
-        what=f"{phase}: not done within {waited_s:g} s",
-        why="every wait has a deadline",
-        fix="see what that line waits for, or raise --deadline-s",
+def _stuck(of: str, phase: str, waited_s: float, line: str) -> StageError:
+    return StageError(
+        Problem(
+            where=line or of,
+            what=f"{phase}: not done within {waited_s:g} s",
+            why="every wait has a deadline",
+            fix="see what that line waits for, or raise --deadline-s",
+        )
     )
 
 

@@ -1,9 +1,9 @@
 """Interrupts a driver that is in a call for longer than the deadline: a stage that computes in its process, as all do
 under --executor local, may never return.
 
-    watchdog = Watchdog("run of quickstart", 3600.0, print_resume)
-    with watchdog.within():     # raises Overdue at the deadline, wherever the main thread is
-        watchdog.progressed()   # begins the time again
+    watchdog = Watchdog(3600.0, print_resume)
+    with watchdog.within(error_at):  # raises what that returns at the deadline, wherever the main thread is
+        watchdog.progressed()        # begins the time again
     watchdog.close()
 """
 
@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeAlias
 
-from pipeline.errors import Problem, StageError, leave_with
+from msgspec.structs import replace
+
+from pipeline.errors import SluiceError, leave_with, line_of_frame, user_line
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
-GRACE_S = 20.0  # from the interrupt to the end of the run, before the process is ended
+GRACE_S = 45.0  # from the interrupt to the end of the run, before the process is ended; Ray may take 30 s to close
 LONGEST_S = 1e6  # of a timer
 LOOK_S = 0.2  # between two looks at a deadline that has passed while nobody watches
 SIGNAL = signal.SIGALRM
+ErrorAt: TypeAlias = Callable[[str], SluiceError]  # from the line of the user's code that hangs, "" if it is not theirs
 
 
 class Overdue(BaseException):
@@ -36,27 +41,30 @@ class Watchdog:
     call holds Python's lock all the time, which no other thread can take."""
 
     def __init__(
-        self, of: str, deadline_s: float, last_words: Callable[[], None], leave: Callable[[int], object] = os._exit
+        self, deadline_s: float, last_words: Callable[[], None], leave: Callable[[int], object] = os._exit
     ) -> None:
-        self._of, self._deadline_s, self._last_words, self._leave = of, deadline_s, last_words, leave
-        self._armed, self._since_s, self._allowed_s = False, 0.0, deadline_s
+        self._deadline_s, self._last_words, self._leave = deadline_s, last_words, leave
+        self._armed, self._raised, self._since_s, self._allowed_s = False, False, 0.0, deadline_s
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def within(self, least_s: float = 0.0) -> Iterator[None]:
-        """Raise Overdue in the context once nothing has progressed for the deadline, or `least_s` if that is longer."""
-        self._allowed_s = max(self._deadline_s, least_s)
+    def within(self, error_at: ErrorAt, least_s: float = 0.0) -> Iterator[None]:
+        """Raise an error in the context once nothing has progressed for the deadline, or `least_s` if that is longer.
+        `error_at` makes it, maybe in another thread."""
+        self._allowed_s, self._error_at = max(self._deadline_s, least_s), error_at
         self.progressed()
         if threading.current_thread() is threading.main_thread():
             if self._thread is None:
                 self._before = signal.signal(SIGNAL, self._interrupt)
                 self._thread = threading.Thread(target=self._watch, name="watches the deadline", daemon=True)
                 self._thread.start()
-            self._armed = True
+            self._armed, self._raised = True, False
             self._set_timer()
         try:
             yield
+        except Overdue as overdue:
+            raise error_at(user_line(overdue)) from overdue
         finally:
             with self._lock:  # from now on the thread interrupts nobody
                 self._armed = False
@@ -75,10 +83,12 @@ class Watchdog:
             signal.signal(SIGNAL, self._before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._armed and self._left_s() <= 0.0:
-            raise Overdue
-        if self._armed:
-            self._set_timer()
+        if not self._armed or self._raised:
+            return
+        if self._left_s() > 0.0:
+            return self._set_timer()
+        self._raised = True  # once: the timer and the thread both interrupt
+        raise Overdue
 
     def _interrupted(self) -> bool:
         """Interrupt the main thread if it is overdue, and return whether it is."""
@@ -101,12 +111,7 @@ class Watchdog:
             if self._closed.wait(min(max(self._left_s(), LOOK_S), LONGEST_S)):
                 return
         if not self._closed.wait(GRACE_S):
-            error = StageError(
-                Problem(
-                    where=self._of,
-                    what=f"no task finished in {self._allowed_s:g} s, and a call of the driver does not return",
-                    why="every wait has a deadline, and a call outside Python cannot be interrupted",
-                    fix="raise --deadline-s, or fix the stage that hangs",
-                )
-            )
-            leave_with(error, self._last_words, self._leave)
+            error = self._error_at(line_of_frame(sys._current_frames().get(threading.main_thread().ident or 0)))
+            why = "the call was interrupted and does not return"
+            said = (replace(problem, why=f"{problem.why}; {why}") for problem in error.problems)
+            leave_with(type(error)(*said), self._last_words, self._leave)

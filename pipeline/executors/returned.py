@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeGuard
+from typing import Any, SupportsFloat
 
+from pipeline.data_plane.plain import is_tensor, plain
 from pipeline.data_plane.tensordicts import from_tensordict, is_tensordict
-from pipeline.declare.abilities import prefixes_of
+from pipeline.declare.abilities import bounds_of, prefixes_of
 from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.runners import runner_fault
 from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output, Task
 from pipeline.errors import Problem, StageError, counted, line_of_code, shown
 from pipeline.plan.names import METRICS
-
-if TYPE_CHECKING:
-    import torch
 
 
 def runner(stage: Stage, made: Any) -> Any:
@@ -43,7 +40,7 @@ def output(stage: Stage, produced: Output | Columns | None, stages: Iterable[Sta
     for name in numbers:
         if "/" in name:
             _check_prefix(stage, name, stages)
-    return replace(made, columns={name: _plain(column) for name, column in made.columns.items()}, metrics=numbers)
+    return replace(made, columns={name: plain(column) for name, column in made.columns.items()}, metrics=numbers)
 
 
 def own(produced: Any) -> Any:
@@ -63,28 +60,6 @@ def _copied(column: Any) -> Any:
     if isinstance(column, list):
         return list(column)
     return column.clone() if is_tensor(column) else column
-
-
-def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor; loads nothing."""
-    loaded: Any = sys.modules.get("torch")
-    return loaded is not None and isinstance(value, loaded.Tensor)
-
-
-def _plain(column: Any) -> Any:
-    """Return a column whose lengths are of type int, whose texts are of type str in a list, and whose tensor is not a
-    view that negates or conjugates: those of other types would be refused where they are stored or recorded."""
-    if isinstance(column, Ragged):
-        return Ragged(_plain(column.values), tuple(map(_length, column.lengths)))
-    if isinstance(column, list | tuple):
-        return [str(text) if isinstance(text, str) else text for text in column]
-    return column.resolve_conj().resolve_neg() if is_tensor(column) else column
-
-
-def _length(given: Any) -> Any:
-    if type(given) is int or not isinstance(given, SupportsIndex):  # a check by a protocol takes microseconds
-        return given
-    return int(given)
 
 
 def _number(stage: Stage, name: str, value: Any) -> float:
@@ -165,8 +140,10 @@ def _check_columns(stage: Stage, columns: Mapping[str, Any]) -> None:
 
 
 def check_lengths(stage: Stage, read: Columns, output: Output, index: Sequence[int], keys: Sequence[str]) -> None:
-    """Raise StageError if a field of a sample has another length than one of the same dimension that the stage `read`:
-    readers divide all fields of a dimension alike. `keys` are those of the task, `index` the output's among them."""
+    """Raise StageError if a field of a sample has another length than one of the same dimension that the stage `read`,
+    since readers divide all fields of a dimension alike, or is longer than the stage's `bounds` allow, since the plan
+    counts on them. `keys` are those of the task, `index` the output's among them."""
+    _check_bounds(stage, output.columns, index, keys)
     lengths = {field.ragged: field.name for field in stage.reads if field.ragged and field.name in read}
     for field in stage.writes:
         other, column = lengths.get(field.ragged or ""), output.columns.get(field.name)
@@ -179,6 +156,19 @@ def check_lengths(stage: Stage, read: Columns, output: Output, index: Sequence[i
             what += f"for key {keys[index[at]]}, whose {other!r} has the length {wanted[at]}"
             why = f"fields that share the dimension {field.ragged} share its lengths"
             raise _error(stage, what, why, "return one entry per token, or declare another dimension")
+
+
+def _check_bounds(stage: Stage, columns: Columns, index: Sequence[int], keys: Sequence[str]) -> None:
+    for dim, most in bounds_of(stage).items():
+        for field in stage.writes:
+            column = columns.get(field.name)
+            if field.ragged != dim or not isinstance(column, Ragged) or max(column.lengths, default=0) <= most:
+                continue
+            at = next(at for at, length in enumerate(column.lengths) if length > most)
+            key = keys[index[at]] if at < len(index) else f"row {at}"
+            what = f"stage {stage.name!r} returned a field {field.name!r} of length {column.lengths[at]} for key {key}"
+            why = f"its bounds allow {most} along {dim}, and the plan counts on them"
+            raise _error(stage, what, why, "return fewer entries, or correct bounds")
 
 
 def _check_dropped(stage: Stage, dropped: Collection[int], groups: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.declare.held import Copies, Saves, Weighs
-from pipeline.errors import USERS, SluiceError
+from pipeline.errors import CALLED, SluiceError
 from pipeline.executors.host_memory import free_bytes
 from pipeline.record.checkpoint import writing
 
@@ -60,7 +60,7 @@ class Saving:
                 yield
             except OSError:
                 raise
-            except USERS as error:
+            except CALLED as error:
                 raise self._fails(name, error) from error
 
 

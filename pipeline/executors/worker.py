@@ -33,6 +33,7 @@ from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, Rendezvous, StageContext, Task
 from pipeline.errors import (
+    CALLED,
     USERS,
     PeerLost,
     Problem,
@@ -165,7 +166,7 @@ class Worker:
             try:
                 self._runners[stage.name] = returned.runner(stage, stage.setup(context))
                 self._keep_vocabulary(stage, context)
-            except USERS as error:
+            except CALLED as error:
                 return self._error(stage, error, "setup failed")
         return None
 
@@ -212,7 +213,7 @@ class Worker:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, columns, [produced], result)
             result.finished = result.task.groups
-        except USERS as error:
+        except CALLED as error:
             result.error = self._failed(stage, task, columns, error)
         self._end(result.task, result, start_s, result.metrics)
         return result
@@ -267,7 +268,7 @@ class Worker:
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
             result.error = self._error(stage, error, "failed")
-        except USERS as error:
+        except CALLED as error:
             result.error = self._error(stage, error, f"failed at step {task.step + 1}")
         if rendezvous.side == "source" and rendezvous.meeting and not result.error:
             self._begun_s[task.number] = start_s
@@ -315,7 +316,7 @@ class Worker:
                     runner.restore(folder / name)
                 except SluiceError:
                     raise
-                except USERS as error:
+                except CALLED as error:
                     raise self._error(self.stages[name], error, "failed to restore its state") from error
 
     @property

@@ -40,7 +40,7 @@ def mirrored(run: RunDir, url: str | None, warn: Warn) -> Iterator[None]:
     says goes to RUN/logs/mirror.log, and what is wrong to `warn`.
 
     Raises CheckpointError at the start if the storage cannot be used, GraphError if it has another run of that name.
-    Later failures do not affect the run. A run that a second signal or Ctrl-C ends waits for nothing.
+    Later failures do not affect the run. A run that a second signal ends waits for nothing.
     """
     if url is None:
         yield

@@ -124,7 +124,9 @@ def hangup_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("executor", "number"), [("local", signal.SIGHUP), ("ray", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("executor", "number"), [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGTERM)]
+)
 @pytest.mark.usefixtures("hangup_is_not_ignored")
 def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")

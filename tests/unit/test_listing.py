@@ -57,8 +57,7 @@ def test_exit_codes_are_documented(capsys):
         "3 a stage",
         "4, 5 the data plane",
         "6 a checkpoint",
-        "130 ",
-        "143 stopped by SIGTERM",
+        "130 stopped by Ctrl-C (143 SIGTERM",
     ):
         assert code in told
 

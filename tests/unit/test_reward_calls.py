@@ -12,6 +12,7 @@ from aiohttp import ClientSession, web
 
 from ops.rewards import SampleError, batched, exact_match
 from pipeline import Graph, Schedule, StageContext, StageError, Task, WorkerGroup
+from pipeline.engine.termination import Termination
 from stages.prompts import Prompts
 from stages.reward import Reward
 from stages.tasks import Generated
@@ -61,7 +62,7 @@ def leaves(how: str):
 @pytest.mark.parametrize(("how", "said"), [("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")])
 @pytest.mark.parametrize("form", ["plain", "batched", "async"])
 def test_a_function_that_leaves_python_is_an_error_of_its_own(form, how, said):
-    """sys.exit() and KeyboardInterrupt would end the worker's event loop. In the main thread the latter is Ctrl-C."""
+    """sys.exit() and KeyboardInterrupt would end the worker's event loop."""
 
     def plain(response):
         leaves(how)
@@ -84,9 +85,20 @@ def test_a_function_that_leaves_python_is_an_error_of_its_own(form, how, said):
     assert type(raised[0]) is StageError and f"raised {said}" in str(raised[0])
 
 
-def test_ctrl_c_in_a_function_passes_through():
+def test_ctrl_c_in_a_function_passes_through_unless_a_run_takes_it():
     with pytest.raises(KeyboardInterrupt):
         run(Reward(lambda response: leaves("interrupt")))
+    with Termination(), pytest.raises(StageError, match="raised KeyboardInterrupt"):
+        run(Reward(lambda response: leaves("interrupt")))
+
+
+@pytest.mark.parametrize("form", [lambda function: function, batched])
+def test_a_function_that_raises_what_closes_generators_is_an_error_of_its_own(form):
+    def closes(response):
+        raise GeneratorExit
+
+    with pytest.raises(StageError, match="raised GeneratorExit"):
+        run(Reward(form(closes)))
 
 
 def test_two_instances_of_one_class_need_two_names():

@@ -231,6 +231,8 @@ def test_an_exit_by_a_signal_is_not_the_users() -> None:
     except SystemExit as error:
         assert is_users(error)
     assert not is_users(KeyboardInterrupt())
+    with termination:  # it takes Ctrl-C, so the exception is the user's
+        assert is_users(KeyboardInterrupt())
 
 
 def test_a_stream_that_forgets_one_group_is_told_so_in_the_singular() -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import load
 from pipeline.engine import loop, watchdog
 from pipeline.engine.driver import Driver
-from pipeline.engine.watchdog import Overdue, Watchdog
-from pipeline.errors import StageError
+from pipeline.engine.watchdog import Watchdog
+from pipeline.errors import Problem, StageError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.record import trace
+from pipeline.run import main
 from pipeline.rundir import RunDir
 from tests.integration.slow_graph import graph
 
@@ -41,14 +43,20 @@ def test_a_stage_that_hangs_in_the_drivers_process_ends_the_run_with_its_line(tm
     assert problem.what in failed.problems[0]
 
 
-def test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words() -> None:
+def late(line: str) -> StageError:
+    return StageError(Problem(where=line or "run", what="late", why="every wait has a deadline", fix="wait"))
+
+
+def test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words(capsys: pytest.CaptureFixture) -> None:
     told: list[object] = []
-    dog = Watchdog("run of slow", 0.1, lambda: told.append("resume"), told.append)
+    dog = Watchdog(0.1, lambda: told.append("resume"), told.append)
     signal.pthread_sigmask(signal.SIG_BLOCK, {watchdog.SIGNAL})  # as code does that never returns to Python
     try:
-        with suppress(Overdue), dog.within():
+        with suppress(StageError), dog.within(late):
             time.sleep(1.0)
         assert told == ["resume", StageError.exit_code]
+        said = capsys.readouterr().err
+        assert said.startswith(f"{__file__}:") and "the call was interrupted and does not return" in said
     finally:
         dog.close()
         if signal.sigpending():
@@ -58,8 +66,8 @@ def test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words() -
 
 def test_progress_begins_the_time_anew_and_the_end_stops_it() -> None:
     before = signal.getsignal(watchdog.SIGNAL)
-    dog = Watchdog("run", 0.3, lambda: None)
-    with dog.within():
+    dog = Watchdog(0.3, lambda: None)
+    with dog.within(late):
         for _ in range(8):
             time.sleep(0.1)
             dog.progressed()
@@ -70,8 +78,8 @@ def test_progress_begins_the_time_anew_and_the_end_stops_it() -> None:
 
 
 def test_a_stage_does_not_catch_it() -> None:
-    dog = Watchdog("run", 0.1, lambda: None)
-    with pytest.raises(Overdue), dog.within():
+    dog = Watchdog(0.1, lambda: None)
+    with pytest.raises(StageError), dog.within(late):
         try:
             time.sleep(5.0)
         except Exception:  # noqa: BLE001 - as a stage may
@@ -81,11 +89,11 @@ def test_a_stage_does_not_catch_it() -> None:
 
 def test_another_thread_is_left_alone() -> None:
     def watched() -> None:
-        with dog.within():
+        with dog.within(late):
             time.sleep(0.3)
         dog.close()
 
-    dog = Watchdog("run", 0.1, lambda: None)
+    dog = Watchdog(0.1, lambda: None)
     thread = threading.Thread(target=watched)
     thread.start()
     thread.join(5.0)
@@ -93,8 +101,8 @@ def test_another_thread_is_left_alone() -> None:
 
 
 def test_a_regular_expression_that_lets_no_other_thread_run_is_interrupted() -> None:
-    dog, start_s = Watchdog("run", 0.2, lambda: None), time.monotonic()
-    with pytest.raises(Overdue), dog.within():
+    dog, start_s = Watchdog(0.2, lambda: None), time.monotonic()
+    with pytest.raises(StageError), dog.within(late):
         re.match("(a+)+$", 60 * "a" + "b")
     dog.close()
     assert time.monotonic() - start_s < 20.0
@@ -112,3 +120,25 @@ def test_a_start_and_an_end_that_hang_are_bounded_too(
     text = "its workers start" if phase == "start" else "its last checkpoint is written"
     with pytest.raises(StageError, match=f"{text}: not done within 0.3 s"):
         run.execute()
+
+
+def test_a_checkpoint_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = graph(busy_s=0.0, hung=__file__)
+    run = Driver(quick, plan(quick)[0], LocalExecutor(), run_dir=RunDir(tmp_path).create(), deadline_s=0.3)
+    monkeypatch.setattr(run.executor, "hold", lambda folder: time.sleep(60.0))
+    with pytest.raises(StageError, match=r"no task finished in 0\.3 s; the state after step 1 is being saved"):
+        run.execute()
+
+
+@pytest.mark.parametrize("at", ["the file", "graph()"])
+def test_a_graph_file_that_hangs_ends_its_check_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, at: str
+) -> None:
+    monkeypatch.setattr(load, "LOAD_S", 0.5)
+    path = tmp_path / "slow.py"
+    sleep = "import time\ntime.sleep(60)\n" if at == "the file" else "import time\n"
+    path.write_text(f"{sleep}def graph(steps: int = 1):\n    time.sleep(60)\n")
+    assert main([str(path), "--check"]) == 2
+    line = 2 if at == "the file" else 3
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}:{line}: the graph is not declared and checked within 0.5 s; "), said
