@@ -3,10 +3,10 @@
     with Termination() as termination:
         Driver(..., termination=termination).execute()
 
-SIGTERM comes from schedulers and `timeout`, SIGHUP from a terminal that closes, SIGINT from Ctrl-C, SIGQUIT from Ctrl-\\.
-A signal that is ignored when the process starts, as SIGHUP is under nohup, stays ignored. While workers start, no step
-is in training, and the first signal ends the run. Only the main thread can install handlers. In other threads signal
-handling is unchanged; set `asked` directly.
+SIGTERM comes from schedulers and `timeout`, SIGHUP from a terminal that closes, SIGINT from Ctrl-C, SIGQUIT from
+Ctrl-\\. A signal that is ignored when the process starts, as SIGHUP is under nohup, stays ignored. While workers start,
+no step is in training, and the first signal ends the run. Only the main thread can install handlers. In other threads
+signal handling is unchanged; set `asked` directly.
 """
 
 from __future__ import annotations
