@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -73,7 +74,7 @@ def test_a_group_can_be_read_and_written_until_it_is_cleared(
     assert read["marks"].values().tolist() == [7, 8, 9] and list(read["text"]) == ["a", "b"]
     with pytest.raises(DataPlaneError, match=r"'grades' has samples of lengths 2, 1; .* have M = 1, 2"):
         process.write(7, {**columns, "grades": Ragged(grades.values, (2, 1))})
-    process.write(7, columns)
+    process.write(7, {**columns, "grades": Ragged(grades.values, tuple(np.array([1, 2])))})  # as numpy counts
     adopted = plane.adopt(PARTITION, made.keys, ["grades"], made.lengths)
     assert plane.get(adopted, ["grades"], reader="reader")["grades"].values.tolist() == [0.5, 0.25, 0.75]
     shared.keep([])

@@ -166,6 +166,24 @@ def test_two_writers_of_a_dimension_with_other_lengths_are_refused_even_if_nothi
         seen(tmp_path, Makes(lambda: rows, shape="map", writes=(IDS,)), Other())
 
 
+@dataclass(frozen=True)
+class Bounded(Makes):
+    """Writes at most two tokens per sample, it says."""
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        return {"W": 2}
+
+
+def test_a_row_beyond_the_stages_own_bounds_is_refused(tmp_path: Any) -> None:
+    def of(*lengths: int) -> Any:
+        return lambda: {"own_ids": Ragged(torch.arange(sum(lengths)), lengths)}
+
+    seen(tmp_path / "fits", Bounded(of(2, 0, 1, 2), "map", (IDS,)))
+    with pytest.raises(SluiceError, match=r"'own_ids' of length 3 for key 00000000_g001; its bounds allow 2 along W"):
+        seen(tmp_path / "long", Bounded(of(2, 3, 1, 2), "map", (IDS,)))
+
+
 class Named(str):
     """A text of a type of its own."""
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from pipeline import Field, Graph, Output, Schedule, Stage, export
+from pipeline.data_plane import kept
 from pipeline.data_plane.tensordicts import as_tensordict, from_tensordict, is_tensordict
 from pipeline.declare.columns import Ragged
 from pipeline.engine.driver import Driver
@@ -173,6 +174,14 @@ def test_the_kept_samples_are_exported_as_one(tmp_path: Any, capsys: pytest.Capt
     assert export.main([str(tmp_path / "run"), "--samples", str(file)]) == 2
     assert "step_000001.jsonl:1: it cannot be" in (said := capsys.readouterr().err) and "it has no kept samples" in said
     assert torch.load(file)["step"].tolist() == [0] * 4, "the file of the first export"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exported_number_beyond_float32_stays_finite(nested: bool) -> None:
+    values = [[0.5], [1e300]] if nested else [0.5, 1e300]
+    made = kept._column(values)
+    assert (made.values if isinstance(made, Ragged) else made).tolist() == [0.5, 1e300]
+    assert kept._column([0.5, 2.0]).dtype == torch.float32
 
 
 def test_it_fails_and_is_replayed_on_the_same_form(tmp_path: Any) -> None:
