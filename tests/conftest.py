@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +147,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         )
         yield ray
         ray.shutdown()
+
+
+@pytest.fixture
+def ctrl_c_is_not_ignored() -> Iterator[None]:
+    """In the background of a script it is, and processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

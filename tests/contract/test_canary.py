@@ -95,6 +95,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_split_lines": "self, text, width",
     },
     "sys:_getframe": {"": "depth="},
+    "sys:_current_frames": {"": ""},
 }  # fmt: skip
 KEYWORDS = {"_node_ip_address": ray.init, "_temp_dir": ray.init}  # private names of parameters
 DOCUMENTED = {"._exit", "._replace"}  # of os, and of a NamedTuple

@@ -127,7 +127,7 @@ def hangup_is_not_ignored() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("executor", "number"), [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGTERM)]
 )
-@pytest.mark.usefixtures("hangup_is_not_ignored")
+@pytest.mark.usefixtures("hangup_is_not_ignored", "ctrl_c_is_not_ignored")
 def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
