@@ -150,8 +150,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def ctrl_c_is_not_ignored() -> Iterator[None]:
-    """In the background of a script it is, and processes inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_not_ignored() -> Iterator[None]:
+    """SIGHUP is under nohup, and SIGINT in the background of a script. Processes inherit that."""
+    own = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -56,8 +56,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(values: Sequence[Any]) -> Column:
-    """Return a column from the plain values of its samples. Whole numbers become int64, other numbers
-    float32, or float64 if one of them is beyond its range."""
+    """Return a column from the plain values of its samples. Whole numbers become int64, other numbers float32, or
+    float64 if one of them is beyond its range."""
     import torch
 
     if isinstance(values[0], str):
@@ -65,8 +65,7 @@ def _column(values: Sequence[Any]) -> Column:
     if not isinstance(values[0], list):
         return _numbers(values)
     rows = [_numbers(value) for value in values]
-    wide = any(row.dtype == torch.float64 for row in rows)
-    filled = next((row for row in rows if len(row) and not (wide and row.dtype == torch.float32)), rows[0])
+    filled = max(rows, key=lambda row: (len(row) > 0, row.dtype == torch.float64))  # the first of the best
     return Ragged.of([row.to(filled.dtype).reshape(len(row), *filled.shape[1:]) for row in rows])
 
 

@@ -116,18 +116,10 @@ def started(folder: Path, *flags: str, steps: int = 3, run: Sequence[str] = COMM
     return process, run_dir
 
 
-@pytest.fixture
-def hangup_is_not_ignored() -> Iterator[None]:
-    """Under nohup it is, and processes inherit that."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize(
     ("executor", "number"), [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGTERM)]
 )
-@pytest.mark.usefixtures("hangup_is_not_ignored", "ctrl_c_is_not_ignored")
+@pytest.mark.usefixtures("signals_are_not_ignored")
 def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")

@@ -1,6 +1,10 @@
 """Graph files: their functions, the flags derived from them, and the locations that errors name."""
 
 import argparse
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -276,3 +280,11 @@ def test_a_missing_file_names_one_that_is_near(tmp_path):
     with pytest.raises(GraphError) as error:
         load(Path("/nowhere/zzz.py"))
     assert error.value.problems[0].fix.startswith("choose a recipe: ")
+
+
+def test_a_crash_in_c_prints_the_line_that_it_came_from(tmp_path):
+    path = written(tmp_path, "import ctypes\nctypes.string_at(0)\n", "crash.py")
+    command = [sys.executable, "-m", "pipeline.run", str(path), "--check"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGSEGV
+    assert re.search(rf'File "{re.escape(str(path))}", line \d+ in <module>', ended.stderr), ended.stderr

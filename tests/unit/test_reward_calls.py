@@ -85,7 +85,7 @@ def test_a_function_that_leaves_python_is_an_error_of_its_own(form, how, said):
     assert type(raised[0]) is StageError and f"raised {said}" in str(raised[0])
 
 
-@pytest.mark.usefixtures("ctrl_c_is_not_ignored")
+@pytest.mark.usefixtures("signals_are_not_ignored")
 def test_ctrl_c_in_a_function_passes_through_unless_a_run_takes_it():
     with pytest.raises(KeyboardInterrupt):
         run(Reward(lambda response: leaves("interrupt")))

@@ -176,11 +176,11 @@ def test_the_kept_samples_are_exported_as_one(tmp_path: Any, capsys: pytest.Capt
     assert torch.load(file)["step"].tolist() == [0] * 4, "the file of the first export"
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_an_exported_number_beyond_float32_stays_finite(nested: bool) -> None:
-    values = [[0.5], [1e300]] if nested else [0.5, 1e300]
+@pytest.mark.parametrize("values", [[0.5, 1e300], [[0.5], [1e300]], [[1], [1e300]], [[], [1e300]]], ids=str)
+def test_an_exported_number_beyond_float32_stays_finite(values: list[Any]) -> None:
     made = kept._column(values)
-    assert (made.values if isinstance(made, Ragged) else made).tolist() == [0.5, 1e300]
+    given = [number for value in values for number in (value if isinstance(value, list) else [value])]
+    assert (made.values if isinstance(made, Ragged) else made).tolist() == given
     assert kept._column([0.5, 2.0]).dtype == torch.float32
 
 

@@ -214,7 +214,7 @@ def test_a_stage_that_exits_fails_the_run_and_says_so(where: str, tmp_path: Path
     assert error.value.problems[0].where.startswith(f"{__file__}:")
 
 
-@pytest.mark.usefixtures("ctrl_c_is_not_ignored")
+@pytest.mark.usefixtures("signals_are_not_ignored")
 def test_an_exit_by_a_signal_is_not_the_users() -> None:
     from pipeline.engine.termination import Termination
 
