@@ -8,7 +8,7 @@ and a request that the store rejects is repeated call by call. Knows blocks and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data_plane.base import absent, conflict
@@ -52,7 +52,7 @@ class GoneError(LookupError):
 class Wire(Protocol):
     """The requests of a store. Each takes one round trip; `store` and `erase` take several."""
 
-    async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], Mapping[str, Any]]:
+    async def find(self, partition: str, rows: Sequence[str], *, create: bool) -> tuple[list[int], Collection[str]]:
         """Return the indexes of existing rows (all rows with `create`), in order, and the fields that they all have."""
 
     async def produced(self, partition: str, fields: Sequence[str]) -> set[int]:
@@ -102,8 +102,8 @@ class Exchange:
             indexes, held = await look_up
             produced = [set(indexes) if any(name in held for name in fields) else set() for fields in kinds]
         else:
-            asked = (self._wire.produced(partition, fields) for fields in kinds)
-            (indexes, _), *produced = await asyncio.gather(look_up, *asked)
+            asked = asyncio.gather(*(self._wire.produced(partition, fields) for fields in kinds))
+            (indexes, _), produced = await asyncio.gather(look_up, asked)
         index_of = dict(zip(rows, indexes))
         await asyncio.gather(
             *(
@@ -154,7 +154,7 @@ class Exchange:
         for call in calls:
             call.answer()
 
-    async def _fields(self, partition: str, row: str) -> Mapping[str, Any]:
+    async def _fields(self, partition: str, row: str) -> Collection[str]:
         return (await self._wire.find(partition, [row], create=False))[1]
 
     # reads

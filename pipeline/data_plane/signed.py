@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-A_BIT = 0.001  # of a node's own resource, of which each node has 1
 KEY_BYTES = 32
 _UNSIGNED: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # of the message class, as it came
 
@@ -54,36 +52,3 @@ def sign_messages(key: bytes) -> None:
         return deserialize(cls, rest)
 
     message.serialize, message.deserialize = signed, classmethod(checked)
-
-
-@contextmanager
-def signing_actors(key: bytes, controller_resource: str | None = None) -> Iterator[None]:
-    """Inside this context, TransferQueue starts actors that sign and check from before they open a socket; its
-    controller on a node with this Ray resource, if it is given."""
-    from transfer_queue import interface
-    from transfer_queue.storage.bootstrap import simple_storage_bootstrap as storage
-
-    places: tuple[tuple[Any, str], ...] = (interface, "TransferQueueController"), (storage, "SimpleStorageUnit")
-    before = [getattr(module, name) for module, name in places]
-    resources = {controller_resource: A_BIT} if controller_resource else {}
-    for (module, name), actor, wanted in zip(places, before, (resources, {})):
-        remote = interface.ray.remote(num_cpus=1, resources=wanted)
-        setattr(module, name, remote(_signing(actor.__ray_metadata__.modified_class, key)))
-    try:
-        yield
-    finally:
-        for (module, name), actor in zip(places, before):
-            setattr(module, name, actor)
-
-
-def _signing(actor: Any, key: bytes) -> type:
-    """Return the actor's class with signed messages. Ray sends it by value, with the key."""
-    sign: Callable[[bytes], None] = sign_messages
-
-    class Signing(actor):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            sign(key)
-            super().__init__(*given, **named)
-
-    Signing.__name__ = Signing.__qualname__ = actor.__name__
-    return Signing

@@ -5,10 +5,11 @@
     plane = TransferQueuePlane.attach(settings)           # a worker; `settings` is `plane.settings` of the driver
 
 It exposes nothing of transfer_queue. One TransferQueue row is a run of a group's samples (`rows`); a put costs three
-round trips (names to indexes, data, production status), a get two, a clear four. Puts that arrive from several threads
-during a put share the next round trips, and so do gets and clears (`batcher`, `exchange`). Every call runs on a
-separate loop with a deadline, because a client of a dead controller blocks forever, and is retried if no reply comes
-(`patience`). A bounded cache keeps the rows a process wrote or fetched, so stages that share a process fetch nothing.
+round trips (names to indexes, data, production status), a get two, a clear three, in however many partitions (`actors`,
+`messages`). Puts that arrive from several threads during a put share the next round trips, and so do gets and clears
+(`batcher`, `exchange`). Every call runs on a separate loop with a deadline, because a client of a dead controller
+blocks forever, and is retried if no reply comes (`patience`). A bounded cache keeps the rows a process wrote or
+fetched, so stages that share a process fetch nothing.
 
 TransferQueue's sockets unpickle what they receive, so messages are signed with a key of the run (`signed`), and the
 sockets must bind a loopback address unless the network is trusted.
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from pipeline.data_plane import row_name
+from pipeline.data_plane.actors import own_actors
 from pipeline.data_plane.base import RowPlane, RowsOf
 from pipeline.data_plane.batcher import Batcher, Call
 from pipeline.data_plane.cache import RowCache
@@ -38,7 +40,7 @@ from pipeline.data_plane.checks import broken
 from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
 from pipeline.data_plane.patience import ASKED, AbandonedError, Patience, StoreGoneError, in_thread
 from pipeline.data_plane.rows import Block, block_of
-from pipeline.data_plane.signed import KEY_BYTES, sign_messages, signing_actors
+from pipeline.data_plane.signed import KEY_BYTES, sign_messages
 from pipeline.data_plane.uncompiled import uncompiled
 from pipeline.data_plane.wire import TransferQueueWire
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
@@ -256,10 +258,7 @@ class TransferQueuePlane(RowPlane):
         for field in fields:
             produced = await self._wire.produced(partition, [field])
             having = [name for index, name in names.items() if index in produced]
-            schema: Mapping[str, Any] = {}
-            if having:
-                found, held = await self._wire.find(partition, having, create=False)
-                schema = held.get(field, {}) if len(found) == len(having) else {}
+            schema = await self._wire.schema(partition, having, field) if having else {}
             shapes = schema.get("per_sample_shapes") or [schema.get("shape")] * len(having)
             counts[field] = {name: shape[0] if shape else 0 for name, shape in zip(having, shapes)}
         return counts
@@ -351,7 +350,7 @@ def _start(
             },
         }
     )
-    with signing_actors(key, controller_resource):
+    with own_actors(key, controller_resource):
         config = transfer_queue.init(asked)
     if config is asked or config.controller.zmq_info is None:  # it attached to one that started meanwhile
         transfer_queue.get_client().close()

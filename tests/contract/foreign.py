@@ -22,6 +22,8 @@ META = "transfer_queue.metadata:BatchMeta"
 POOL = "transfer_queue.utils.zmq_utils:ZMQSocketPool"
 MESSAGE = "transfer_queue.utils.zmq_utils:ZMQMessage"
 SERVER = "transfer_queue.utils.zmq_utils:ZMQServerInfo"
+CONTROLLER = "transfer_queue.interface:TransferQueueController.__ray_metadata__.modified_class"
+UNIT = "transfer_queue.storage.bootstrap.simple_storage_bootstrap:SimpleStorageUnit.__ray_metadata__.modified_class"
 HOLDS = {  # file -> expression -> the class of its value
     "pipeline/data_plane/wire.py": {
         "client": CLIENT,
@@ -31,6 +33,13 @@ HOLDS = {  # file -> expression -> the class of its value
         "found": META,
         "answer": MESSAGE,
         "ZMQRequestType": "transfer_queue.utils.zmq_utils:ZMQRequestType",
+    },
+    "pipeline/data_plane/actors.py": {
+        "controller": CONTROLLER,
+        "found": META,
+        "message": MESSAGE,
+        "answer": MESSAGE,
+        "common": "transfer_queue.utils:common",
     },
     "pipeline/data_plane/signed.py": {"message": MESSAGE},
     "pipeline/data_plane/transfer_queue.py": {

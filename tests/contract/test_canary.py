@@ -19,7 +19,7 @@ import ray
 from omegaconf import OmegaConf
 
 from pipeline.data_plane.transfer_queue import environment
-from tests.contract.foreign import CLIENT, MANAGER, MESSAGE, META, POOL, SERVER, product, uses
+from tests.contract.foreign import CLIENT, CONTROLLER, MANAGER, MESSAGE, META, POOL, SERVER, UNIT, product, uses
 
 FIELD = "a field"  # a value, a property, or an attribute that the class sets on itself
 KIND = "a class"  # an enumeration or an exception
@@ -30,8 +30,6 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_controller": FIELD,
         "_request_controller": "self, socket, request_type, response_type, body",
         "async_clear_partition": "self, partition_id",
-        "async_clear_samples": "self, metadata",
-        "async_get_production_status": "self, data_fields, partition_id, socket=",
         "async_kv_list": "self, partition_id=, socket=",
         "async_kv_retrieve_keys": "self, global_indexes, partition_id, socket=",
         "async_kv_retrieve_meta": "self, keys, partition_id, create=, socket=",
@@ -46,7 +44,17 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_put_to_single_storage_unit": "self, global_indexes, storage_data, target_storage_unit, data_parser=, socket=",
         "_request_with_retry": "self, operation, target_storage_unit, request_context, make_request, max_attempts=",
         "_select_by_positions": "field_data, positions",
+        "clear_data": "self, metadata",
     },
+    CONTROLLER: {
+        "_handle_request": "self, request_msg, monitor",
+        "clear_meta": "self, global_indexes, partition_ids, clear_consumption=",
+        "get_production_status": "self, partition_id, data_fields",
+        "kv_retrieve_meta": "self, keys, partition_id, create=",
+        "mark_clearing": "self, global_indexes, partition_ids",
+        "update_production_status": "self, partition_id, global_indexes, field_schema, custom_backend_meta=",
+    },
+    UNIT: {"_handle_get": "self, data_parts", "_handle_put": "self, data_parts"},
     META: {
         "": "global_indexes, partition_ids, field_schema=, production_status=, extra_info=, custom_meta=, "
         "_custom_backend_meta=",
@@ -62,7 +70,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     POOL: {"alease": "self, peer"},
     SERVER: {"": "role, id, ip, ports", "id": FIELD, "ip": FIELD, "ports": FIELD},
     "transfer_queue.utils.zmq_utils:ZMQRequestType": {
-        "": KIND, "NOTIFY_DATA_UPDATE": FIELD, "NOTIFY_DATA_UPDATE_ACK": FIELD
+        "": KIND, "KV_RETRIEVE_META": FIELD
     },
     "transfer_queue.utils.zmq_utils:ZMQMessageDecodeError": {"": KIND},
     "transfer_queue.utils.serial_utils:_PICKLE_FALLBACK_SENTINEL": {"": FIELD},
@@ -72,6 +80,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "transfer_queue.storage.bootstrap:simple_storage_bootstrap": {"": FIELD},
     "transfer_queue.utils.enum_utils:Role": {"": KIND, "CONTROLLER": FIELD, "STORAGE": FIELD},
     "transfer_queue.utils.zmq_utils:get_node_ip_address": {"": ""},
+    "transfer_queue.utils:common": {"": FIELD, "psutil": FIELD},
     "transfer_queue.storage.managers.simple_storage_manager:StorageUnitTimeout": {"": KIND},
     "transfer_queue:StorageKeyNotFoundError": {"": KIND},
     "transfer_queue:init": {"": "conf="},
@@ -150,7 +159,7 @@ def _parameters(found: object) -> str:
         return NATIVE
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     words = [f"{marks.get(each.kind, '')}{each.name}{'=' * (each.default is not each.empty)}" for each in named]
-    return ", ".join(words)
+    return ", ".join(word for word in words if word != "_ray_trace_ctx=")  # Ray adds it to an actor's methods
 
 
 def _sets(kind: type, name: str) -> bool:

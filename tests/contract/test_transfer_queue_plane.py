@@ -285,3 +285,23 @@ def test_settings_are_plain_values(transfer_queue: TransferQueuePlane):
     settings = replace(transfer_queue.settings, cache_bytes=1)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=Settings) == settings
     assert all(isinstance(value, str) for value in environment(9.0).values())
+
+
+@pytest.mark.parametrize("parts", [None, {"a": ["reward"], "b": ["count"], "c": ["text"]}])
+def test_lifetimes_cost_no_round_trips(transfer_queue: TransferQueuePlane, parts: dict[str, list[str]] | None):
+    writer, reader = (TransferQueuePlane.attach(transfer_queue.settings) for _ in range(2))
+    name = f"{len(parts or 'p')} lifetimes"
+    columns = {"reward": torch.arange(4.0), "count": torch.zeros(4, 2, 3, dtype=torch.int32), "text": list("abcd")}
+    for plane in (writer, reader):
+        plane.register(name, [field for field in FIELDS if field.name in columns], ["train"], parts)
+    meta = writer.put(keys_of(2, 2), columns, partition=name, stage="work")
+    units = len(transfer_queue.settings.storage)
+    # names to indexes, data, presence; what only one unit holds is announced when this one has answered
+    assert 1 + units + 1 <= writer.counts["requests"] <= 1 + units + units
+    reader.get(meta, [*columns], reader="train")
+    assert reader.counts["requests"] == 1 + units
+    reader.clear(meta)
+    assert reader.counts["requests"] == 1 + units + 3
+    assert transfer_queue.row_count(name) == 0
+    writer.close()
+    reader.close()
