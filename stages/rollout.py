@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Column, Columns, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
 from pipeline.errors import Problem, shown
@@ -163,9 +163,23 @@ class Rollout(Stage):
                 if isinstance(event, Cancelled):
                     yield Output(cancelled={wanted[group]: tokens for group, tokens in event.tokens.items()})
                     continue
+                self._check_finite(event.made)
                 samples = samples_of(event.groups, size)
                 ids = prompt_ids if len(samples) == len(index) else take(prompt_ids, samples)
                 yield self._output(backend, ids, event.made, [index[i] for i in samples])
+
+    def _check_finite(self, made: Generation) -> None:
+        """Raise StageError if a token was drawn from weights that are not numbers."""
+        odd = (~made.logprobs.values.isfinite()).nonzero()
+        if len(odd):
+            raise StageError(
+                Problem(
+                    where=f"stage {self.name!r}",
+                    what=f"tokens of version {int(made.versions.values[odd[0, 0]])} have logprobs that are not finite",
+                    why="an update has made the weights infinite, or too large to compute with",
+                    fix="a lower lr, a smaller clip_grad or a warmup in Train, from an earlier checkpoint",
+                )
+            )
 
     def _sampling(self) -> Sampling:
         return Sampling(

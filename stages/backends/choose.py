@@ -50,19 +50,19 @@ def _truncates(sampling: Sampling, width: int) -> bool:
 def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """The token of each row at which the cumulative weight exceeds the fraction `uniform_B` of the total.
 
-    Sums are float64, so a large vocabulary loses no precision. Block sums come first, then sums within one block: on a
+    Weights that are not finite choose any token. Sums are float64, so a large vocabulary loses no precision. Block sums come first, then sums within one block: on a
     GPU, a running sum over the whole vocabulary costs more than all other parts of the selection.
     """
     width = weights_BV.shape[-1]
     blocks_BKW = pad(weights_BV, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
     cumulative_BK = blocks_BKW.sum(-1, dtype=torch.float64).cumsum(-1)
     target_B1 = _below(uniform_B[:, None] * cumulative_BK[:, -1:], cumulative_BK[:, -1:])
-    block_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True)
+    block_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True).clamp(max=cumulative_BK.shape[-1] - 1)
     before_B1 = torch.where(block_B1 > 0, cumulative_BK.gather(-1, (block_B1 - 1).clamp(min=0)), 0.0)
     rows_B = torch.arange(len(weights_BV), device=weights_BV.device)
     cumulative_BW = blocks_BKW[rows_B, block_B1[:, 0]].double().cumsum(-1)
     within_B1 = torch.searchsorted(cumulative_BW, _below(target_B1 - before_B1, cumulative_BW[:, -1:]), right=True)
-    return (block_B1 * BLOCK + within_B1)[:, 0]
+    return (block_B1 * BLOCK + within_B1)[:, 0].clamp(max=width - 1)
 
 
 def _below(target_B1: torch.Tensor, total_B1: torch.Tensor) -> torch.Tensor:

@@ -176,6 +176,14 @@ def test_a_token_without_probability_is_never_chosen(number: float) -> None:
     assert tokens.item() in (1, 3)
 
 
+@pytest.mark.parametrize("width", [5, 513])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_choose_a_token(width: int, odd: float) -> None:
+    """An index beyond the vocabulary would be an IndexError, and on a GPU the end of the process's context."""
+    tokens, logprobs = choose(torch.full((3, width), odd), Sampling(1), torch.rand(3, dtype=torch.float64))
+    assert bool((tokens < width).all()) and bool(logprobs.isnan().all())
+
+
 @pytest.mark.parametrize("width", [511, 512, 513, 20_000])
 def test_blocks_of_a_large_vocabulary_find_what_one_running_sum_finds(width: int) -> None:
     random = torch.Generator().manual_seed(width)

@@ -116,6 +116,15 @@ def test_decode_batches_are_whole_groups_and_change_no_sample() -> None:
     assert whole(parts)["response"] == whole(rolled_out(SHORT, (0, 1, 5)))["response"]
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_weights_that_are_no_numbers_are_said(temperature: float) -> None:
+    here = context()
+    engine(here).network(POLICY, "served").get_input_embeddings().weight.data.fill_(float("nan"))
+    run = replace(ROLLOUT, temperature=temperature).setup(here)
+    with pytest.raises(StageError, match=r"^stage 'rollout': tokens of version 2 have logprobs that are not finite"):
+        collected(run(prompts_of((0,)), Task(stage="rollout", step=0, groups=(0,), version=2)))
+
+
 def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, shared: Any = None) -> Columns:
     columns = whole(rolled_out(ROLLOUT, groups))
     run = PrevLogprobs(POLICY, on=LEARNER).setup(context(LEARNER))
