@@ -9,6 +9,7 @@ under --executor local, may never return.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from pipeline.errors import SluiceError, leave_with, line_of_frame, user_line
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
 GRACE_S = 45.0  # from the interrupt to the end of the run, before the process is ended; Ray may take 30 s to close
+LOCKED_S = 30.0  # beyond all that, before a process in which no thread runs is ended
 LONGEST_S = 1e6  # of a timer
 LOOK_S = 0.2  # between two looks at a deadline that has passed while nobody watches
 SIGNAL = signal.SIGALRM
@@ -37,8 +39,8 @@ class Overdue(BaseException):
 
 class Watchdog:
     """Watches the main thread, and nothing in other threads: only that one can be interrupted. If a call does not
-    return to Python after the interrupt either, a thread ends the process, after the error and `last_words`; not if the
-    call holds Python's lock all the time, which no other thread can take."""
+    return to Python after the interrupt either, a thread ends the process, after the error and `last_words`. If the
+    call also keeps Python's lock, so that no thread runs, faulthandler prints its lines and ends the process."""
 
     def __init__(
         self, deadline_s: float, last_words: Callable[[], None], leave: Callable[[int], object] = os._exit
@@ -107,8 +109,17 @@ class Watchdog:
         signal.setitimer(signal.ITIMER_REAL, min(max(self._left_s(), 0.001), LONGEST_S))
 
     def _watch(self) -> None:
+        try:
+            self._wait()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _wait(self) -> None:
         while not self._interrupted():
-            if self._closed.wait(min(max(self._left_s(), LOOK_S), LONGEST_S)):
+            wait_s = min(max(self._left_s(), LOOK_S), LONGEST_S)
+            # needs no lock of Python's; called again before its time while this thread runs
+            faulthandler.dump_traceback_later(wait_s + GRACE_S + LOCKED_S, exit=True, file=2)
+            if self._closed.wait(wait_s):
                 return
         if not self._closed.wait(GRACE_S):
             error = self._error_at(line_of_frame(sys._current_frames().get(threading.main_thread().ident or 0)))

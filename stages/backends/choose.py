@@ -50,8 +50,9 @@ def _truncates(sampling: Sampling, width: int) -> bool:
 def _at(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """The token of each row at which the cumulative weight exceeds the fraction `uniform_B` of the total.
 
-    Weights that are not finite choose any token. Sums are float64, so a large vocabulary loses no precision. Block sums come first, then sums within one block: on a
-    GPU, a running sum over the whole vocabulary costs more than all other parts of the selection.
+    Sums are float64, so a large vocabulary loses no precision. Block sums come first, then sums within one block: on a
+    GPU, a running sum over the whole vocabulary costs more than all other parts of the selection. Weights that are not
+    finite choose any token.
     """
     width = weights_BV.shape[-1]
     blocks_BKW = pad(weights_BV, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -62,6 +64,22 @@ def test_what_cannot_be_interrupted_ends_with_the_process_and_its_last_words(cap
         if signal.sigpending():
             signal.sigwait({watchdog.SIGNAL})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {watchdog.SIGNAL})
+
+
+LOCKED = """
+import itertools
+from pipeline.engine import watchdog
+from tests.unit.test_watchdog import late
+watchdog.LATE_S, watchdog.GRACE_S, watchdog.LOCKED_S = 0.0, 0.3, 0.3
+with watchdog.Watchdog(0.1, print).within(late):
+    all(itertools.repeat(True))  # for ever, in C, and it keeps Python's lock
+"""
+
+
+def test_a_call_that_lets_no_thread_run_ends_with_the_process_and_its_line() -> None:
+    done = subprocess.run([sys.executable, "-c", LOCKED], stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "Timeout" in done.stderr, done.stderr
+    assert 'File "<string>", line 7 in <module>' in done.stderr
 
 
 def test_progress_begins_the_time_anew_and_the_end_stops_it() -> None:
