@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer, get_ident
 from typing import Any
 
 from pipeline.cli.flags import Flag, flags_of, line_of, plain
@@ -19,10 +20,11 @@ from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
 from pipeline.engine.watchdog import Watchdog
-from pipeline.errors import GraphError, Problem, SluiceError, kind_of, message_of
+from pipeline.errors import GraphError, Problem, SluiceError, kind_of, line_of_frame, message_of
 from pipeline.precedence import hidden, search_last, typed
 
 LOAD_S = 1800.0  # for a graph's file, its graph() and the checks
+PATIENT_S = 20.0  # until a person is told what takes so long
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,18 @@ def in_time(path: Path) -> Iterator[None]:
             )
         )
 
-    watchdog = Watchdog(LOAD_S, lambda: None)
-    with closing(watchdog), watchdog.within(error_at):
-        yield
+    def tell(main: int) -> None:
+        line = line_of_frame(sys._current_frames().get(main)) or path
+        print(f"still declaring the graph: {line}; it may take {LOAD_S:g} s", file=sys.stderr, flush=True)
+
+    watchdog, told = Watchdog(LOAD_S, lambda: None), Timer(PATIENT_S, tell, [get_ident()])
+    told.daemon = True
+    told.start()
+    try:
+        with closing(watchdog), watchdog.within(error_at):
+            yield
+    finally:
+        told.cancel()
 
 
 def load(path: Path) -> GraphFile:
