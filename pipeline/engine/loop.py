@@ -42,6 +42,7 @@ from pipeline.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0  # the longest wait for a report
 START_S = 1800.0  # for a start, and for the last checkpoint, whatever the deadline of a task
+_LAST = "its last checkpoint is written"
 
 
 class RunsTasks(Protocol):
@@ -143,7 +144,7 @@ class Loop:
                     self.journal.write(placed)
             with self.oversight.bounded(self.scheduler):
                 self._loop()
-            with self.oversight.bounded(self.scheduler, "its last checkpoint is written", START_S):
+            with self.oversight.bounded(self.scheduler, _LAST, START_S):
                 self.rows.settle(wait=True)
                 self.checkpoints.settle(self.scheduler.complete, wait=True)
             if self.scheduler.done:
@@ -152,7 +153,8 @@ class Loop:
                 self.journal.interrupted()
             complete = True
         except SluiceError as error:
-            self.checkpoints.end(wait=True)
+            with suppress(SluiceError), self.oversight.bounded(self.scheduler, _LAST, START_S):
+                self.checkpoints.end(wait=True)
             self.journal.failed(error, self.oversight.failed)
             raise
         except (KeyboardInterrupt, SystemExit):

@@ -140,6 +140,20 @@ def test_a_start_and_an_end_that_hang_are_bounded_too(
         run.execute()
 
 
+def test_a_failed_run_does_not_wait_for_ever_for_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "START_S", 0.5)
+    quick, start_s = graph(busy_s=0.0, hung=__file__), time.monotonic()
+    run = Driver(quick, plan(quick)[0], LocalExecutor(), run_dir=RunDir(tmp_path).create(), deadline_s=0.3)
+    monkeypatch.setattr(run.executor, "submit", lambda *given: time.sleep(60.0))
+    monkeypatch.setattr(run.loop.checkpoints, "end", lambda *, wait: wait and time.sleep(60.0))
+    with pytest.raises(StageError, match=r"no task finished in 0\.3 s"):
+        run.execute()
+    assert time.monotonic() - start_s < 20.0
+    assert any(isinstance(event, trace.Failed) for _, event in trace.read(RunDir(tmp_path).events))
+
+
 def test_a_checkpoint_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = graph(busy_s=0.0, hung=__file__)
     run = Driver(quick, plan(quick)[0], LocalExecutor(), run_dir=RunDir(tmp_path).create(), deadline_s=0.3)
