@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pipeline.declare.stage import Stage
 from pipeline.errors import is_user_file
 from pipeline.precedence import HOME, PACKAGES
 
@@ -128,9 +129,13 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
         names = [*inspect.signature(called).parameters]
     except (TypeError, ValueError):  # not found, or written in C
         return None
+    given = call["given"]
+    if _is_users_class(called) and issubclass(called, Stage) and given in inspect.get_annotations(Stage):
+        return (
+            f"declare {given} in class {called.__name__}, with a type, and @dataclass(frozen=True, kw_only=True) above"
+        )
     if not names:
         return f"{call['name']} takes no parameters: write {call['name']}()"
-    given = call["given"]
     own = {*vars(called), *inspect.get_annotations(called)} - {*names} if _is_users_class(called) else ()
     if given in own:
         return f"write @dataclass(frozen=True, kw_only=True) above class {called.__name__}, and give {given} a type"

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.data_plane.signed import sign_messages
 
 A_BIT = 0.001  # of a node's own resource, of which each node has 1
-SEVERAL = "sluice"  # in the body of a message with several requests
+SEVERAL = "several requests"  # in the body of a message that carries them; no field has such a name
 
 
 def _find(controller: Any, partition: str, rows: list[str], create: bool) -> tuple[list[int], list[str]]:

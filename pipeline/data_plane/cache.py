@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pipeline.data_plane.rows import Block
 
 OVERHEAD_BYTES = 256  # overhead per value, so that many small values are bounded too
+EVERY_ROW = ""
 
 
 class _Shared:
@@ -35,9 +37,22 @@ class RowCache:
         self._lock = threading.Lock()
         self._rows: OrderedDict[tuple[str, str], dict[str, tuple[Any, _Shared]]] = OrderedDict()
         self._partitions: dict[str, set[str]] = {}
+        self._fetches: dict[int, set[str]] = {}  # under way, by id: rows that were forgotten meanwhile
 
-    def keep(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block]) -> None:
-        """Copy the blocks of `rows`. A block larger than the whole cache is skipped."""
+    @contextmanager
+    def fetching(self) -> Iterator[set[str]]:
+        """Yield a set that gets the rows that are forgotten in this context: what is fetched of them may be cleared."""
+        gone: set[str] = set()
+        self._fetches[id(gone)] = gone
+        try:
+            yield gone
+        finally:
+            del self._fetches[id(gone)]
+
+    def keep(
+        self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block], gone: Collection[str] = ()
+    ) -> None:
+        """Copy the blocks of `rows`, unless one of them is `gone`. A block larger than the whole cache is skipped."""
         copies = {}
         for field, block in blocks.items():
             size = block.size_bytes() + OVERHEAD_BYTES * len(rows)
@@ -47,6 +62,8 @@ class RowCache:
         if not copies:
             return
         with self._lock:
+            if EVERY_ROW in gone or any(row in gone for row in rows):
+                return
             for i, row in enumerate(rows):
                 held = self._rows.setdefault((partition, row), {})
                 self._rows.move_to_end((partition, row))
@@ -72,6 +89,8 @@ class RowCache:
     def forget(self, rows: Sequence[str], partitions: Sequence[str] | None = None) -> None:
         """Drop rows from these partitions; None is all of them."""
         with self._lock:
+            for gone in tuple(self._fetches.values()):
+                gone.update(rows)
             for row in rows:
                 for partition in tuple(self._partitions.get(row, ())):
                     if partitions is None or partition in partitions:
@@ -80,6 +99,8 @@ class RowCache:
     def forget_all(self) -> None:
         """Drop everything."""
         with self._lock:
+            for gone in tuple(self._fetches.values()):
+                gone.add(EVERY_ROW)
             self._rows.clear()
             self._partitions.clear()
             self.size_bytes = 0

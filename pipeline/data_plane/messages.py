@@ -15,7 +15,7 @@ from typing import Any
 
 class SharedMessages:
     """Collects requests on one loop. The requests of a message that the store refuses are sent again one by one, so
-    that a refused request harms no other; they must be idempotent."""
+    that a refused request harms no other; they must be idempotent. A message that nobody waits for is canceled."""
 
     def __init__(self, send: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]) -> None:
         self._send = send
@@ -36,6 +36,13 @@ class SharedMessages:
         task = asyncio.get_running_loop().create_task(self._deliver(batch))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
+
+        def look(_: asyncio.Future[Any]) -> None:
+            if all(answer.cancelled() for _, answer in batch):
+                task.cancel()
+
+        for _, answer in batch:
+            answer.add_done_callback(look)
 
     async def _deliver(self, batch: Sequence[tuple[Any, asyncio.Future[Any]]]) -> None:
         wanted = [(request, answer) for request, answer in batch if not answer.done()]

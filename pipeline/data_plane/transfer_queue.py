@@ -155,11 +155,20 @@ class TransferQueuePlane(RowPlane):
         return TransferQueuePlane(settings, owns=False)
 
     def _ask(self, what: str, batcher: Batcher, calls: Sequence[Call]) -> None:
-        """Send calls with the batcher's next batch and wait for the replies."""
+        """Send calls with the batcher's next batch and wait for all replies. Raises the first error then: what is still
+        under way would come after whatever its caller does next."""
         self._check_open(what)
         batcher.submit(*calls)
+        errors = []
         for call in calls:
-            self._wait(what, call.done)
+            try:
+                self._wait(what, call.done)
+            except DataPlaneLost:
+                raise
+            except DataPlaneError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the plane's loop."""
@@ -170,14 +179,12 @@ class TransferQueuePlane(RowPlane):
 
     def _wait(self, what: str, future: Future[T]) -> T:
         """Return the reply. Raises DataPlaneLost at the deadline, or if a process of the store has ended."""
-        from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
-
         try:
             return self._patience.wait(future)
         except StoreGoneError as gone:
             future.cancel()
             raise _gone(what, gone) from gone
-        except (TimeoutError, StorageUnitTimeout) as error:
+        except TimeoutError as error:
             future.cancel()
             raise _late(what, self.settings.deadline_s) from error
         except RuntimeError as error:
@@ -208,21 +215,22 @@ class TransferQueuePlane(RowPlane):
         self.counts["hits"] += sum(len(have) for have in cached)
         self.counts["misses"] += sum(len(call.fields) for call in reads)
         self._check_open(where)
-        if reads:
-            self._reads.submit(*reads)
         fetched = []
-        for call in reads:
-            what = f"{where}: get {', '.join(call.fields)} of {len(call.rows)} rows from {call.rows[0]} on"
-            found = self._wait(what, call.done)
-            blocks = {name: block_of(where, name, call.rows, values) for name, values in found.items()}
-            self._cache.keep(call.partition, call.rows, blocks)
-            fetched.append(blocks)
+        with self._cache.fetching() as gone:
+            if reads:
+                self._reads.submit(*reads)
+            for call in reads:
+                what = f"{where}: get {', '.join(call.fields)} of {len(call.rows)} rows from {call.rows[0]} on"
+                found = self._wait(what, call.done)
+                blocks = {name: block_of(where, name, call.rows, values) for name, values in found.items()}
+                self._cache.keep(call.partition, call.rows, blocks, gone)
+                fetched.append(blocks)
         return [*cached, *fetched]
 
     def _remove(self, parts: Sequence[str], rows: Sequence[str]) -> None:
-        self._cache.forget(rows, parts)
         what = f"clear {len(rows)} rows of {', '.join(map(repr, parts))}"
         self._ask(what, self._removals, [Remove(part, rows) for part in parts])
+        self._cache.forget(rows, parts)  # after it: a get that began before keeps nothing
 
     # state of the store
 
@@ -275,9 +283,9 @@ class TransferQueuePlane(RowPlane):
 
     def drain(self) -> None:
         """Remove every row of every registered partition."""
-        self._cache.forget_all()
         for name, declared in self._partitions.items():
             self._ask(f"drain {name!r}", self._removals, [Remove(part, None) for part in declared.parts])
+        self._cache.forget_all()
 
     def close(self) -> None:
         """Stop the client and, in the process that created it, TransferQueue. Call it before Ray ends. Idempotent."""

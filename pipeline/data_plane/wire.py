@@ -126,9 +126,15 @@ class TransferQueueWire:
         return found
 
     async def _retried(self, operation: str, unit: str, indexes: list[list[int]], request: Any) -> Any:
+        """Return a unit's answer. Raises TimeoutError if it gives none."""
+        from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
+
         self._counts["requests"] += 1
         rows = sum(map(len, indexes))
-        return await self._storage._request_with_retry(operation, unit, f"rows={rows}", request)
+        try:
+            return await self._storage._request_with_retry(operation, unit, f"rows={rows}", request)
+        except StorageUnitTimeout as error:  # a RuntimeError, but no refusal
+            raise TimeoutError from error
 
 
 def _schema(rows: Any, indexes: Sequence[int]) -> dict[str, Any]:

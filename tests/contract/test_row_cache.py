@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,18 @@ def test_memory_of_a_put_counts_until_its_last_row_goes():
     assert cache.size_bytes == size(2, 100)
     cache.forget(["b", "unknown"])
     assert cache.size_bytes == 0
+
+
+@pytest.mark.parametrize("forget", [lambda cache: cache.forget(["a"]), RowCache.forget_all])
+def test_what_is_forgotten_while_it_is_fetched_is_not_kept(forget):
+    cache = RowCache(10**6)
+    with cache.fetching() as gone, cache.fetching() as other:
+        forget(cache)
+        cache.keep("p", ["a", "b"], {"x": block(2, 100)}, gone)
+        cache.keep("p", ["a"], {"x": block(1, 100)}, other)
+        assert cache.size_bytes == 0
+    cache.keep("p", ["a"], {"x": block(1, 100)})
+    assert cache.get("p", ["a"], ["x"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(0, 60), st.booleans()), max_size=60))

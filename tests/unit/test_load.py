@@ -167,6 +167,7 @@ def test_an_error_at_the_import_of_a_helper_does_so_too(tmp_path):
 MINE = """from dataclasses import dataclass
 
 from ops.refit.transports import Transport
+from pipeline import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,10 @@ class Mine:
 
 
 class Half(Transport):
+    pass
+
+
+class Judge(Stage):
     pass
 
 
@@ -194,6 +199,7 @@ def weak():
         ("mine_x.weak(3)", "weak takes no parameters: write weak()"),
         ("M().strenght", "did you mean strength?"),
         ("mine_x.Mien()", "did you mean Mine?"),
+        ("mine_x.Judge(on=1)", "give class Judge @dataclass(frozen=True, kw_only=True), and in it on with a type"),
         ("mine_x.Half()", "define receiver, sender in class Half"),
         ("replace(Mixture(('a', 1)), parts=())", "pass parts by position: write Mixture(*parts)"),
         ("mad()", "did you mean made?"),

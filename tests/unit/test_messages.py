@@ -94,6 +94,23 @@ def test_who_gave_up_is_left_out():
     assert run(work) == (10, [[-1, 5], [5]])
 
 
+def test_what_nobody_waits_for_is_given_up():
+    async def work(peer: Peer, messages: SharedMessages) -> list[int]:
+        peer.open.clear()
+        others = asyncio.all_tasks()
+        asked = [asyncio.ensure_future(messages.ask(n)) for n in (1, 2)]
+        while not peer.sent:
+            await asyncio.sleep(0)
+        left = []
+        for one in asked:
+            one.cancel()
+            await asyncio.sleep(0.01)
+            left.append(len(asyncio.all_tasks() - others - {*asked}))
+        return left
+
+    assert run(work)[0] == [1, 0], "it goes on for the other one"
+
+
 def test_an_ended_loop_leaves_nobody_waiting():
     async def work(peer: Peer, messages: SharedMessages) -> list[Any]:
         peer.open.clear()
