@@ -24,7 +24,7 @@ from pipeline.errors import GraphError, Problem, SluiceError, kind_of, line_of_f
 from pipeline.precedence import hidden, search_last, typed
 
 LOAD_S = 1800.0  # for a graph's file, its graph() and the checks
-PATIENT_S = 20.0  # until a person is told what takes so long
+NOTICE_S = 20.0  # until it is said what takes so long
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ def in_time(path: Path) -> Iterator[None]:
             )
         )
 
-    def tell(main: int) -> None:
+    def say(main: int) -> None:
         line = line_of_frame(sys._current_frames().get(main)) or path
         print(f"still declaring the graph: {line}; it may take {LOAD_S:g} s", file=sys.stderr, flush=True)
 
-    watchdog, told = Watchdog(LOAD_S, lambda: None), Timer(PATIENT_S, tell, [get_ident()])
-    told.daemon = True
-    told.start()
+    watchdog, notice = Watchdog(LOAD_S, lambda: None), Timer(NOTICE_S, say, [get_ident()])
+    notice.daemon = True
+    notice.start()
     try:
         with closing(watchdog), watchdog.within(error_at):
             yield
     finally:
-        told.cancel()
+        notice.cancel()
 
 
 def load(path: Path) -> GraphFile:

@@ -57,7 +57,7 @@ class SharedMessages:
             for _, answer in wanted:
                 answer.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - passed to whoever asked
+        except Exception as error:  # noqa: BLE001 - passed to the callers
             _fail(wanted, error)
         else:
             for (_, answer), value in zip(wanted, found, strict=True):

@@ -179,8 +179,9 @@ class Half(Transport):
     pass
 
 
+@dataclass(frozen=True)
 class Judge(Stage):
-    pass
+    name = "judge"
 
 
 def weak():

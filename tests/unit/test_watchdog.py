@@ -167,12 +167,12 @@ def test_a_graph_file_that_hangs_ends_its_check_with_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, at: str
 ) -> None:
     monkeypatch.setattr(load, "LOAD_S", 0.5)
-    monkeypatch.setattr(load, "PATIENT_S", 0.2)
+    monkeypatch.setattr(load, "NOTICE_S", 0.2)
     path = tmp_path / "slow.py"
     sleep = "import time\ntime.sleep(60)\n" if at == "the file" else "import time\n"
     path.write_text(f"{sleep}def graph(steps: int = 1):\n    time.sleep(60)\n")
     assert main([str(path), "--check"]) == 2
     line = 2 if at == "the file" else 3
-    told, said = capsys.readouterr().err.splitlines()
-    assert told == f"still declaring the graph: {path}:{line}; it may take 0.5 s"
+    notice, said = capsys.readouterr().err.splitlines()
+    assert notice == f"still declaring the graph: {path}:{line}; it may take 0.5 s"
     assert said.startswith(f"{path}:{line}: the graph is not declared and checked within 0.5 s; "), said
