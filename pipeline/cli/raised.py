@@ -131,9 +131,7 @@ def _call_fix(call: re.Match[str], called: Any) -> str | None:
         return None
     given = call["given"]
     if _is_users_class(called) and issubclass(called, Stage) and given in inspect.get_annotations(Stage):
-        return (
-            f"declare {given} in class {called.__name__}, with a type, and @dataclass(frozen=True, kw_only=True) above"
-        )
+        return f"give class {called.__name__} @dataclass(frozen=True, kw_only=True), and in it {given} with a type"
     if not names:
         return f"{call['name']} takes no parameters: write {call['name']}()"
     own = {*vars(called), *inspect.get_annotations(called)} - {*names} if _is_users_class(called) else ()
