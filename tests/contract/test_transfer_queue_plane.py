@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +308,47 @@ def test_lifetimes_cost_no_round_trips(transfer_queue: TransferQueuePlane, parts
     assert transfer_queue.row_count(name) == 0
     writer.close()
     reader.close()
+
+
+def test_a_get_that_a_clear_overtakes_keeps_nothing(transfer_queue: TransferQueuePlane, monkeypatch: Any):
+    writer, reader = (TransferQueuePlane.attach(transfer_queue.settings) for _ in range(2))
+    for plane in (writer, reader):
+        plane.register("overtaken", FIELDS, ["train"])
+    meta = writer.put(keys_of(1, 2), {"reward": torch.ones(2)}, partition="overtaken", stage="work")
+    load = reader._wire.load
+
+    async def overtaken(*given: Any) -> Any:
+        found = await load(*given)
+        reader.evict(meta.placements[0].rows)
+        return found
+
+    monkeypatch.setattr(reader._wire, "load", overtaken)
+    assert reader.get(meta, ["reward"], reader="train")["reward"].tolist() == [1, 1]
+    writer.clear(meta)
+    with pytest.raises(DataPlaneError, match="is not present"):
+        reader.get(meta, ["reward"], reader="train")
+    writer.close()
+    reader.close()
+
+
+def test_a_put_that_conflicts_ends_when_its_other_parts_are_written(
+    transfer_queue: TransferQueuePlane, monkeypatch: Any
+):
+    plane = TransferQueuePlane.attach(transfer_queue.settings)
+    fields = [field for field in FIELDS if field.name in ("reward", "count")]
+    plane.register("conflicting", fields, ["train"], {"c.first": ["reward"], "c.second": ["count"]})
+    put = partial(plane.put, keys_of(1, 2), partition="conflicting", stage="work")
+    put({"reward": torch.ones(2)})
+    store, stored = plane._wire.store, []
+
+    async def late(partition: str, *given: Any) -> None:
+        await asyncio.sleep(0.3)
+        await store(partition, *given)
+        stored.append(partition)
+
+    monkeypatch.setattr(plane._wire, "store", late)
+    with pytest.raises(DataPlaneError, match="field 'reward' .* already has different bytes"):
+        put({"reward": torch.zeros(2), "count": torch.zeros(2, 2, 3, dtype=torch.int32)})
+    assert stored == ["c.second"]
+    plane.drain()
+    plane.close()
