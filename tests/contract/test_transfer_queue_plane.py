@@ -347,7 +347,7 @@ def test_a_put_that_conflicts_ends_when_its_other_parts_are_written(
         stored.append(partition)
 
     monkeypatch.setattr(plane._wire, "store", late)
-    with pytest.raises(DataPlaneError, match="field 'reward' .* already has different bytes"):
+    with pytest.raises(DataPlaneError, match=r"field 'reward' .* already has different bytes"):
         put({"reward": torch.zeros(2), "count": torch.zeros(2, 2, 3, dtype=torch.int32)})
     assert stored == ["c.second"]
     plane.drain()
