@@ -9,12 +9,12 @@ import difflib
 import importlib
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 from pipeline import precedence
-from pipeline.cli.command import exit_code
+from pipeline.cli.command import end, exit_code
 from pipeline.errors import GraphError, Problem
 
 COMMANDS = {
@@ -66,5 +66,10 @@ def _fix(name: str, words: list[str]) -> str:
     return f"did you mean sluice {near[0]}?" if near else "sluice run GRAPH, or sluice help"
 
 
+def script() -> NoReturn:
+    """Run the command and end this process."""
+    end(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -45,6 +45,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
     warning: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("where", "what", "why", "fix"):
+            text = getattr(self, name)
+            if not text.isascii():  # what is no text, as in the name of a file, can be neither printed nor recorded
+                msgspec.structs.force_setattr(self, name, text.encode("utf-8", "backslashreplace").decode())
+
     def __str__(self) -> str:
         kind = "warning: " if self.warning else ""
         return f"{self.where}: {kind}{self.what}; {self.why}. Fix: {self.fix}"
@@ -111,7 +117,9 @@ def problems_of(
     """
     try:
         return [_problem(one, where) for one in check(*given)]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+    except CALLED as error:
+        if not is_users(error):
+            raise
         where = user_line(error) or line_of_code(check) or where
         return [Problem(where=where, what=f"{says} raised {message_of(error)}", why=why, fix=fix)]
 
@@ -170,18 +178,22 @@ def mistaken_import(error: BaseException) -> Problem | None:
 
 
 USERS: tuple[type[BaseException], ...] = (Exception, SystemExit, KeyboardInterrupt)  # what user code may raise
-CALLED: tuple[type[BaseException], ...] = (*USERS, GeneratorExit)  # and a plain call of it; a generator ends by that
+CALLED: tuple[type[BaseException], ...] = (BaseException,)  # and a plain call of it, if `is_users`
+
+
+class Overdue(BaseException):
+    """Raised in the main thread at a deadline. Not an Exception: user code must not catch it."""
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception comes from user code, not from a signal: any Exception; GeneratorExit, where a plain
-    call raises it; sys.exit(), unless a signal handler of this process or of Ray called it; and KeyboardInterrupt where
-    Ctrl-C does not raise it, as in a run and in all threads but the main one."""
+    """Return whether an exception comes from user code, not from a signal or a deadline: any but `Overdue`; sys.exit(),
+    unless a signal handler of this process or of Ray called it; and KeyboardInterrupt where Ctrl-C does not raise it,
+    as in a run and in all threads but the main one."""
     if isinstance(error, KeyboardInterrupt):
         in_main = threading.current_thread() is threading.main_thread()
         return not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if not isinstance(error, SystemExit):
-        return isinstance(error, CALLED)
+        return not isinstance(error, Overdue)
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or not re.search(r"/ray/|/engine/termination\.py$", frames[-1].filename)
 

@@ -62,6 +62,8 @@ def _main(argv: list[str]) -> int:
             )
         )
     run = Path(options.run)
+    for file in (options.perfetto, options.samples):
+        _check_apart(run, file)
     with consistent(run):
         if options.perfetto:
             _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
@@ -73,6 +75,19 @@ def _main(argv: list[str]) -> int:
     if options.model:
         export_model(run, options.step, Path(options.model))
     return 0
+
+
+def _check_apart(run: Path, file: str | None) -> None:
+    """Raise GraphError if the file is one of the run's own."""
+    if file and Path(file).exists() and run.resolve() in Path(file).resolve().parents:
+        raise GraphError(
+            Problem(
+                where=file,
+                what="it is a file of the run",
+                why="an export replaces its file, and the run's record is read from these",
+                fix="use another path",
+            )
+        )
 
 
 def _saved(run: Path) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.mirrors.beside import SILENT_S, Said
 from pipeline.mirrors.fetched import fetch
 from pipeline.mirrors.mirror import Mirror
-from pipeline.mirrors.remote import opened
+from pipeline.mirrors.remote import check_apart, opened
 from pipeline.precedence import typed
 from pipeline.record.runs import UNFINISHED, described_run, state_on_disk
 from pipeline.rundir import RunDir
@@ -108,6 +108,7 @@ def _main(argv: list[str]) -> int:
 
 def _mirror(run: RunDir, url: str, tell: Tell, *, until_eof: bool, follows: bool) -> None:
     progress = _CopyProgress(tell)
+    check_apart(url, run.path, flag="--mirror" if until_eof else "URL")
     remote = opened(url, flag="--mirror" if until_eof else "URL").within(run.path.resolve().name)
     mirror = Mirror(run, remote, progress.copied)
     with suppress(ValueError, OSError):  # all files of a checkpoint are open at once

@@ -22,7 +22,7 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
-from pipeline.cli.command import Parser, above_0, exit_code, graph_named, natural
+from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, given_in, spelled
 from pipeline.cli.listing import print_list
@@ -35,7 +35,7 @@ from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
 from pipeline.mirrors.beside import mirrored
-from pipeline.mirrors.remote import check_address
+from pipeline.mirrors.remote import check_address, check_apart
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
@@ -184,6 +184,8 @@ def _replay(graph: Graph, folder: Path) -> int:
 def _run(asked: _Asked, started_s: float) -> int:
     services = wanted_of(asked.options)
     run_dir = _run_dir(Path(asked.options.run_dir) if asked.options.run_dir else None, asked.planned.name)
+    if asked.options.mirror:
+        check_apart(asked.options.mirror, run_dir.path, flag="--mirror")
     with outliving(str(run_dir.path)), held(run_dir, where=f"--run-dir {run_dir.path}") as warning:
         console.print_problems([warning] if warning else [])
         return _run_in(run_dir, asked, services, started_s)
@@ -371,4 +373,4 @@ def _failures(run_dir: RunDir) -> list[tuple[int, Path]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import faulthandler
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.cli import console
 from pipeline.cli.output import discard, open_standard_files
@@ -24,6 +27,7 @@ _EMPTY = "\0"  # a help text that argparse does not omit
 _EMPTY_VALUE = "its value is empty"
 _LONG = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")  # dashes that editors put in the place of hyphens
 _DASHES = ("-", *_LONG)
+LEFT_S = 30.0  # for what user code leaves running at the end
 LARGEST = 10**18  # whole numbers are recorded in 64 bits
 DEFAULT_WIDTH = 18  # a longer default gets its own line
 
@@ -54,6 +58,23 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
             raise
         console.print_problems([problem])
         return 2
+
+
+def end(code: int) -> NoReturn:
+    """End this process, after `LEFT_S` even if threads or child processes of user code are left, or an exit handler
+    does not return."""
+
+    def leave() -> None:
+        threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        children = [child.name for child in multiprocessing.active_children()]
+        left = ", ".join([*threads, *children])
+        print(f"still running after {LEFT_S:g} s, and not waited for: {left or 'an exit handler'}", file=sys.stderr)
+        os._exit(code)
+
+    timer = threading.Timer(LEFT_S, leave)
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
 
 
 def _hidden(theirs: Path) -> Problem:

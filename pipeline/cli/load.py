@@ -20,7 +20,7 @@ from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
 from pipeline.declare.graph import Graph
 from pipeline.engine.watchdog import Watchdog
-from pipeline.errors import GraphError, Problem, SluiceError, kind_of, line_of_frame, message_of
+from pipeline.errors import CALLED, GraphError, Problem, SluiceError, is_users, kind_of, line_of_frame, message_of
 from pipeline.precedence import hidden, search_last, typed
 
 LOAD_S = 1800.0  # for a graph's file, its graph() and the checks
@@ -48,7 +48,9 @@ class GraphFile:
             graph = self.function(**values)
         except SluiceError:
             raise
-        except (Exception, SystemExit) as error:
+        except CALLED as error:
+            if not is_users(error):
+                raise
             where, graph_line = place_of(error, self.path)
             raise GraphError(
                 Problem(
@@ -147,7 +149,9 @@ def _import(path: Path) -> types.ModuleType:
         raise GraphError(*problems)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except CALLED as error:
+        if not is_users(error):
+            raise
         raise GraphError(_import_problem(error, path, folders)) from error
     return module
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from pipeline.errors import SluiceError, leave_with, line_of_frame, user_line
+from pipeline.errors import Overdue, SluiceError, leave_with, line_of_frame, user_line
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
 GRACE_S = 45.0  # from the interrupt to the end of the run, before the process is ended; Ray may take 30 s to close
@@ -31,10 +31,6 @@ LONGEST_S = 1e6  # of a timer
 LOOK_S = 0.2  # between two looks at a deadline that has passed while nobody watches
 SIGNAL = signal.SIGALRM
 ErrorAt: TypeAlias = Callable[[str], SluiceError]  # from the line of the user's code that hangs, "" if it is not theirs
-
-
-class Overdue(BaseException):
-    """No task finished before the deadline. Not an Exception: a stage must not catch it."""
 
 
 class Watchdog:
@@ -56,7 +52,7 @@ class Watchdog:
         `error_at` makes it, maybe in another thread."""
         self._allowed_s, self._error_at = max(self._deadline_s, least_s), error_at
         self.progressed()
-        if threading.current_thread() is threading.main_thread():
+        if _in_main_thread():
             if self._thread is None:
                 self._before = signal.signal(SIGNAL, self._interrupt)
                 self._thread = threading.Thread(target=self._watch, name="watches the deadline", daemon=True)
@@ -74,8 +70,11 @@ class Watchdog:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def progressed(self) -> None:
-        """Note that a task has finished."""
+        """Note that a task has finished. Takes the signal back, if code of the task has taken it."""
         self._since_s = time.monotonic()
+        if self._armed and signal.getsignal(SIGNAL) != self._interrupt and _in_main_thread():
+            signal.signal(SIGNAL, self._interrupt)
+            self._set_timer()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -126,3 +125,7 @@ class Watchdog:
             why = "the call was interrupted and does not return"
             said = (replace(problem, why=f"{problem.why}; {why}") for problem in error.problems)
             leave_with(type(error)(*said), self._last_words, self._leave)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -558,7 +558,7 @@ class Worker:
         log = RunDir(self.settings.run_dir).log(self.group.name, self.rank) if self.settings.run_dir else None
         if log:
             try:
-                with log.open("a") as file:
+                with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     traceback.print_exception(error, file=file)
             except OSError:
                 log = None
@@ -570,13 +570,17 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
     waiting: list[Output] = []
     came = asyncio.Event()
 
+    ended = False
+
     async def take() -> None:
         try:
             async for output in produced:
                 waiting.append(returned.own(output))
                 came.set()
-        except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the event loop
-            if not is_users(error):
+        except Exception:
+            raise
+        except BaseException as error:  # in a task it would end the event loop, or pass as a cancellation
+            if ended or not is_users(error):
                 raise
             raise RuntimeError(message_of(error)) from error
 
@@ -597,6 +601,7 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
                     return
                 came.set()
     finally:
+        ended = True
         taking.cancel()
         with suppress(asyncio.CancelledError):
             await taking

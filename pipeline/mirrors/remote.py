@@ -66,6 +66,22 @@ def _usable(url: str, flag: str) -> Iterator[None]:
         raise GraphError(Problem(where=f"{flag} {url}", what=what, why=why, fix=fix)) from error
 
 
+def check_apart(url: str, run: Path, *, flag: str) -> None:
+    """Raise GraphError if a mirror at this address would be the run's own folder, or in it."""
+    scheme, _, folder = url.rpartition("://")
+    here = run.resolve()
+    there = (Path(folder).expanduser() / here.name).resolve()
+    if scheme in ("", "file", "local") and here in (there, *there.parents):
+        raise GraphError(
+            Problem(
+                where=f"{flag} {url}",
+                what="the mirror would be in the run's own folder" if there != here else "it is where the run is",
+                why=f"the mirror of this run is {there}",
+                fix="use a folder elsewhere, on another disk or machine",
+            )
+        )
+
+
 class Remote:
     """Files below one folder, by their names relative to it. Every method raises CheckpointError if the storage does
     not do what it is asked."""

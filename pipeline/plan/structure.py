@@ -13,7 +13,7 @@ from pipeline.declare.group import Model, WorkerGroup
 from pipeline.declare.sharding import Sharding
 from pipeline.declare.stage import Gate, Stage, setup_problems
 from pipeline.declare.task import SHAPES
-from pipeline.errors import Problem, message_of, shown
+from pipeline.errors import CALLED, Problem, is_users, message_of, shown
 from pipeline.plan.names import is_name, reserved, too_long, written
 
 
@@ -66,7 +66,9 @@ def _unreadable(stage: Stage) -> Problem | None:
         try:
             value = stage.groups() if name == "groups" else getattr(stage, name)
             wrong = ("a method" if callable(value) else shown(value)) if _is_odd(name, value) else ""
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a property of the user's
+        except CALLED as error:
+            if not is_users(error):
+                raise
             wrong = "" if name in _CHECKED else message_of(error)
         if wrong:
             return Problem(

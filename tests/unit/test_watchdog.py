@@ -95,6 +95,22 @@ def test_progress_begins_the_time_anew_and_the_end_stops_it() -> None:
     assert signal.getsignal(watchdog.SIGNAL) == before
 
 
+def test_a_task_that_takes_the_signal_does_not_end_the_run() -> None:
+    """Code that cleans up after its own timeouts sets the default, which ends the process."""
+    dog = Watchdog(0.4, lambda: None)
+    with dog.within(late):
+        signal.signal(watchdog.SIGNAL, signal.SIG_DFL)
+        dog.progressed()
+        time.sleep(0.2)
+        dog.progressed()
+        time.sleep(0.3)
+    with pytest.raises(StageError), dog.within(late):
+        signal.signal(watchdog.SIGNAL, signal.SIG_IGN)
+        dog.progressed()
+        time.sleep(5.0)
+    dog.close()
+
+
 def test_a_stage_does_not_catch_it() -> None:
     dog = Watchdog(0.1, lambda: None)
     with pytest.raises(StageError), dog.within(late):
