@@ -48,8 +48,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("where", "what", "why", "fix"):
             text = getattr(self, name)
-            if not text.isascii():  # what is no text, as in the name of a file, can be neither printed nor recorded
-                msgspec.structs.force_setattr(self, name, text.encode("utf-8", "backslashreplace").decode())
+            if not text.isprintable():  # controls the terminal, or is no text, as the name of a file may be
+                seen = (each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+                msgspec.structs.force_setattr(self, name, "".join(seen))
 
     def __str__(self) -> str:
         kind = "warning: " if self.warning else ""

@@ -65,9 +65,9 @@ def end(code: int) -> NoReturn:
     does not return."""
 
     def leave() -> None:
-        threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
-        children = [child.name for child in multiprocessing.active_children()]
-        left = ", ".join([*threads, *children])
+        main = threading.main_thread()
+        threads = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+        left = ", ".join([*threads, *(child.name for child in multiprocessing.active_children())])
         print(f"still running after {LEFT_S:g} s, and not waited for: {left or 'an exit handler'}", file=sys.stderr)
         os._exit(code)
 

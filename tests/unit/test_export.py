@@ -50,6 +50,15 @@ def slices(folder: Path) -> list[dict]:
     return [event for event in json.loads("".join(perfetto(folder)))["traceEvents"] if event["ph"] == "X"]
 
 
+@pytest.mark.parametrize("flag", ["--perfetto", "--samples"])
+def test_a_file_of_the_run_is_not_replaced(run, capsys, flag):
+    events = run / "events.jsonl"
+    before = events.read_bytes()
+    assert export.main([str(run), flag, str(events)]) == 2
+    assert "it is a file of the run" in capsys.readouterr().err
+    assert events.read_bytes() == before
+
+
 @pytest.mark.parametrize("which", ["run", "resumed"])
 def test_every_task_is_one_slice_on_a_track_without_overlap(which, request):
     folder = request.getfixturevalue(which)

@@ -411,3 +411,17 @@ def test_the_process_of_a_killed_run_ends_if_the_storage_does_not_answer(
             assert process.wait(60) == -signal.SIGALRM
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("url", ["file://{}", "{}", "{}/run/checkpoints/..", "{}/run", "{}/run/x"])
+def test_a_mirror_in_the_runs_own_folder_is_refused(run: RunDir, tmp_path: Path, url: str) -> None:
+    there, before = url.format(run.path.parent), files(run.path)
+    code, _, err = command(tmp_path, str(run.path), there.replace("/run", f"/{run.path.name}"), program="mirror")
+    assert code == 2 and "Fix: use a folder elsewhere" in err
+    assert files(run.path) == before
+
+
+def test_a_run_that_would_be_its_own_mirror_does_not_start(tmp_path: Path) -> None:
+    shutil.copyfile(tiny_graph.__file__, tmp_path / "graph.py")
+    code, _, err = command(tmp_path, *LOCAL, "--run-dir", "runs/mine", "--mirror", "runs")
+    assert code == 2 and err.startswith("--mirror runs: it is where the run is; ")

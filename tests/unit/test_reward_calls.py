@@ -93,13 +93,26 @@ def test_ctrl_c_in_a_function_passes_through_unless_a_run_takes_it():
         run(Reward(lambda response: leaves("interrupt")))
 
 
-@pytest.mark.parametrize("form", [lambda function: function, batched])
-def test_a_function_that_raises_what_closes_generators_is_an_error_of_its_own(form):
-    def closes(response):
-        raise GeneratorExit
+class Own(BaseException):
+    """What few catch."""
 
-    with pytest.raises(StageError, match="raised GeneratorExit"):
-        run(Reward(form(closes)))
+
+@pytest.mark.parametrize(
+    "raised", [GeneratorExit, asyncio.CancelledError, Own, lambda: BaseExceptionGroup("", [Own()])]
+)
+@pytest.mark.parametrize("form", ["plain", "batched", "async"])
+def test_whatever_a_function_raises_is_an_error_of_its_own(form, raised):
+    def plain(response):
+        raise raised()
+
+    async def waits(response):
+        raise raised()
+
+    if form == "async" and raised is GeneratorExit:
+        return  # it closes the coroutine
+    function = {"plain": plain, "batched": batched(plain), "async": waits}[form]
+    with pytest.raises(StageError, match=f"raised {type(raised()).__name__}"):
+        run(Reward(function))
 
 
 def test_two_instances_of_one_class_need_two_names():
