@@ -68,8 +68,10 @@ def end(code: int) -> NoReturn:
         main = threading.main_thread()
         threads = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
         left = ", ".join([*threads, *(child.name for child in multiprocessing.active_children())])
-        print(f"still running after {LEFT_S:g} s, and not waited for: {left or 'an exit handler'}", file=sys.stderr)
-        os._exit(code)
+        try:
+            print(f"still running after {LEFT_S:g} s, and not waited for: {left or 'an exit handler'}", file=sys.stderr)
+        finally:
+            os._exit(code)
 
     timer = threading.Timer(LEFT_S, leave)
     timer.daemon = True

@@ -37,8 +37,12 @@ class SharedMessages:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-        def look(_: asyncio.Future[Any]) -> None:
-            if all(answer.cancelled() for _, answer in batch):
+        wanted = len(batch)
+
+        def look(answer: asyncio.Future[Any]) -> None:
+            nonlocal wanted
+            wanted -= answer.cancelled()
+            if not wanted:
                 task.cancel()
 
         for _, answer in batch:

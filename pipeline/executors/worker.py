@@ -570,8 +570,6 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
     waiting: list[Output] = []
     came = asyncio.Event()
 
-    ended = False
-
     async def take() -> None:
         try:
             async for output in produced:
@@ -580,7 +578,8 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
         except Exception:
             raise
         except BaseException as error:  # in a task it would end the event loop, or pass as a cancellation
-            if ended or not is_users(error):
+            task = asyncio.current_task()
+            if (task and task.cancelling()) or not is_users(error):
                 raise
             raise RuntimeError(message_of(error)) from error
 
@@ -601,7 +600,6 @@ async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIt
                     return
                 came.set()
     finally:
-        ended = True
         taking.cancel()
         with suppress(asyncio.CancelledError):
             await taking
