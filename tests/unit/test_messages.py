@@ -29,6 +29,12 @@ class Peer:
         return [2 * request for request in requests]
 
 
+async def has_sent(peer: Peer, messages: int = 1) -> None:
+    """Wait until this many messages have been sent."""
+    while len(peer.sent) < messages:
+        await asyncio.sleep(0)
+
+
 def run(work: Callable[[Peer, SharedMessages], Awaitable[Any]]) -> tuple[Any, list[list[int]]]:
     """Return the result, and the messages that were sent."""
 
@@ -55,11 +61,9 @@ def test_a_message_does_not_wait_for_the_one_before():
     async def work(peer: Peer, messages: SharedMessages) -> list[Any]:
         peer.open.clear()
         first = asyncio.ensure_future(messages.ask(1))
-        while not peer.sent:
-            await asyncio.sleep(0)
+        await has_sent(peer)
         second = asyncio.ensure_future(messages.ask(2))
-        while len(peer.sent) < 2:
-            await asyncio.sleep(0)
+        await has_sent(peer, 2)
         peer.open.set()
         return [await first, await second]
 
@@ -82,8 +86,7 @@ def test_who_gave_up_is_left_out():
     async def work(peer: Peer, messages: SharedMessages) -> Any:
         peer.open.clear()
         late, kept = (asyncio.ensure_future(messages.ask(n)) for n in (-1, 5))
-        while not peer.sent:
-            await asyncio.sleep(0)
+        await has_sent(peer)
         late.cancel()
         await asyncio.sleep(0)
         peer.open.set()
@@ -99,8 +102,7 @@ def test_what_nobody_waits_for_is_given_up():
         peer.open.clear()
         others = asyncio.all_tasks()
         asked = [asyncio.ensure_future(messages.ask(n)) for n in (1, 2)]
-        while not peer.sent:
-            await asyncio.sleep(0)
+        await has_sent(peer)
         left = []
         for one in asked:
             one.cancel()
@@ -114,19 +116,12 @@ def test_what_nobody_waits_for_is_given_up():
 def test_an_ended_loop_leaves_nobody_waiting():
     async def work(peer: Peer, messages: SharedMessages) -> list[Any]:
         peer.open.clear()
+        others = asyncio.all_tasks()
         asked = asyncio.ensure_future(messages.ask(1))
-        while not peer.sent:
-            await asyncio.sleep(0)
-        for task in asyncio.all_tasks() - {asyncio.current_task(), asked, *waiting}:
+        await has_sent(peer)
+        for task in asyncio.all_tasks() - others - {asked}:
             task.cancel()
         return await asyncio.gather(asked, return_exceptions=True)
 
-    waiting: set[Any] = set()
-
-    async def whole() -> list[Any]:
-        waiting.update(asyncio.all_tasks())
-        peer = Peer()
-        return await work(peer, SharedMessages(peer.send))
-
-    (answer,) = asyncio.run(whole())
+    (answer,), _ = run(work)
     assert isinstance(answer, asyncio.CancelledError)

@@ -24,8 +24,9 @@ DEADLINE_S = 240
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports."""
-    for first in range(20000 + os.getpid() % 20000, 60000, count):
+    """Return the first of `count` consecutive free ports, below those that Linux gives to outgoing connections: another
+    process would take one of these before it is used."""
+    for first in range(20000 + os.getpid() % 12000, 32768 - count, count):
         try:
             for port in range(first, first + count):
                 with socket.socket() as one:
