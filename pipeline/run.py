@@ -27,6 +27,7 @@ from pipeline.cli.executor_flags import add_executor_flags, executor_problems, e
 from pipeline.cli.flags import add_flags, given_in, spelled
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, in_time, load
+from pipeline.cli.orphans import leave_none
 from pipeline.cli.output import outliving
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
@@ -42,6 +43,7 @@ from pipeline.precedence import typed
 from pipeline.reading import readable
 from pipeline.record.lock import held
 from pipeline.rundir import RunDir
+from pipeline.writing import exhausted
 
 RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
@@ -51,9 +53,10 @@ saved (a second signal ends the run at once)"""
 
 @dataclass(frozen=True)
 class _Asked:
-    """A parsed command line: the graph and its plan, the values of its flags, the record of the run to resume, if any,
-    and the failures that this run has from before."""
+    """A parsed command line: the working directory at its start, which user code may leave, the graph and its plan, the
+    values of its flags, the record of the run to resume, if any, and the failures that this run has from before."""
 
+    here: Path
     argv: list[str]
     options: argparse.Namespace
     file: GraphFile
@@ -63,6 +66,10 @@ class _Asked:
     record: RunRecord | None
     failures: frozenset[tuple[int, Path]] = frozenset()
 
+    def near(self, path: Path) -> str:
+        """Return a path as it was typed: from the working directory, if it is below that."""
+        return str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    started_s = time.monotonic()
+    started_s, here = time.monotonic(), Path.cwd()
     first = _parser(add_help=False).parse_known_args(argv)[0]
     named = graph_named(argv, first.graph)
     if first.list is not None:
@@ -94,7 +101,7 @@ def _main(argv: list[str]) -> int:
         add_flags(parser, file.flags)
         options = parser.parse_args(argv)
         given = given_in(options)
-        record = recorded(options.run_dir) if options.resume is not None else None
+        record = recorded(options.run_dir, here) if options.resume is not None else None
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
         graph = file.build({name: value for name, value in values.items() if name in defaults})
@@ -112,7 +119,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay))
-    return _run(_Asked(argv, options, file, graph, planned, values, record), started_s)
+    return _run(_Asked(here, argv, options, file, graph, planned, values, record), started_s)
 
 
 def _parser(*, add_help: bool) -> Parser:
@@ -182,11 +189,13 @@ def _replay(graph: Graph, folder: Path) -> int:
 
 
 def _run(asked: _Asked, started_s: float) -> int:
+    leave_none()
     services = wanted_of(asked.options)
-    run_dir = _run_dir(Path(asked.options.run_dir) if asked.options.run_dir else None, asked.planned.name)
+    run_dir = _run_dir(asked)
     if asked.options.mirror:
         check_apart(asked.options.mirror, run_dir.path, flag="--mirror")
-    with outliving(str(run_dir.path)), held(run_dir, where=f"--run-dir {run_dir.path}") as warning:
+    near = asked.near(run_dir.path)
+    with outliving(near), held(run_dir, where=f"--run-dir {near}") as warning:
         console.print_problems([warning] if warning else [])
         return _run_in(run_dir, asked, services, started_s)
 
@@ -200,7 +209,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     steps = planned.steps - start
     print(
         f"{planned.name}: {steps} step{'s' * (steps != 1)} of {planned.batch} x {planned.group_size} samples; "
-        f"{run_dir.path}",
+        f"{asked.near(run_dir.path)}",
         flush=True,
     )
     with Termination() as termination:
@@ -211,10 +220,13 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
             code = termination.exit_code if stopped else 0
         except SystemExit:  # by a signal
             code = termination.exit_code
-        except SluiceError as error:
+        except (SluiceError, OSError) as error:
+            failed = error if isinstance(error, SluiceError) else exhausted(error)
+            if failed is None:
+                raise
             progress.end()
-            console.print_problems(error.problems)
-            code = error.exit_code
+            console.print_problems(failed.problems)
+            code = failed.exit_code
         except KeyboardInterrupt:
             progress.end()
             _print_way_on(asked, run_dir)
@@ -225,15 +237,13 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
                 progress.end()
             _print_way_on(asked, run_dir)
             return code
-    resume = _resume_command(asked, run_dir)
+    resume, near = _resume_command(asked, run_dir), asked.near(run_dir.path)
     commands = [
-        ("inspect", shlex.join(["head", str(run_dir.metrics), str(run_dir.samples(planned.steps - 1))])),
-        ("view", shlex.join([*typed("pipeline.view"), str(run_dir.path)])),
+        ("inspect", shlex.join(["head", *map(asked.near, (run_dir.metrics, run_dir.samples(planned.steps - 1)))])),
+        ("view", shlex.join([*typed("pipeline.view"), near])),
         ("continue", f"{resume} --steps {planned.steps * 2}" if "steps" in asked.values else resume),
     ]
-    console.print_summary(
-        planned, progress, run_dir=str(run_dir.path), wall_s=time.monotonic() - started_s, commands=commands
-    )
+    console.print_summary(planned, progress, run_dir=near, wall_s=time.monotonic() - started_s, commands=commands)
     return 0
 
 
@@ -260,7 +270,7 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
     if run_dir.events.exists():
         raise GraphError(
             Problem(
-                where=f"--run-dir {run_dir.path}",
+                where=f"--run-dir {asked.near(run_dir.path)}",
                 what="it already holds a run",
                 why="a run never overwrites another",
                 fix="use another folder, or --resume",
@@ -284,7 +294,7 @@ def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
     options = asked.options
     mirror = ["--mirror", options.mirror] if options.mirror else []
     command = [*typed("pipeline.run"), str(asked.file.path), *executor_words(options), *mirror]
-    return shlex.join([*command, "--run-dir", str(run_dir.path), "--resume"])
+    return shlex.join([*command, "--run-dir", asked.near(run_dir.path), "--resume"])
 
 
 def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progress, termination: Termination) -> bool:
@@ -321,14 +331,15 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_dir(path: Path | None, name: str) -> RunDir:
+def _run_dir(asked: _Asked) -> RunDir:
+    named = asked.options.run_dir
     try:
-        return RunDir(path).create() if path else RunDir.new(Path(RUNS), name)
+        return RunDir(asked.here / named).create() if named else RunDir.new(asked.here / RUNS, asked.planned.name)
     except OSError as error:
         raise GraphError(
             Problem(
-                where=f"--run-dir {path or RUNS}",
-                what=f"the folder cannot be created: {error.strerror}: {error.filename}",
+                where=f"--run-dir {named or RUNS}",
+                what=f"the folder cannot be created: {error.strerror}: {asked.near(Path(error.filename or ''))}",
                 why="the run is recorded there",
                 fix="use --run-dir with a writable path",
             )
@@ -358,7 +369,7 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     checkpoint."""
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for _, folder in [each for each in _failures(run_dir) if each not in asked.failures][-1:]:
-        command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", str(folder)]
+        command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", asked.near(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import errno
 import itertools
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 def private(path: Path) -> Path:
     """Make an empty file that only its owner can read, or take others' access to it if it exists. Returns its path.
     Raises OSError if something else than a file has that name: a pipe would let its writer wait."""
-    if path.exists() and not path.is_file():
+    if os.path.lexists(path) and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     path.touch(mode=0o600)
     if path.stat().st_mode & 0o077:

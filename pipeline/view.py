@@ -23,6 +23,7 @@ from pathlib import Path
 from pipeline import precedence
 from pipeline.cli.command import Parser, exit_code, whole
 from pipeline.errors import GraphError, Problem
+from pipeline.forks import closed_in_copies
 from pipeline.precedence import typed
 from pipeline.rundir import RunDir
 from pipeline.web.guard import is_run_name
@@ -70,6 +71,8 @@ def _main(argv: list[str]) -> int:
 def beside(run: Path) -> Iterator[None]:
     """Serve a run in a separate process, which prints its address and ends with the block or this process."""
     process = subprocess.Popen(precedence.command("pipeline.view", str(run), "--while-stdin"), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    closed_in_copies(process.stdin)
     try:
         yield
     finally:

@@ -3,10 +3,13 @@
 replace(run.plan, text)              # all of it or nothing
 refuse_password(url, flag=..., fix=...)   # of an address that is recorded with the flags
 with recording(run.metrics): ...     # whatever else writes there
+way_out(error, "make it writable")   # what to do about an OSError
+exhausted(error)                  # the error of a run if a machine has no more files, disk or memory
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +19,27 @@ from pathlib import Path
 from pipeline.errors import CheckpointError, GraphError, Problem
 from pipeline.rundir import private
 
+_WAYS_OUT = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space or raise the quota",
+    errno.EIO: "repair the disk, or copy the run directory to another one",
+    errno.EROFS: "mount its file system for writing",
+    errno.EACCES: "let this user write there",
+    errno.EPERM: "let this user write there",
+    errno.ENOMEM: "free memory",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or close those that your code opens",
+    errno.ENFILE: "raise the system's limit on open files (fs.file-max)",
+    errno.EBADF: "let your code close only files that it opened",
+    errno.ENOENT: "leave the run directory in its place until the run has ended",
+    errno.ESTALE: "leave the run directory in its place until the run has ended",
+    errno.EINVAL: "move away what has the name of this file",
+    errno.EISDIR: "move away what has the name of this file",
+    errno.ENOTDIR: "move away what has the name of this folder",
+    errno.EEXIST: "move away what has the name of this folder",
+    errno.ELOOP: "move away the symbolic link that has the name of this file",
+}
+_EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
@@ -32,6 +56,21 @@ def refuse_password(address: str, *, flag: str, fix: str) -> None:
         )
 
 
+def way_out(error: OSError, otherwise: str) -> str:
+    """Return what to do about a file that could not be written; `otherwise` if the error does not say enough."""
+    return _WAYS_OUT.get(error.errno or 0, otherwise)
+
+
+def exhausted(error: OSError) -> CheckpointError | None:
+    """Return the error to report if this one says that the machine has no more of something: files, disk, memory. None
+    if it says something else."""
+    if error.errno not in _EXHAUSTED:
+        return None
+    what, fix = f"the run cannot go on: {error.strerror}", f"{_WAYS_OUT[error.errno]}, then --resume"
+    where, why = str(error.filename or "this process"), "its checkpoints are complete"
+    return CheckpointError(Problem(where=where, what=what, why=why, fix=fix))
+
+
 @contextmanager
 def recording(path: Path | str) -> Iterator[None]:
     """Turn an OSError of this block, which writes `path`, into a CheckpointError."""
@@ -43,7 +82,7 @@ def recording(path: Path | str) -> Iterator[None]:
                 where=str(path),
                 what=f"the record could not be written: {error.strerror or error}",
                 why="a run goes on only while it is recorded; its checkpoints are complete",
-                fix="free disk space, or repair the disk, then --resume",
+                fix=f"{way_out(error, 'free disk space, or repair the disk')}, then --resume",
             )
         ) from error
 

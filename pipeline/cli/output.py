@@ -1,27 +1,30 @@
-"""Output that outlives its reader: a run goes on if the reader of its stdout or stderr leaves, as `head` does, if the
-disk of its log is full, and if they are closed from the start."""
+"""Output that outlives its reader: a run goes on if the reader of its stdout or stderr leaves, as `head` does, or stops
+reading, if the disk of its log is full, and if they are closed from the start."""
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+FULL_S = 10.0  # how long a run waits for a reader that does not read, once
+
 
 @contextmanager
 def outliving(record: str) -> Iterator[None]:
-    """Within the context, drop what is printed to a pipe that nobody reads any more, or that cannot be written. If it
-    is stdout, say so once on stderr; `record` names where the output can be found."""
+    """Within the context, drop what is printed to a pipe that nobody reads, or that cannot be written. If it is stdout,
+    say so once on stderr; `record` names where the output can be found."""
     before = sys.stdout, sys.stderr
     rest = f"the run goes on, and its record is in {record}"
-    sys.stdout, sys.stderr = _TextStream(before[0], rest), _TextStream(before[1], "")
+    ours = sys.stdout, sys.stderr = _TextStream(before[0], rest), _TextStream(before[1], "")
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in ours:  # user code may have put others in their place
+            stream.end()
         sys.stdout, sys.stderr = before
 
 
@@ -43,30 +46,58 @@ def discard(stream: TextIO) -> None:
 
 
 class _TextStream:
-    """A text stream that writes to nowhere once its pipe is closed or its disk fails, and then says so on stderr."""
+    """A text stream that writes to nowhere once its pipe is closed or its disk fails, and while its pipe is full, and
+    then says so on stderr. User code cannot close it."""
 
     def __init__(self, stream: TextIO, rest: str) -> None:
-        self._stream, self._rest = stream, rest
+        self._stream, self._rest, self._wait_s, self._said = stream, rest, FULL_S, ""
 
     def write(self, text: str) -> int:
         try:
-            return self._stream.write(text)
+            return self._stream.write(text) if self._takes() else len(text)
         except OSError as error:
             self._leave(error)
             return len(text)
 
     def flush(self) -> None:
         try:
-            self._stream.flush()
+            if self._takes():
+                self._stream.flush()
         except OSError as error:
             self._leave(error)
 
+    def close(self) -> None:
+        self.flush()
+
+    def end(self) -> None:
+        """Flush, or discard what is left: at the exit of the process the flush would wait for the reader."""
+        self.flush()
+        if not self._takes():
+            self._discard()
+
+    def _takes(self) -> bool:
+        """Return whether the stream can be written without waiting, for more than `FULL_S` in all, for its reader."""
+        try:
+            ready = select.select([], [self._stream.fileno()], [], self._wait_s)[1]
+        except (OSError, ValueError):  # it has no file, or writing says what is wrong
+            return True
+        if not ready:
+            self._wait_s = 0.0
+            self._say(f"nobody has read the output for {FULL_S:g} s")
+        return bool(ready)
+
     def _leave(self, error: OSError) -> None:
+        self._discard()
+        pipe = isinstance(error, BrokenPipeError)
+        self._say("nobody reads the output any more" if pipe else f"the output cannot be written ({error.strerror})")
+
+    def _discard(self) -> None:
         with suppress(OSError):
             discard(self._stream)
-        if self._rest:
-            pipe = isinstance(error, BrokenPipeError)
-            why = "nobody reads the output any more" if pipe else f"the output cannot be written ({error.strerror})"
+
+    def _say(self, why: str) -> None:
+        if self._rest and why != self._said:
+            self._said = why
             print(f"{why}; {self._rest}", file=sys.stderr, flush=True)
 
     def __getattr__(self, name: str) -> Any:

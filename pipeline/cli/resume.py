@@ -57,6 +57,7 @@ def describe(
     run_dir: RunDir, file: GraphFile, planned: Plan, values: dict[str, Any], executor: str, argv: list[str], seed: int
 ) -> None:
     """Write run.json and a copy of the graph file."""
+    source = Path(file.module.__file__ or file.path)  # absolute, as the graph file may leave the working directory
     record = RunRecord(
         graph=planned.name,
         file=str(file.path),
@@ -67,16 +68,17 @@ def describe(
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
-        git=_git(file.path.parent),
+        git=_git(source.parent),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
     replace(run_dir.run_json, msgspec.json.format(msgspec.json.encode(record)))
     with recording(run_dir.graph):
-        shutil.copyfile(file.path, private(run_dir.graph))
+        shutil.copyfile(source, private(run_dir.graph))
 
 
-def recorded(path: str | None) -> RunRecord:
-    """Return the record of the run to resume. Raises GraphError if `path` is not a run directory."""
+def recorded(path: str | None, here: Path = Path()) -> RunRecord:
+    """Return the record of the run to resume, by its path from `here`. Raises GraphError if `path` is not a run
+    directory."""
     if path is None:
         raise GraphError(
             Problem(
@@ -86,7 +88,7 @@ def recorded(path: str | None) -> RunRecord:
                 fix="--run-dir RUN --resume",
             )
         )
-    record = RunDir(Path(path)).run_json
+    record = RunDir(here / path).run_json
     if not record.is_file():
         raise GraphError(
             Problem(

@@ -8,6 +8,7 @@ one checkpoint at a time: if it is too slow for `checkpoint_every`, it slows the
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,8 @@ class Folders:
     def __init__(self, graph: Graph, run_dir: RunDir | None, executor: Executor, journal: Journal) -> None:
         self._graph, self._schedule = graph.name, graph.schedule
         self._run_dir, self._executor, self._journal = run_dir, executor, journal
+        if run_dir:
+            self._place = run_dir.path.stat()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: deque[_Written] = deque()
         self._complete = 0
@@ -68,8 +71,9 @@ class Folders:
                 checkpoint.clean(run_dir)
             self._journal.flush()  # a checkpoint is never ahead of the record
             start_s = self._journal.clock.now_s
-            checkpoint.check_room(run_dir, checkpoint.last_bytes(run_dir) or self._executor.saved_bytes())
             with checkpoint.writing(run_dir.checkpoints):
+                self._check_place(run_dir)
+                checkpoint.check_room(run_dir, checkpoint.last_bytes(run_dir) or self._executor.saved_bytes())
                 draft = checkpoint.Draft(run_dir, decision.step + 1)
                 with draft.kept():
                     self._executor.hold(draft.folder)
@@ -102,6 +106,18 @@ class Folders:
         self._journal.checkpointed(step, folder.name, manifest.size_bytes, written.start_s)
         self._journal.flush()
         self._remove_old(run_dir, step + 1)
+
+    def _check_place(self, run_dir: RunDir) -> None:
+        """Raise an error if the run directory has been moved: its record goes on where it is now."""
+        if not os.path.samestat(run_dir.path.stat(), self._place):
+            raise CheckpointError(
+                Problem(
+                    where=str(run_dir.path),
+                    what="another folder has taken the place of the run directory",
+                    why="the record and the checkpoints of a run lie in one folder",
+                    fix="move the run directory back, then --resume",
+                )
+            )
 
     def _manifest(self, written: _Written) -> checkpoint.Manifest:
         """Return the manifest of a checkpoint once its files are written. Raises CheckpointError."""

@@ -163,10 +163,9 @@ class Loop:
         finally:
             self.checkpoints.end(wait=False)
             self.rows.close()
-            self.executor.close()
-            self.oversight.close()
-            with nullcontext() if complete else suppress(CheckpointError):  # the error that ended the run says more
-                self.journal.close()
+            for close in (self.executor.close, self.oversight.close, self.journal.close):
+                with nullcontext() if complete else suppress(CheckpointError, OSError):  # the first error says more
+                    close()
 
     def _loop(self) -> None:
         oversight, scheduler = self.oversight, self.scheduler

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 STDERR = 2
+AT_ONCE_S = 10.0  # from a second signal to the end of the process, whatever holds it up
+LAST_S = 5.0  # from a signal to the end of a process whose run is over: nobody may read its last output
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
@@ -27,8 +29,8 @@ class Termination:
     """`asked` is true once the run should stop; `exit_code` is what shells report for a process that the first signal
     ended, 128 + its number."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+        self.asked, self._leave = False, leave
         self.exit_code = 128 + signal.SIGTERM
         self._starting = False
         self._before: dict[int, Any] = {}
@@ -54,20 +56,36 @@ class Termination:
             self._starting = False
 
     def over(self) -> None:
-        """Ignore the signals from now on: the run has ended, and its final output should be complete."""
+        """Let a signal end the process `LAST_S` later from now on: the run has ended, and its last output should be
+        complete."""
         for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, self._take_late)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.asked:
-            signal.signal(number, signal.SIG_DFL)  # a third one ends the process at once
+            signal.signal(number, signal.SIG_DFL)  # a third one ends the process without a word
+            self._leave_in(AT_ONCE_S, self.exit_code)
             raise SystemExit(self.exit_code)
         self.asked, self.exit_code = True, 128 + number
         if self._starting:
             _say(f"{name}: the run ends; its workers are still starting\n")
             raise SystemExit(self.exit_code)
         _say(f"{name}: a step in training will be finished and saved; a second {name} ends the run at once\n")
+
+    def _take_late(self, number: int, frame: FrameType | None) -> None:
+        self._leave_in(LAST_S, self.exit_code if self.asked else 128 + number)
+
+    def _leave_in(self, wait_s: float, code: int) -> None:
+        """End the process after this time, if it has not ended by then: a disk or a reader may hold it up."""
+
+        def leave() -> None:
+            _say(f"not ended {wait_s:g} s after a signal: the process ends now\n")
+            self._leave(code)
+
+        timer = threading.Timer(wait_s, leave)
+        timer.daemon = True
+        timer.start()
 
 
 def _say(text: str) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 START_S = 120.0  # for Ray to come up
 STOP_S = 20.0  # for Ray to shut down, before everything is killed
@@ -68,6 +68,12 @@ class Keeper:
         except BaseException:
             _end(process, folder)
             raise
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """The pipe whose end ends Ray."""
+        assert self.process.stdin
+        return self.process.stdin
 
     def close(self) -> None:
         """Shut Ray down, with all its processes. Idempotent."""

@@ -55,6 +55,7 @@ from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, s
 from pipeline.executors.task_calls import Offer, Stream, TaskCalls
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import TaskResult, WorkerSettings
+from pipeline.forks import closed_in_copies
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
 from pipeline.precedence import worker_hook
@@ -339,6 +340,7 @@ class RayExecutor:
                 for variable, value in QUIET.items():
                     os.environ.setdefault(variable, value)
                 self._keeper = Keeper.start(options | self._own(plan))
+                closed_in_copies(self._keeper.stdin)
                 self._watch_store(self._keeper.address)
             address = self._keeper.address if self._keeper else self._address
             with _kept_handler(signal.SIGTERM):  # Ray installs its own

@@ -26,7 +26,7 @@ from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import keys_of
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Output, StageContext, Task
-from pipeline.errors import GraphError, Problem, SluiceError, user_error, user_line
+from pipeline.errors import GraphError, Problem, SluiceError, as_os_error, user_error, user_line
 from pipeline.executors import returned
 from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.precedence import for_another_python
@@ -35,12 +35,11 @@ from pipeline.precedence import for_another_python
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
     """Write task and columns to `folder`, in place of what it holds. Texts go to JSON, tensors to safetensors. A disk
     that is full or fails leaves none: the failure that they are for says more."""
-    from safetensors import SafetensorError
-
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        _write(folder, task, columns)
-    except (OSError, SafetensorError):
+        with as_os_error(folder):
+            _write(folder, task, columns)
+    except OSError:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.declare.held import Copies, Saves, Weighs
-from pipeline.errors import CALLED, SluiceError
+from pipeline.errors import CALLED, Problem, SluiceError, StageError, shown
 from pipeline.executors.host_memory import free_bytes
-from pipeline.record.checkpoint import writing
+from pipeline.record.checkpoint import files_below, writing
 
 ROOM = 0.8  # of the free memory of a host: the most that copies take
 Fails = Callable[[str, BaseException], SluiceError]
@@ -32,7 +33,7 @@ class Saving:
             place = folder / name
             with self._named(name, place):
                 place.mkdir(parents=True, exist_ok=True)
-                write = runner.copied() if isinstance(runner, Copies) and _has_room(runner, ranks) else None
+                write = runner.copied() if isinstance(runner, Copies) and _has_room(ranks * _weight(runner)) else None
                 if write is None:
                     runner.save(place)
                 else:
@@ -44,6 +45,26 @@ class Saving:
         for write in writes:
             write.result()
 
+    def files(self, names: Iterable[str], folder: Path) -> dict[str, int]:
+        """Return the size of each file that these stages have below `folder`, by its path below it. Call it when no
+        rank writes: a file may have another name while it is written. Raises CheckpointError if a stage has left what
+        a resume could not read."""
+        sizes: dict[str, int] = {}
+        for name in names:
+            with self._named(name, folder / name):
+                sizes |= {file: path.stat().st_size for file, path in files_below(folder, folder / name)}
+        return sizes
+
+    def size_bytes(self, runners: Mapping[str, Saves]) -> int:
+        """Return how many bytes `hold` writes, as far as the runners know. Raises StageError if one does not say it in
+        numbers."""
+        total = 0
+        for name, runner in runners.items():
+            if isinstance(runner, Weighs):
+                with self._named(name, Path(name)):
+                    total += _weight(runner)
+        return total
+
     def close(self) -> None:
         """Write no more."""
         self._disk.shutdown(wait=False, cancel_futures=True)
@@ -54,22 +75,23 @@ class Saving:
 
     @contextmanager
     def _named(self, name: str, place: Path) -> Iterator[None]:
-        """Raise CheckpointError if the disk is full or fails, and the stage's error for everything else."""
+        """Raise CheckpointError if the disk of `place` is full or fails, and the stage's error for everything else."""
         with writing(place):
             try:
                 yield
-            except OSError:
-                raise
             except CALLED as error:
+                if isinstance(error, OSError) and str(error.filename or place).startswith(str(place)):
+                    raise
                 raise self._fails(name, error) from error
 
 
-def listed(places: Iterable[Path], folder: Path) -> dict[str, int]:
-    """Return the size of each file in `places`, by its path below `folder`. Call it when no rank writes: a file may
-    have another name while it is written."""
-    files = [path for place in places for path in place.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+def _weight(runner: Weighs) -> int:
+    size_bytes = runner.saved_bytes()
+    if isinstance(size_bytes, int | float) and 0 <= size_bytes < math.inf:
+        return int(size_bytes)
+    what, why = f"it returned {shown(size_bytes)}", "the free space and memory are checked against it"
+    raise StageError(Problem(where="saved_bytes()", what=what, why=why, fix="return a number of bytes, 0 or more"))
 
 
-def _has_room(runner: Weighs, ranks: int) -> bool:
-    return ranks * runner.saved_bytes() <= ROOM * free_bytes()
+def _has_room(size_bytes: int) -> bool:
+    return size_bytes <= ROOM * free_bytes()

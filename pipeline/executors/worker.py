@@ -12,9 +12,10 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.declare.abilities import Shows, stamped_by, stamps_of
 from pipeline.declare.columns import Columns, group_bytes, in_order, size_bytes
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta, groups_of, keys_of
-from pipeline.declare.held import Closes, Saves, Sleeps, Weighs
+from pipeline.declare.held import Closes, Saves, Sleeps
 from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.sharding import Shard
 from pipeline.declare.stage import Stage
@@ -47,7 +48,8 @@ from pipeline.errors import (
 from pipeline.executors import replay, returned
 from pipeline.executors.meter import Meter
 from pipeline.executors.policy_versions import Versions, versions_of
-from pipeline.executors.saving import Saving, listed
+from pipeline.executors.saving import Saving
+from pipeline.forks import Original
 from pipeline.plan.planner import sample_fields
 from pipeline.plan.samples import KeepSamples, keep_vocabulary
 from pipeline.record import trace
@@ -132,6 +134,7 @@ class Worker:
         self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
         self._saving = Saving(self._unsaved)
+        self._original = Original()
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
         """Open the store where the ranks of this group meet. Returns its port on `host`. For rank 0, before `join`."""
@@ -164,7 +167,9 @@ class Worker:
         )
         for stage in self.stages.values():
             try:
-                self._runners[stage.name] = returned.runner(stage, stage.setup(context))
+                with self._original.only(stage.name):
+                    made = stage.setup(context)
+                self._runners[stage.name] = returned.runner(stage, made)
                 self._keep_vocabulary(stage, context)
             except CALLED as error:
                 return self._error(stage, error, "setup failed")
@@ -208,7 +213,8 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            produced = self._runners[stage.name](given(stage, columns), task)
+            with self._original.only(stage.name):
+                produced = self._runners[stage.name](given(stage, columns), task)
             if stage.updates is not None and self._stamps and self._stamps.name in columns:
                 result.events.append(self._trained(stage, task, keys, columns))
             self._keep(stage, task, keys, columns, [produced], result)
@@ -236,7 +242,8 @@ class Worker:
         try:
             task, columns = self._inputs(stage, task, meta, cleared, result)
             keys = meta.keys if meta is not None else self._mint(task)
-            async for outputs in _gathered(self._runners[stage.name](given(stage, columns), task), linger_s):
+            produced = self._runners[stage.name](given(stage, columns), task)
+            async for outputs in _gathered(produced, linger_s, partial(self._original.check, stage.name)):
                 weights = await asyncio.to_thread(self._keep, stage, task, keys, columns, outputs, result, left)
                 for name, value in result.metrics.items():
                     metrics[name] = metrics.get(name, 0.0) + weights[name] * value
@@ -263,7 +270,9 @@ class Worker:
         if start_s is None:
             start_s = self._begin(task, alone=True)
         try:
-            output = returned.output(stage, self._runners[stage.name](rendezvous, task), self._all_stages)
+            with self._original.only(stage.name):
+                produced = self._runners[stage.name](rendezvous, task)
+            output = returned.output(stage, produced, self._all_stages)
             result.metrics = {_full(stage, name): value for name, value in output.metrics.items()}
             result.weights = output.weights
         except (PeerLost, Unfit) as error:  # the run may continue
@@ -291,14 +300,14 @@ class Worker:
     def files(self, folder: Path) -> dict[str, int]:
         """Return the size of each file that the stages of this rank have in the checkpoint `folder`, by its path below
         it. Call it when all ranks have `saved`; may be called from another thread."""
-        return listed((folder / name for name in self._stateful()), folder)
+        return self._saving.files(self._stateful(), folder)
 
     def _unsaved(self, stage: str, error: BaseException) -> SluiceError:
         return self._error(self.stages[stage], error, "failed to save its state")
 
     def saved_bytes(self) -> int:
         """Return how many bytes `hold` writes, as far as the runners know."""
-        return sum(runner.saved_bytes() for runner in self._stateful().values() if isinstance(runner, Weighs))
+        return self._saving.size_bytes(self._stateful())
 
     def _stateful(self) -> dict[str, Saves]:
         """Return the runners that this rank saves, by stage."""
@@ -565,19 +574,25 @@ class Worker:
         return user_error(error, stage=stage.name, where=str(stage.location), when=when, log=log)
 
 
-async def _gathered(produced: AsyncIterator[Output], linger_s: float) -> AsyncIterator[list[Output]]:
-    """Yield everything that a stream yielded since the last iteration. It keeps running while the consumer is busy."""
+async def _gathered(
+    produced: AsyncIterator[Output], linger_s: float, check: Callable[[], None]
+) -> AsyncIterator[list[Output]]:
+    """Yield everything that a stream yielded since the last iteration. It keeps running while the consumer is busy.
+    `check` is called each time that the stream has run."""
     waiting: list[Output] = []
     came = asyncio.Event()
 
     async def take() -> None:
         try:
             async for output in produced:
+                check()
                 waiting.append(returned.own(output))
                 came.set()
         except Exception:
+            check()
             raise
         except BaseException as error:  # in a task it would end the event loop, or pass as a cancellation
+            check()
             task = asyncio.current_task()
             if (task and task.cancelling()) or not is_users(error):
                 raise

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline import precedence
+from pipeline.forks import closed_in_copies
 from pipeline.rundir import RunDir
 
 LAST_S = 60.0  # time to send the remaining metrics
@@ -29,10 +30,11 @@ def beside(run_dir: RunDir, wanted: Mapping[str, str]) -> Iterator[None]:
             stdin=subprocess.PIPE, stdout=file, stderr=file,
             start_new_session=True,  # so that Ctrl-C reaches only the run
         )  # fmt: skip
+    assert process.stdin is not None
+    closed_in_copies(process.stdin)
     try:
         yield
     finally:
-        assert process.stdin is not None
         process.stdin.close()
         try:
             failed = process.wait(LAST_S) != 0

@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline import precedence
 from pipeline.errors import CheckpointError, GraphError, Problem
+from pipeline.forks import closed_in_copies
 from pipeline.reading import decode
 from pipeline.rundir import RunDir
 
@@ -68,6 +69,8 @@ class _MirrorProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches only the run
         )  # fmt: skip
+        assert self._process.stdin is not None
+        closed_in_copies(self._process.stdin)
         self._reader = threading.Thread(target=self._read, daemon=True, name="mirror")
         self._reader.start()
 

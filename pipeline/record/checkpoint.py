@@ -8,7 +8,6 @@ removed have other names, so whatever is called `step_...` was complete once.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -16,20 +15,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from pipeline.errors import CheckpointError, Problem, naming
 from pipeline.reading import Count, decode, reason
 from pipeline.rundir import RunDir
+from pipeline.writing import way_out
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_FIXES = {
-    errno.ENOSPC: "free disk space",
-    errno.EDQUOT: "free disk space or raise the quota",
-    errno.EIO: "repair the disk, or copy the run directory to another one",
-}
 _ANOTHER = "resume from another step (--resume STEP), or start again in another folder"
 SEEN_S, LOOK_S = 60.0, 0.1  # how long a network file system may take to show a file, and how often we look
 _UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
@@ -103,10 +99,11 @@ class Draft:
         )
 
     def finish(self, *, graph: str, next_group: int, seed: int, pending: tuple[int, ...] = ()) -> Manifest:
-        """Sync the files and folders, then write the manifest."""
+        """Sync the files and folders, then write the manifest. Raises CheckpointError for what a resume could not
+        read."""
         files = {}
-        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
-            files[str(path.relative_to(self.folder))] = SavedFile(path.stat().st_size, _sha256(path))
+        for name, path in sorted(files_below(self.folder, self.folder)):
+            files[name] = SavedFile(path.stat().st_size, _sha256(path))
         sync_all(self.folder)
         manifest = Manifest(
             format=FORMAT,
@@ -155,6 +152,35 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def files_below(folder: Path, place: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files in the folder `place`, each with its path below `folder`. Raises CheckpointError for anything
+    else there but folders, for a name that is no text, and if `place` is no folder."""
+    if place.is_symlink() or not place.is_dir():
+        raise _unkept(place, "is not there, or no folder", "a checkpoint has a folder for each stage with state")
+    for parent, folders, files in os.walk(place, onerror=_raise):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                kind = "a symbolic link" if path.is_symlink() else "neither a file nor a folder"
+                raise _unkept(path, f"is {kind}", "a checkpoint is files, which can be checked and copied")
+            if not _is_text(name := str(path.relative_to(folder))):
+                raise _unkept(path, "has a name that is not UTF-8", "the manifest of a checkpoint lists names")
+            if path.is_file():
+                yield name, path
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # what stands for bytes that are not UTF-8
+
+
+def _unkept(path: Path, what: str, why: str) -> CheckpointError:
+    fix = "let save() and what copied() returns write files into the folder that they are given"
+    return CheckpointError(Problem(where=str(path), what=f"what was saved {what}", why=why, fix=fix))
+
+
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
     """Turn an OSError of this block into the error of a checkpoint that could not be written; `where` is its place if
@@ -167,7 +193,7 @@ def writing(where: Path) -> Iterator[None]:
                 where=str(error.filename or where),
                 what=f"a checkpoint could not be written: {error.strerror or error}",
                 why="the run must be able to resume; earlier checkpoints are complete",
-                fix=f"{_FIXES.get(error.errno or 0, 'make the folder writable')}, then --resume",
+                fix=f"{way_out(error, 'make the folder writable')}, then --resume",
             )
         ) from error
 

@@ -13,11 +13,13 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 
 import msgspec
 
 from pipeline.errors import GraphError, Problem, naming
+from pipeline.forks import closed_in_copies
 from pipeline.reading import decode
 from pipeline.rundir import RunDir, private
 
@@ -42,7 +44,8 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
         file = private(run_dir.lock).open("a+b", buffering=0)  # nothing is left to write when it is closed
     except OSError as error:
         raise GraphError(_unwritable(where, error)) from error
-    with file:
+    with ExitStack() as ends:
+        ends.callback(_close, file)
         warning = None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +54,7 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
                 file.seek(0)
                 raise GraphError(_written(where, file.read())) from None
             warning = _unlocked(where, error)
-        os.register_at_fork(after_in_child=file.close)  # a forked child may outlive this process
+        closed_in_copies(file)  # a copy may outlive this process
         try:
             with naming(run_dir.lock):
                 file.truncate(0)
@@ -59,6 +62,11 @@ def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
         except OSError as error:
             raise GraphError(_unwritable(where, error)) from error
         yield warning
+
+
+def _close(file: FileIO) -> None:
+    with suppress(OSError):  # user code may have closed it
+        file.close()
 
 
 def _written(where: str, content: bytes) -> Problem:

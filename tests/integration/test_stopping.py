@@ -3,8 +3,10 @@ nothing; a run that was killed leaves no process behind."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -21,6 +23,7 @@ import pytest
 
 from pipeline.cli.load import load
 from pipeline.cli.resume import cut_metrics
+from pipeline.engine import termination
 from pipeline.engine.driver import Driver
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError
@@ -40,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 SCHEDULES: list[dict[str, Any]] = [{}, {"max_staleness": 2}]
 SCHEDULES += [SCHEDULES[1] | {"on_stale": "drop", "refit": "in_flight"}]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+WAIT_S = 60.0
 COMMAND = [sys.executable, "-m", "pipeline.run", str(NUMBERS)]
 
 
@@ -52,10 +56,10 @@ def stopped(file: Path, flags: dict[str, Any], folder: Path, *, at: int, after_s
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     before = signal.getsignal(signal.SIGTERM)
-    with Termination() as termination:
-        driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=termination)
+    with Termination() as asked:
+        driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir, on_step=done, termination=asked)
         driver.execute()
-    assert driver.stopped and termination.asked and signal.getsignal(signal.SIGTERM) == before
+    assert driver.stopped and asked.asked and signal.getsignal(signal.SIGTERM) == before
     assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]
     return run_dir, run_dir.checkpoint_steps()[-1]
 
@@ -317,8 +321,50 @@ def test_a_run_that_is_asked_to_stop_before_it_begins_trains_nothing(tmp_path):
     assert driver.stopped and not events(run_dir, trace.Trained)
 
 
-def test_nothing_that_comes_late_cuts_off_what_a_run_says_at_its_end():
-    with Termination() as termination:
-        termination.over()
+def test_a_signal_that_comes_late_lets_a_run_say_its_last_words_but_ends_it(monkeypatch, capfd):
+    monkeypatch.setattr(termination, "LAST_S", 0.2)
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with Termination(left.put) as asked:
+        asked.over()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not termination.asked
+        assert not asked.asked and left.empty()
+        assert left.get(timeout=WAIT_S) == 143
+    assert "not ended 0.2 s after a signal" in capfd.readouterr().err
+
+
+def test_a_second_signal_does_not_wait_for_what_holds_the_run_up(monkeypatch):
+    monkeypatch.setattr(termination, "AT_ONCE_S", 0.2)
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with Termination(left.put):
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert left.get(timeout=WAIT_S) == 128 + signal.SIGHUP
+
+
+@pytest.mark.journal_expected("I5", "I8", "record")
+def test_a_run_whose_output_is_not_read_goes_on_and_stops_when_asked(tmp_path):
+    """Its reader is there and does not read, as `less` does after its first page."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    run_dir = RunDir(tmp_path / "run")
+    flags = ("--executor", "local", "--run-dir", str(run_dir.path), "--steps", "10000", "--plain")
+    with open("/dev/null", "rb") as nothing, open(writer, "wb") as to:
+        first = ("from pipeline.cli import output", "output.FULL_S = 1.0", "from pipeline import run")
+        program = "\n".join((*first, f"run.main({[str(NUMBERS), *flags]})"))
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, stdin=nothing, stdout=to,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert b"numbers: 10000 steps" in os.read(reader, 100)
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x")
+        os.set_blocking(writer, True)
+        assert "nobody has read the output for 1 s; the run goes on" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    os.close(reader)
+    assert "a second SIGTERM ends the run at once" in told and "resume: " in told
+    assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections import Counter, namedtuple
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,10 @@ from pipeline.plan.planner import plan
 from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
 from pipeline.schedule.events import Save
+from pipeline.writing import exhausted
 from stages.backends.model import tensor_files
 from stages.backends.model.build import character_tokenizer
-from tests.errors.harness import PROBLEM, command, live_text
+from tests.errors.harness import PROBLEM, SCORE, command, live_text
 from tests.unit import tiny_graph
 
 LOCAL = ("graph.py", "--executor", "local", "--run-dir", "run", "--steps", "3")
@@ -264,9 +266,8 @@ def test_a_run_ends_with_one_line_and_code_6_and_resumes_once_there_is_room(tmp_
     problem, way_on = err.splitlines()
     assert code == 6
     where = PROBLEM.fullmatch(problem)["where"]  # which fails first is open
-    fix = "free disk space" if where.startswith("run/checkpoints/") else "free disk space, or repair the disk"
     assert where.startswith(("run/checkpoints/", "run/samples/"))
-    assert "No space left on device" in problem and problem.endswith(f"Fix: {fix}, then --resume")
+    assert "No space left on device" in problem and problem.endswith("Fix: free disk space, then --resume")
     assert way_on.startswith("resume: ")
     assert command(tmp_path, *LOCAL, "--resume")[0] == 0
     assert RunDir(tmp_path / "run").checkpoint_steps()[-1] == 3
@@ -416,3 +417,105 @@ class Full:
         if self._file.name.endswith("events.jsonl"):
             raise self._error
         self._file.flush()
+
+
+MOVES = {
+    "moved": ("os.rename('run', 'moved')", "run: a checkpoint could not be written: No such file or directory"),
+    "replaced": (
+        "os.rename('run', 'moved'); shutil.copytree('moved', 'run')",
+        "run: another folder has taken the place of the run directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("moved", MOVES)
+def test_a_run_directory_that_is_moved_ends_the_run_and_its_record_stays_whole(tmp_path, moved):
+    line, said = MOVES[moved]
+    score = f"""import os, shutil
+
+def score(prompt: str, answer: str) -> float:
+    if os.path.exists('go') and not os.path.exists('moved'):
+        {line}
+    return 1.0
+
+
+"""
+    (tmp_path / "graph.py").write_text(live_text(score))
+    assert command(tmp_path, *LOCAL[:-1], "1")[0] == 0
+    (tmp_path / "go").touch()
+    code, _, err = command(tmp_path, *LOCAL, "--resume")
+    assert code == 6 and err.startswith(said), err
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    (tmp_path / "moved").rename(tmp_path / "run")
+    (tmp_path / "go").unlink()
+    assert command(tmp_path, *LOCAL, "--resume")[0] == 0
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [1, 2, 3]
+
+
+def test_a_reward_may_leave_the_working_directory(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text(SCORE.replace("return", "__import__('os').chdir('/'); return")))
+    code, out, err = command(tmp_path, *LOCAL)
+    assert (code, err) == (0, "")
+    assert "continue                 python -m pipeline.run graph.py --executor local --run-dir run --resume" in out
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [1, 2, 3]
+
+
+IN_ITS_PLACE = {
+    "a socket": "socket.socket(socket.AF_UNIX).bind('run/metrics.jsonl')",
+    "a pipe": "os.mkfifo('run/metrics.jsonl')",
+    "a link to nothing": "os.symlink('/nowhere/at/all', 'run/metrics.jsonl')",
+    "a folder": "os.mkdir('run/metrics.jsonl')",
+}
+
+
+@pytest.mark.parametrize("made", IN_ITS_PLACE)
+def test_what_takes_the_place_of_a_file_of_the_record_is_named(tmp_path, made):
+    line = f"    if not os.path.lexists('run/metrics.jsonl'): {IN_ITS_PLACE[made]}\n    return"
+    (tmp_path / "graph.py").write_text(live_text("import os, socket\n\n" + SCORE.replace("    return", line)))
+    code, _, err = command(tmp_path, *LOCAL)
+    assert code == 6
+    assert err.startswith("run/metrics.jsonl: the record could not be written: it is not a file; ")
+    assert "Fix: move away what has the name of this file, then --resume" in err
+
+
+def test_a_machine_without_more_files_is_an_error_of_its_own(tmp_path):
+    """A reward that opens files and closes none."""
+    score = """import os
+
+HELD = []
+
+def score(prompt: str, answer: str) -> float:
+    HELD.append(os.open("/dev/null", os.O_RDONLY))
+    if len(HELD) == 8:  # after step 2; none is left for the driver
+        HELD.extend(iter(taken, None))
+    return 1.0
+
+
+def taken():
+    try:
+        return os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        return None
+
+
+"""
+    (tmp_path / "graph.py").write_text(live_text(score))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    try:
+        code, _, err = command(tmp_path, *LOCAL)
+    finally:
+        module = next(module for name, module in sys.modules.items() if name.startswith("sluice_graph_graph"))
+        for held in getattr(module, "HELD", []):
+            os.close(held)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert code == 6, err
+    assert "Too many open files" in err and "Fix: raise the limit on open files (ulimit -n), or close those" in err
+    assert err.splitlines()[-1].startswith("resume: ")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.ENOMEM])
+def test_an_error_of_the_machine_that_no_rule_expects_is_one_line(number):
+    error = exhausted(OSError(number, os.strerror(number)))
+    assert error is not None and error.problems[0].where == "this process"
+    assert exhausted(OSError(errno.EPERM, "Not permitted")) is None

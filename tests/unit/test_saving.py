@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from pipeline.errors import CheckpointError, Problem, StageError
 from pipeline.executors import saving
 from pipeline.executors.host_memory import free_bytes
 from pipeline.executors.local import LocalExecutor
-from pipeline.executors.saving import Saving, listed
+from pipeline.executors.saving import Saving
 from pipeline.plan.planner import plan
 from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
@@ -61,7 +63,7 @@ def test_a_copy_is_written_while_the_state_changes(tmp_path):
     assert not (tmp_path / "train/state").exists()
     runner.may_write.set()
     worker.finish()
-    assert listed([tmp_path / "train"], tmp_path) == {"train/state": 3}
+    assert worker.files(["train"], tmp_path) == {"train/state": 3}
     assert (tmp_path / "train/state").read_text() == "old"
     worker.finish()  # nothing is left
 
@@ -92,6 +94,7 @@ def test_a_runner_that_makes_no_copy_is_saved_at_once(tmp_path, monkeypatch):
     [
         (OSError(28, "No space left on device"), CheckpointError, "No space left on device"),
         (ArithmeticError("state is broken"), StageError, "train: state is broken"),
+        (FileNotFoundError(2, "No such file", "/a/file/of/the/user"), StageError, "train: .*/a/file/of/the/user"),
     ],
 )
 def test_a_write_that_fails_is_the_error_of_whoever_waits(tmp_path, error, kind, text):
@@ -100,6 +103,54 @@ def test_a_write_that_fails_is_the_error_of_whoever_waits(tmp_path, error, kind,
     runner.may_write.set()
     with pytest.raises(kind, match=text):
         worker.finish()
+
+
+def leave_nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def leave_a_link(folder: Path) -> None:
+    leave_nothing(folder)
+    folder.symlink_to(folder.parent)
+
+
+ODD = {
+    "a link to a file": (lambda folder: (folder / "x").symlink_to("/etc/passwd"), "train/x: .* is a symbolic link"),
+    "a link to a folder": (lambda folder: (folder / "x").symlink_to("/etc"), "train/x: .* is a symbolic link"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "x"), "train/x: .* is neither a file nor a folder"),
+    "a name": (lambda folder: (folder / "\udcff").touch(), r"train/\\udcff: .* has a name that is not UTF-8"),
+    "nothing": (leave_nothing, "train: .* is not there, or no folder"),
+    "another folder": (leave_a_link, "train: .* is not there, or no folder"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_no_resume_could_read_is_refused_when_it_is_written(tmp_path, monkeypatch, odd, copies):
+    leave, said = ODD[odd]
+    runner, worker = Runner(), Saving(lambda _, error: error)
+    monkeypatch.setattr(runner, "save", leave)
+    monkeypatch.setattr(runner, "copied", lambda: leave if copies else None)
+    worker.hold({"train": runner}, tmp_path, 1)
+    worker.finish()
+    with pytest.raises(CheckpointError, match=said):
+        worker.files(["train"], tmp_path)
+    draft = checkpoint.Draft(RunDir(tmp_path / "run").create(), 1)
+    (draft.folder / "train").mkdir()
+    leave(draft.folder / "train")
+    if odd not in ("nothing", "another folder"):  # of which only the stage's worker knows
+        with pytest.raises(CheckpointError, match=said):
+            draft.finish(graph="g", next_group=0, seed=0)
+
+
+@pytest.mark.parametrize("size", ["12", None, float("nan"), float("inf"), -1])
+def test_a_size_is_a_number_of_bytes(tmp_path, size):
+    worker = Saving(lambda _, error: error)
+    with pytest.raises(StageError, match=r"saved_bytes\(\): it returned .* Fix: return a number of bytes, 0 or more"):
+        worker.size_bytes({"train": Runner(size)})
+    with pytest.raises(StageError, match="it returned"):
+        worker.hold({"train": Runner(size)}, tmp_path, 1)
+    assert worker.size_bytes({"train": Runner(3), "other": Runner(4.0)}) == 7
 
 
 def memory(folder: Path, available_kib: int, **groups: tuple[str, int, int]) -> dict[str, Path]:

@@ -1,0 +1,48 @@
+"""Keeps copies of a process that user code forks out of its run.
+
+A copy that came back from that code would go on with the run, and write to its record and to its data plane. A copy
+that lives on holds the files of its original open, and a process that waits for the end of such a pipe would wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+STDERR, ENDED = 2, 70  # the exit code of a copy that we end: EX_SOFTWARE of sysexits.h
+
+
+class Original:
+    """The process that makes it."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @contextmanager
+    def only(self, stage: str) -> Iterator[None]:
+        """Run the code of a stage in the context, which only the original leaves."""
+        try:
+            yield
+        finally:
+            self.check(stage)
+
+    def check(self, stage: str) -> None:
+        """End this process if it is a copy."""
+        if os.getpid() == self._pid:
+            return
+        said = f"process {os.getpid()}, which stage {stage!r} forked, came back from its code: it ends; end it with "
+        with suppress(OSError):
+            os.write(STDERR, f"{said}os._exit(0)\n".encode())
+        os._exit(ENDED)
+
+
+def closed_in_copies(file: IO[bytes]) -> None:
+    """Close a file, in which nothing is left to write, in each copy of this process from now on."""
+
+    def close() -> None:
+        with suppress(OSError):
+            file.close()
+
+    os.register_at_fork(after_in_child=close)

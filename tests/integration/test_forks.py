@@ -1,0 +1,134 @@
+"""Processes that user code starts: a copy of the driver does not go on with its run, and nothing outlives the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline.forks import ENDED, Original, closed_in_copies
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+from tests.errors.harness import REPOSITORY, live_text
+
+WAIT_S = 30.0
+SCORE = """import os, subprocess, sys, time
+
+def score(prompt: str, answer: str) -> float:
+    {}
+    return 1.0
+
+
+"""
+STARTS = {
+    "a program": "subprocess.Popen(['sleep', {seconds!r}])",
+    "a program of a shell": "subprocess.Popen('sleep {seconds} & :', shell=True).wait()",
+    "a copy, and a copy of it": "os.fork() or (os.fork(), os.execvp('sleep', ['sleep', {seconds!r}]))",
+}
+
+
+def started(folder: Path, line: str) -> subprocess.Popen[str]:
+    (folder / "graph.py").write_text(live_text(SCORE.format(line)))
+    command = [sys.executable, "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def running(seconds: str) -> list[int]:
+    """Return the processes `sleep seconds`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if (entry / "cmdline").read_bytes().split(b"\0")[:2] == [b"sleep", seconds.encode()]:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for(number: int, seconds: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while (len(running(seconds)) > 0) is not (number > 0):
+        assert time.monotonic() < deadline_s, running(seconds)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("how", "copies"),  # of two steps of four samples; a copy that returns scores the rest of its step, with copies
+    [("return 1.0", 2 * (2**4 - 1)), ("sys.exit(3)", 2 * 4), ("raise ValueError('of a copy')", 2 * 4)],
+)
+def test_a_copy_that_comes_back_from_user_code_ends_and_the_run_goes_on(tmp_path, how, copies):
+    process = started(tmp_path, f"if os.fork() == 0: {how}")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    said = [line for line in err.splitlines() if "which stage 'reward' forked, came back from its code" in line]
+    assert len(said) == copies and said == err.splitlines()
+    run = RunDir(tmp_path / "run")
+    assert [event.step for _, event in trace.read(run.events) if isinstance(event, trace.StepEnded)] == [0, 1]
+    assert out.count("step 2/2") == 1
+
+
+@pytest.mark.parametrize("starts", STARTS)
+def test_what_user_code_has_started_ends_with_the_run(tmp_path, starts):
+    seconds = f"{3000 + os.getpid() / 1e7 + list(STARTS).index(starts) / 1e3}"
+    process = started(tmp_path, STARTS[starts].format(seconds=seconds))
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    wait_for(0, seconds)
+
+
+@pytest.mark.parametrize("starts", STARTS)
+def test_and_with_a_run_that_is_killed(tmp_path, starts):
+    seconds = f"{4000 + os.getpid() / 1e7 + list(STARTS).index(starts) / 1e3}"
+    process = started(tmp_path, f"{STARTS[starts].format(seconds=seconds)}; time.sleep(600)")
+    wait_for(1, seconds)
+    process.kill()
+    wait_for(0, seconds)
+    process.communicate(timeout=WAIT_S)
+
+
+def test_a_service_in_a_session_of_its_own_stays(tmp_path):
+    seconds = f"{5000 + os.getpid() / 1e7}"
+    quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
+    line = f"subprocess.Popen(['sleep', '{seconds}'], {quiet}, start_new_session=True)"
+    process = started(tmp_path, line)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    time.sleep(2.0)  # twice as long as the watcher takes to see the end
+    left = running(seconds)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(left) == 8
+
+
+def test_only_the_original_leaves_the_code_of_a_stage():
+    original = Original()
+    with original.only("reward"):
+        copy = os.fork()
+    if copy == 0:
+        os._exit(1)  # unreachable
+    assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == ENDED
+
+
+def test_a_copy_does_not_hold_a_pipe_open():
+    reader, writer = os.pipe()
+    file = open(writer, "wb")  # noqa: SIM115 - closed below
+    closed_in_copies(file)
+    copy = os.fork()
+    if copy == 0:
+        time.sleep(WAIT_S)
+        os._exit(0)
+    file.close()
+    try:
+        assert os.read(reader, 1) == b""  # at once, while the copy lives
+    finally:
+        os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+        os.close(reader)
