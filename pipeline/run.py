@@ -8,6 +8,7 @@ at once).
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -212,7 +213,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
         f"{asked.near(run_dir.path)}",
         flush=True,
     )
-    with Termination() as termination:
+    with Termination(os._exit) as termination:
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
             with shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):

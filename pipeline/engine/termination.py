@@ -27,9 +27,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 class Termination:
     """`asked` is true once the run should stop; `exit_code` is what shells report for a process that the first signal
-    ended, 128 + its number."""
+    ended, 128 + its number. `leave`, if given, ends the process where the run does not end in time."""
 
-    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+    def __init__(self, leave: Callable[[int], object] | None = None) -> None:
         self.asked, self._leave = False, leave
         self.exit_code = 128 + signal.SIGTERM
         self._starting = False
@@ -78,10 +78,12 @@ class Termination:
 
     def _leave_in(self, wait_s: float, code: int) -> None:
         """End the process after this time, if it has not ended by then: a disk or a reader may hold it up."""
+        if (end := self._leave) is None:
+            return
 
         def leave() -> None:
             _say(f"not ended {wait_s:g} s after a signal: the process ends now\n")
-            self._leave(code)
+            end(code)
 
         timer = threading.Timer(wait_s, leave)
         timer.daemon = True
