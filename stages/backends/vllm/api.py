@@ -6,6 +6,7 @@ without aborting requests, and outputs that count their tokens.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
-from stages.backends.vllm.environment import passes
+from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.weights import RankAnswer
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "EngineDeadError",
     "LogitsProcessor",
     "MoveDirectionality",
+    "SecondSampler",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
@@ -51,6 +53,7 @@ __all__ = [
     "computes_on_cpu",
     "differing",
     "forget",
+    "has_second_runner",
     "join_transfer",
     "load_anew",
     "logprobs",
@@ -60,8 +63,10 @@ __all__ = [
     "parameters",
     "pause",
     "receive",
+    "second_runner",
 ]
 
+SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 16  # tokens per request between two outputs
 FREE_MEMORY = 0.92  # of the free memory of a GPU
 
@@ -93,7 +98,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
         enforce_eager=not gpus,
         max_model_len=-1,  # as long as the model allows and the cache can hold
         enable_prefix_caching=True,
-        logits_processors=["stages.backends.vllm.choice:Choice"],
+        logits_processors=None if has_second_runner() else ["stages.backends.vllm.choice:Choice"],
         worker_extension_cls="stages.backends.vllm.loader.Loader",
         weight_transfer_config=WeightTransferConfig(backend="sluice"),
         stream_interval=INTERVAL,
@@ -104,6 +109,16 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def has_second_runner() -> bool:
+    """Whether this process's environment chooses vLLM's second model runner."""
+    return os.environ.get(SECOND_RUNNER) == "1"
+
+
+def second_runner() -> Any:
+    """The module of the second model runner."""
+    return importlib.import_module("vllm.v1.worker.gpu.model_runner")
 
 
 def _left() -> float:

@@ -12,12 +12,12 @@ import signal
 import threading
 
 OWNER = "SLUICE_VLLM_OWNER"  # the process that owns the engine's processes
-
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 COMMON = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and forking them may deadlock
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner calls logits processors before applying the temperature
+    SECOND_RUNNER: "0",  # the first one is the tested one; the second one, as of vLLM 0.26, samples by `sampler`
 }
 ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute

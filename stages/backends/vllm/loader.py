@@ -11,16 +11,21 @@ import torch
 
 from stages.backends.device import bytes_in_use
 from stages.backends.vllm import transfer
-from stages.backends.vllm.api import WeightTransferEngineFactory
+from stages.backends.vllm.api import WeightTransferEngineFactory, has_second_runner
 from stages.backends.vllm.choice import logprobs_of, tokens_of
 
 WeightTransferEngineFactory.register_engine(transfer.NAME, transfer.__name__, transfer.Transfer.__name__)
+if has_second_runner():
+    from stages.backends.vllm import sampler
+
+    sampler.install()
 
 
 class Loader:
     """Mixin for vLLM's worker. Names that do not begin with "sluice" are the worker's own."""
 
     device: torch.device
+    model_runner: Any
     weight_transfer_engine: transfer.Transfer
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
@@ -32,7 +37,8 @@ class Loader:
 
     def sluice_logprobs(self, lengths: dict[str, int], others: list[str]) -> list[bytes]:
         """Float32 logprobs of finished requests' tokens. `others` are requests whose logprobs are not needed."""
-        return logprobs_of(lengths, others)
+        table = self._table()
+        return table.take(lengths, others) if table else logprobs_of(lengths, others)
 
     def sluice_differing(self) -> list[str]:
         """`Transfer.differing`."""
@@ -44,4 +50,9 @@ class Loader:
         self.start_weight_update()
         self.update_weights(offered)
         self.finish_weight_update()
-        return msgspec.msgpack.encode(self.weight_transfer_engine.answer(tokens_of(names)))
+        table = self._table()
+        counts = table.counts(names) if table else tokens_of(names)
+        return msgspec.msgpack.encode(self.weight_transfer_engine.answer(counts))
+
+    def _table(self) -> Any:
+        return sampler.table_of(self.model_runner) if has_second_runner() else None

@@ -22,6 +22,16 @@ class LogprobTable:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows and of tokens that fit."""
+        rows, width = self._table_RT.shape
+        return rows, width
+
+    def find(self, name: str) -> int | None:
+        """The row of a request, if it has one."""
+        return self._rows.get(name)
+
     def row(self, name: str, tokens: int, device: torch.device) -> int:
         """The row of a request that has at most `tokens` tokens."""
         if name not in self._rows:
