@@ -21,18 +21,18 @@ class Original:
         self._pid = os.getpid()
 
     @contextmanager
-    def only(self, stage: str) -> Iterator[None]:
-        """Run the code of a stage in the context, which only the original leaves."""
+    def only(self, whose: str) -> Iterator[None]:
+        """Run user code in the context, which only the original leaves; `whose` is a stage, or a file."""
         try:
             yield
         finally:
-            self.check(stage)
+            self.check(whose)
 
-    def check(self, stage: str) -> None:
+    def check(self, whose: str) -> None:
         """End this process if it is a copy."""
         if os.getpid() == self._pid:
             return
-        said = f"process {os.getpid()}, which stage {stage!r} forked, came back from its code: it ends; end it with "
+        said = f"process {os.getpid()}, which {whose!r} forked, came back from its code: it ends; end it with "
         with suppress(OSError):
             os.write(STDERR, f"{said}os._exit(0)\n".encode())
         os._exit(ENDED)

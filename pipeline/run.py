@@ -34,6 +34,7 @@ from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, 
 from pipeline.declare.graph import Graph
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
+from pipeline.forks import Original
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
 from pipeline.mirrors.beside import mirrored
@@ -68,8 +69,9 @@ class _Asked:
     failures: frozenset[tuple[int, Path]] = frozenset()
 
     def near(self, path: Path) -> str:
-        """Return a path as it was typed: from the working directory, if it is below that."""
-        return str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
+        """Return a path as it may be typed: from the working directory, if it is below that."""
+        text = str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
+        return f"./{text}" if text.startswith("-") else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +96,8 @@ def _main(argv: list[str]) -> int:
                 fix=f"choose a recipe: {' '.join(typed('pipeline.run'))} --list",
             )
         )
-    with in_time(Path(named)):
+    leave_none()
+    with in_time(Path(named)), Original().only(named):
         file = load(Path(named))
         parser = _parser(add_help=True)
         parser.graph_file = named
@@ -190,7 +193,6 @@ def _replay(graph: Graph, folder: Path) -> int:
 
 
 def _run(asked: _Asked, started_s: float) -> int:
-    leave_none()
     services = wanted_of(asked.options)
     run_dir = _run_dir(asked)
     if asked.options.mirror:
@@ -264,7 +266,7 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
                 start = max((number for number in run_dir.checkpoint_steps() if number < start), default=0)
         check_resume(run_dir, asked.record, asked.planned, seed, start)
         if start:
-            cut_metrics(run_dir, start)
+            console.print_problems(cut_metrics(run_dir, start))
         else:
             console.print_problems([_from_the_start(run_dir, run_dir.set_aside())])
         return start
@@ -327,13 +329,22 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             progress.end()
             console.print_problems(error.problems)
             start = checkpoint.read(run_dir, None)[1].steps
-            cut_metrics(run_dir, start)
+            console.print_problems(cut_metrics(run_dir, start))
             print(f"restart from step {start}; restarts left: {left - 1}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _run_dir(asked: _Asked) -> RunDir:
     named = asked.options.run_dir
+    if any("\ud800" <= letter <= "\udfff" for letter in f"{asked.here}{named}"):  # stand for bytes that are no text
+        raise GraphError(
+            Problem(
+                where=f"--run-dir {named or RUNS}",
+                what="its path is not UTF-8",
+                why="the record of a run names its files",
+                fix="use another folder, or a UTF-8 locale (LC_ALL=C.UTF-8)",
+            )
+        )
     try:
         return RunDir(asked.here / named).create() if named else RunDir.new(asked.here / RUNS, asked.planned.name)
     except OSError as error:
@@ -374,6 +385,8 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"
+    if not run_dir.checkpoints.is_dir():
+        at = "once the run directory is in its place again"
     print(f"resume: {_resume_command(asked, run_dir)}   ({at})", file=sys.stderr)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import faulthandler
+import io
 import multiprocessing
 import os
 import sys
@@ -35,6 +36,8 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
     open_standard_files()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no letter for a name is no error
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError):  # stderr is no file
             faulthandler.enable()  # a crash in C, as of a reward's library, prints the line that it came from

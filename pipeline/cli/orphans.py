@@ -2,9 +2,9 @@
 
     leave_none()    # from now on
 
-What a process starts carries a variable in its environment, and a copy of it that user code forks says its number. When
-the process has ended, a watcher in a session of its own kills all those that are still in the session of the process: a
-service that is meant to stay is started in a session of its own. Under Ray, `executors.keeper` does this for the
+A watcher in a session of its own looks at the descendants of a process now and then, and at its end. What it has not
+seen then carries a variable in its environment, or is a copy of the process and has said its number. When the process
+has ended, the watcher kills all those that are still in its session. Under Ray, `executors.keeper` does this for the
 workers.
 
 This file is run as a script, and then imports nothing of Sluice.
@@ -12,6 +12,7 @@ This file is run as a script, and then imports nothing of Sluice.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import select
@@ -24,7 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "SLUICE_PROCESS"  # the variable
-POLL_S = 1.0  # between looks at whether the process lives
+POLL_S = 0.5  # between looks at whether the process lives, and at what it has started
+PIPE = 4096  # bytes that a pipe takes at once
 LEFT_S, LOOK_S = 5.0, 0.05  # how long to look for what a killed process has just started, and how often
 _watcher: subprocess.Popen[bytes] | None = None
 
@@ -47,44 +49,62 @@ def leave_none() -> None:
         with suppress(OSError):  # user code may have closed the pipe
             os.write(writer, f"{os.getpid()}\n".encode())
 
+    def say_all() -> None:
+        """Say the numbers of all descendants, at the end of this process."""
+        with suppress(OSError):
+            os.write(writer, b"".join(f"{pid}\n".encode() for pid in _descendants(os.getpid(), os.getsid(0)))[:PIPE])
+
     os.register_at_fork(after_in_child=say)
+    atexit.register(say_all)
 
 
 def _watch(mark: str, process: int, session: int) -> None:
     """Wait until the process, which has started this one, has ended. Then kill what it left."""
-    said, copies = b"", {}
+    said = b""
+    seen: dict[int, str] = {}  # processes, with when they have begun
     while os.getppid() == process:
         if not select.select([0], [], [], POLL_S)[0]:
+            seen = {pid: begun for pid, begun in seen.items() if _begun(pid) == begun}
+            seen |= {pid: _begun(pid) for pid in _descendants(process, session) if pid not in seen}
             continue
         if not (part := os.read(0, 1 << 12)):  # it has closed the pipe, maybe as it ends
             time.sleep(LOOK_S)
         *lines, said = (said + part).split(b"\n")
-        for pid in map(int, lines):
-            copies[pid] = _begun(Path(f"/proc/{pid}"))
+        seen |= {pid: _begun(pid) for pid in map(int, lines)}
     deadline_s = time.monotonic() + LEFT_S
-    while (left := list(_left(mark.encode(), copies, session))) and time.monotonic() < deadline_s:
+    while (left := list(_left(mark.encode(), seen, session))) and time.monotonic() < deadline_s:
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_S)
 
 
-def _left(mark: bytes, copies: dict[int, str], session: int) -> Iterator[int]:
-    """Yield the processes of the session that carry the mark, or are among the copies."""
+def _descendants(process: int, session: int) -> Iterator[int]:
+    """Yield the processes of the session that a process has started, and what those have started, as far as the system
+    tells."""
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for pid in map(int, task.read_text().split()):
+                if os.getsid(pid) == session:
+                    yield pid
+                    yield from _descendants(pid, session)
+
+
+def _left(mark: bytes, seen: dict[int, str], session: int) -> Iterator[int]:
+    """Yield the processes of the session that carry the mark, or were seen."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             pid = int(entry.name)
             with suppress(OSError):
-                if os.getsid(pid) == session and _state(entry) != "Z":
-                    copied = pid in copies and copies[pid] == _begun(entry)
-                    if copied or mark in (entry / "environ").read_bytes():
-                        yield pid
+                ours = seen.get(pid) == _begun(pid) or mark in (entry / "environ").read_bytes()
+                if ours and os.getsid(pid) == session and _state(entry) != "Z":
+                    yield pid
 
 
-def _begun(entry: Path) -> str:
+def _begun(pid: int) -> str:
     """Return when a process has begun; "" if it has ended."""
     with suppress(OSError):
-        return _fields(entry)[19]
+        return _fields(Path(f"/proc/{pid}"))[19]
     return ""
 
 

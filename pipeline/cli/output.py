@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+_KEPT: list[_TextStream] = []  # a thread of user code may be printing to one, and `print` does not hold it itself
 FULL_S = 10.0  # how long a run waits for a reader that does not read, once
 
 
@@ -20,6 +21,7 @@ def outliving(record: str) -> Iterator[None]:
     before = sys.stdout, sys.stderr
     rest = f"the run goes on, and its record is in {record}"
     ours = sys.stdout, sys.stderr = _TextStream(before[0], rest), _TextStream(before[1], "")
+    _KEPT.extend(ours)
     try:
         yield
     finally:

@@ -138,7 +138,7 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
                 fix=f"--steps {start * 2}, if graph() has such a parameter",
             )
         )
-    if not run_dir.plan.is_file():  # the run ended before its workers started
+    if not start and not run_dir.plan.is_file():  # the run ended before its workers started
         return
     with readable(run_dir.plan, GraphError, why="a run wrote it", fix="restore the file"):
         before = decode(run_dir.plan.read_bytes(), _Sizes)
@@ -154,17 +154,18 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
         )
 
 
-def cut_metrics(run_dir: RunDir, start: int) -> None:
-    """Drop the lines of steps after the checkpoint from metrics.jsonl; these steps run again."""
+def cut_metrics(run_dir: RunDir, start: int) -> list[Problem]:
+    """Drop the lines of steps after the checkpoint from metrics.jsonl; these steps run again. Returns a warning if
+    the record of a step before is not there."""
+    kept: dict[int, bytes] = {}
     if run_dir.metrics.is_file():
-        kept = []
         with readable(run_dir.metrics, GraphError, why="the resumed run appends to this file", fix="restore the file"):
             lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             try:
                 done = decode(line, _MetricsLine).step
             except msgspec.DecodeError as error:
-                if not line.endswith(b"\n"):  # the run ended while it wrote this line
+                if not line.endswith(b"\n") or not line.strip(b"\0\n"):  # the run ended while it wrote this line
                     continue
                 raise GraphError(
                     Problem(
@@ -174,9 +175,22 @@ def cut_metrics(run_dir: RunDir, start: int) -> None:
                         fix="remove the line, then --resume",
                     )
                 ) from error
-            if line.endswith(b"\n") and done <= start:
-                kept.append(line)
-        replace(run_dir.metrics, b"".join(kept))
+            if 0 <= done <= start:  # 0 is the warm start
+                kept[done] = line.removesuffix(b"\n") + b"\n"
+        replace(run_dir.metrics, b"".join(line for _, line in sorted(kept.items())))
+    lost = [run_dir.metrics] if len(kept.keys() - {0}) < start else []
+    lost += [run_dir.events] if start and not run_dir.events.is_file() else []
+    return [_incomplete(path, start) for path in lost]
+
+
+def _incomplete(path: Path, start: int) -> Problem:
+    return Problem(
+        where=str(path),
+        what=f"it does not have all of the {start} steps before the checkpoint",
+        why="the run goes on from the checkpoint, which is whole",
+        fix="restore the file from a copy, if there is one",
+        warning=True,
+    )
 
 
 def _version(package: str) -> str:

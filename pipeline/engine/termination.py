@@ -40,10 +40,16 @@ class Termination:
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._take)
+            os.register_at_fork(after_in_child=self._restore)  # a signal to a copy is not one to the run
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        self._restore()
+
+    def _restore(self) -> None:
+        """Handle signals as before. Idempotent."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
             signal.signal(number, handler)
 
     @contextmanager

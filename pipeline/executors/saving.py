@@ -11,6 +11,7 @@ from pathlib import Path
 from pipeline.declare.held import Copies, Saves, Weighs
 from pipeline.errors import CALLED, Problem, SluiceError, StageError, shown
 from pipeline.executors.host_memory import free_bytes
+from pipeline.forks import Original
 from pipeline.record.checkpoint import files_below, writing
 
 ROOM = 0.8  # of the free memory of a host: the most that copies take
@@ -20,8 +21,8 @@ Fails = Callable[[str, BaseException], SluiceError]
 class Saving:
     """The checkpoints of one worker; `fails` makes the error of a stage that could not save its state."""
 
-    def __init__(self, fails: Fails) -> None:
-        self._fails = fails
+    def __init__(self, fails: Fails, original: Original) -> None:
+        self._fails, self._original = fails, original
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
 
@@ -78,7 +79,8 @@ class Saving:
         """Raise CheckpointError if the disk of `place` is full or fails, and the stage's error for everything else."""
         with writing(place):
             try:
-                yield
+                with self._original.only(name):
+                    yield
             except CALLED as error:
                 if isinstance(error, OSError) and str(error.filename or place).startswith(str(place)):
                     raise

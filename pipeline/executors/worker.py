@@ -133,8 +133,8 @@ class Worker:
         self._plane: DataPlane | None = None
         self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
-        self._saving = Saving(self._unsaved)
         self._original = Original()
+        self._saving = Saving(self._unsaved, self._original)
 
     def meeting_point(self, host: str, deadline_s: float) -> int:
         """Open the store where the ranks of this group meet. Returns its port on `host`. For rank 0, before `join`."""
@@ -322,7 +322,8 @@ class Worker:
         for name, runner in self._runners.items():
             if isinstance(runner, Saves):
                 try:
-                    runner.restore(folder / name)
+                    with self._original.only(name):
+                        runner.restore(folder / name)
                 except SluiceError:
                     raise
                 except CALLED as error:
@@ -353,7 +354,8 @@ class Worker:
         self._saving.close()
         for held in self._shared.values():
             if isinstance(held, Closes):
-                held.close()
+                with self._original.only(self.group.name):
+                    held.close()
         self.ranks.leave()
         if self._plane is not None:
             self._plane.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.orphans import POLL_S
 from pipeline.forks import ENDED, Original, closed_in_copies
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -26,15 +27,18 @@ def score(prompt: str, answer: str) -> float:
 
 
 """
+CLEAN = "a program without our environment"
 STARTS = {
+    CLEAN: "subprocess.Popen(['sleep', {seconds!r}], env={{'PATH': os.environ['PATH']}})",
     "a program": "subprocess.Popen(['sleep', {seconds!r}])",
     "a program of a shell": "subprocess.Popen('sleep {seconds} & :', shell=True).wait()",
     "a copy, and a copy of it": "os.fork() or (os.fork(), os.execvp('sleep', ['sleep', {seconds!r}]))",
 }
 
 
-def started(folder: Path, line: str) -> subprocess.Popen[str]:
-    (folder / "graph.py").write_text(live_text(SCORE.format(line)))
+def started(folder: Path, line: str = "pass", first: str = "") -> subprocess.Popen[str]:
+    """Run a graph with this line in its reward, and these at its import."""
+    (folder / "graph.py").write_text(live_text(SCORE.format(line) + first))
     command = [sys.executable, "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
@@ -68,7 +72,7 @@ def test_a_copy_that_comes_back_from_user_code_ends_and_the_run_goes_on(tmp_path
     process = started(tmp_path, f"if os.fork() == 0: {how}")
     out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
-    said = [line for line in err.splitlines() if "which stage 'reward' forked, came back from its code" in line]
+    said = [line for line in err.splitlines() if "which 'reward' forked, came back from its code" in line]
     assert len(said) == copies and said == err.splitlines()
     run = RunDir(tmp_path / "run")
     assert [event.step for _, event in trace.read(run.events) if isinstance(event, trace.StepEnded)] == [0, 1]
@@ -89,6 +93,8 @@ def test_and_with_a_run_that_is_killed(tmp_path, starts):
     seconds = f"{4000 + os.getpid() / 1e7 + list(STARTS).index(starts) / 1e3}"
     process = started(tmp_path, f"{STARTS[starts].format(seconds=seconds)}; time.sleep(600)")
     wait_for(1, seconds)
+    if starts == CLEAN:
+        time.sleep(3 * POLL_S)  # the watcher knows it only by having seen it
     process.kill()
     wait_for(0, seconds)
     process.communicate(timeout=WAIT_S)
@@ -101,11 +107,68 @@ def test_a_service_in_a_session_of_its_own_stays(tmp_path):
     process = started(tmp_path, line)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
-    time.sleep(2.0)  # twice as long as the watcher takes to see the end
+    time.sleep(4 * POLL_S)  # the watcher has seen the end
     left = running(seconds)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(left) == 8
+
+
+def test_what_the_graph_file_starts_ends_with_the_run_and_a_copy_of_it_runs_nothing(tmp_path):
+    seconds = f"{6000 + os.getpid() / 1e7}"
+    process = started(tmp_path, first=f"subprocess.Popen(['sleep', {seconds!r}])\nos.fork()\n")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert "which 'graph.py' forked, came back from its code: it ends" in err and out.count("2 steps of 4") == 1
+    wait_for(0, seconds)
+
+
+ENDED_BY_ITS_PARENT = {
+    "a process": "p = multiprocessing.get_context('fork').Process(target=spin); p.start(); time.sleep(0.1); "
+    "p.terminate(); p.join()",
+    "a pool": "pool = multiprocessing.get_context('fork').Pool(1); pool.apply_async(spin); time.sleep(0.1); "
+    "pool.terminate(); pool.join()",
+}
+
+
+@pytest.mark.parametrize("copy", ENDED_BY_ITS_PARENT)
+def test_a_signal_to_a_copy_ends_it_and_is_not_one_to_the_run(tmp_path, copy):
+    first = "import multiprocessing\n\ndef spin():\n    while True:\n        pass\n\n\n"
+    process = started(tmp_path, ENDED_BY_ITS_PARENT[copy], first)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_a_copy_of_what_saves_a_state_writes_nothing(tmp_path):
+    saves = "def save(self, folder):"
+    text = live_text(SCORE.format("pass")).replace(saves, f"{saves}\n        os.fork()")
+    (tmp_path / "graph.py").write_text(text)
+    command = [sys.executable, "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all("which 'count' forked, came back" in line for line in done.stderr.splitlines())
+    kept = [event.step for _, event in trace.read(RunDir(tmp_path / "run").events) if isinstance(event, trace.Held)]
+    assert kept == [0, 1]
+
+
+def test_a_thread_that_prints_to_the_end_does_not_crash_it(tmp_path):
+    first = """import threading
+
+def talk():
+    while True:
+        print("x", flush=True)
+
+
+threading.Thread(target=talk, daemon=True).start()
+
+
+"""
+    process = started(tmp_path, first=first)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_only_the_original_leaves_the_code_of_a_stage():

@@ -519,3 +519,51 @@ def test_an_error_of_the_machine_that_no_rule_expects_is_one_line(number):
     error = exhausted(OSError(number, os.strerror(number)))
     assert error is not None and error.problems[0].where == "this process"
     assert exhausted(OSError(errno.EPERM, "Not permitted")) is None
+
+
+METRICS = {  # what happens to the record of three steps, and which of them a resume keeps
+    "missing": (lambda text: None, []),
+    "empty": (lambda text: "", []),
+    "nothing but NUL": (lambda text: "\0" * len(text), []),
+    "cut": (lambda text: text[: text.index("\n") + 9], [1]),
+    "without its first line": (lambda text: text.split("\n", 1)[1], [2, 3]),
+    "twice": (lambda text: text * 2, [1, 2, 3]),
+    "without its last newline": (lambda text: text[:-1], [1, 2, 3]),
+}
+
+
+@pytest.mark.journal_expected("record")
+@pytest.mark.parametrize("damage", METRICS)
+def test_a_resume_says_which_record_of_earlier_steps_is_not_whole(tmp_path, damage):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL)[0] == 0
+    run, (change, kept) = RunDir(tmp_path / "run"), METRICS[damage]
+    text = change(run.metrics.read_text())
+    run.metrics.unlink() if text is None else run.metrics.write_text(text)
+    code, _, err = command(tmp_path, *LOCAL[:-1], "4", "--resume")
+    assert code == 0, err
+    said = "run/metrics.jsonl: warning: it does not have all of the 3 steps before the checkpoint"
+    assert (said in err) is (len(kept) < 3)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [*kept, 4]
+
+
+@pytest.mark.journal_expected("record", "I8")
+def test_a_resume_needs_the_plan_and_misses_the_events(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text())
+    assert command(tmp_path, *LOCAL)[0] == 0
+    run = RunDir(tmp_path / "run")
+    run.plan.rename(tmp_path / "plan")
+    code, _, err = command(tmp_path, *LOCAL[:-1], "4", "--resume", "--batch", "8")
+    assert code == 2 and err.startswith("run/plan.json: it cannot be read: No such file"), err
+    (tmp_path / "plan").rename(run.plan)
+    run.events.unlink()
+    code, _, err = command(tmp_path, *LOCAL[:-1], "4", "--resume")
+    assert code == 0 and "run/events.jsonl: warning: it does not have all of the 3 steps" in err
+
+
+def test_a_path_that_is_no_text_is_refused_and_one_that_looks_like_a_flag_is_not_printed_as_one(tmp_path):
+    (tmp_path / "graph.py").write_text(live_text())
+    code, _, err = command(tmp_path, "graph.py", "--executor", "local", "--run-dir", "a/\udcff")
+    assert code == 2 and "its path is not UTF-8" in err and not (tmp_path / "a").exists()
+    code, out, _ = command(tmp_path, "graph.py", "--executor", "local", "--run-dir=-dash", "--steps", "1")
+    assert code == 0 and "--run-dir ./-dash --resume" in out and "pipeline.view ./-dash" in out

@@ -15,6 +15,7 @@ from pipeline.executors import saving
 from pipeline.executors.host_memory import free_bytes
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.saving import Saving
+from pipeline.forks import Original
 from pipeline.plan.planner import plan
 from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
@@ -57,7 +58,7 @@ def failed(stage, error):
 
 
 def test_a_copy_is_written_while_the_state_changes(tmp_path):
-    runner, worker = Runner(), Saving(failed)
+    runner, worker = Runner(), Saving(failed, Original())
     worker.hold({"train": runner}, tmp_path, 1)
     runner.state = "new"
     assert not (tmp_path / "train/state").exists()
@@ -73,7 +74,7 @@ def test_without_room_for_the_copies_of_all_ranks_it_is_written_at_once(tmp_path
     monkeypatch.setattr(saving, "free_bytes", lambda: 1000)
     fits = int(1000 * saving.ROOM) // ranks
     for size_bytes, copies in ((fits, True), (fits + 1, False)):
-        runner, worker = Runner(size_bytes), Saving(failed)
+        runner, worker = Runner(size_bytes), Saving(failed, Original())
         place = tmp_path / str(size_bytes)
         worker.hold({"train": runner}, place, ranks)
         assert (place / "train/state").exists() is not copies
@@ -83,7 +84,7 @@ def test_without_room_for_the_copies_of_all_ranks_it_is_written_at_once(tmp_path
 
 
 def test_a_runner_that_makes_no_copy_is_saved_at_once(tmp_path, monkeypatch):
-    runner, worker = Runner(), Saving(failed)
+    runner, worker = Runner(), Saving(failed, Original())
     monkeypatch.setattr(runner, "copied", lambda: None)
     worker.hold({"train": runner}, tmp_path, 1)
     assert (tmp_path / "train/state").read_text() == "old"
@@ -98,7 +99,7 @@ def test_a_runner_that_makes_no_copy_is_saved_at_once(tmp_path, monkeypatch):
     ],
 )
 def test_a_write_that_fails_is_the_error_of_whoever_waits(tmp_path, error, kind, text):
-    runner, worker = Runner(fails=error), Saving(failed)
+    runner, worker = Runner(fails=error), Saving(failed, Original())
     worker.hold({"train": runner}, tmp_path, 1)
     runner.may_write.set()
     with pytest.raises(kind, match=text):
@@ -128,7 +129,7 @@ ODD = {
 @pytest.mark.parametrize("copies", [True, False])
 def test_what_no_resume_could_read_is_refused_when_it_is_written(tmp_path, monkeypatch, odd, copies):
     leave, said = ODD[odd]
-    runner, worker = Runner(), Saving(lambda _, error: error)
+    runner, worker = Runner(), Saving(lambda _, error: error, Original())
     monkeypatch.setattr(runner, "save", leave)
     monkeypatch.setattr(runner, "copied", lambda: leave if copies else None)
     worker.hold({"train": runner}, tmp_path, 1)
@@ -145,7 +146,7 @@ def test_what_no_resume_could_read_is_refused_when_it_is_written(tmp_path, monke
 
 @pytest.mark.parametrize("size", ["12", None, float("nan"), float("inf"), -1])
 def test_a_size_is_a_number_of_bytes(tmp_path, size):
-    worker = Saving(lambda _, error: error)
+    worker = Saving(lambda _, error: error, Original())
     with pytest.raises(StageError, match=r"saved_bytes\(\): it returned .* Fix: return a number of bytes, 0 or more"):
         worker.size_bytes({"train": Runner(size)})
     with pytest.raises(StageError, match="it returned"):
