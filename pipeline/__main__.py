@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import shlex
 from collections.abc import Sequence
 from importlib import metadata
@@ -31,7 +30,7 @@ _HELP = ("help", "-h", "--help")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names. Returns its exit code."""
-    precedence.search_last([os.getcwd()])
+    precedence.search_last([precedence.working_directory()])
     return exit_code(_main, argv)
 
 

@@ -115,6 +115,15 @@ def command(module: str, *words: str) -> list[str]:
     return [sys.executable, *(["-P"] if safe else []), "-m", module, *words]
 
 
+def working_directory() -> str:
+    """Return the working directory. Ends the process with exit code 1 if it does not exist any more."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        what, why = "it does not exist any more", "the paths of a command line start there"
+        sys.exit(f"working directory: {what}; {why}. Fix: cd to a folder that exists")
+
+
 def typed(module: str) -> list[str]:
     """Return the words that a person types to run a command of ours the way this one was run."""
     if Path(sys.argv[0]).name == SCRIPT:
@@ -124,4 +133,4 @@ def typed(module: str) -> list[str]:
 
 sys.meta_path.insert(0, Ours)
 if sys.argv[:1] == ["-m"] and any(word.startswith("pipeline.") for word in sys.orig_argv):  # one of our commands
-    search_last(sys.path[:1] if sys.path[0] == os.getcwd() else [])
+    search_last(sys.path[:1] if sys.path[0] == working_directory() else [])

@@ -60,12 +60,15 @@ def leave_none() -> None:
 
 def _watch(mark: str, process: int, session: int) -> None:
     """Wait until the process, which has started this one, has ended. Then kill what it left."""
-    said = b""
+    said, looked_s = b"", time.monotonic()
     seen: dict[int, str] = {}  # processes, with when they have begun
     while os.getppid() == process:
-        if not select.select([0], [], [], POLL_S)[0]:
+        ready = select.select([0], [], [], POLL_S)[0]
+        if time.monotonic() - looked_s >= POLL_S:
+            looked_s = time.monotonic()
             seen = {pid: begun for pid, begun in seen.items() if _begun(pid) == begun}
             seen |= {pid: _begun(pid) for pid in _descendants(process, session) if pid not in seen}
+        if not ready:
             continue
         if not (part := os.read(0, 1 << 12)):  # it has closed the pipe, maybe as it ends
             time.sleep(LOOK_S)

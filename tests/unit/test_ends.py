@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,12 @@ def test_an_end_without_anything_left_says_nothing() -> None:
 def test_a_problem_is_always_a_text() -> None:
     problem = Problem(where="a\udcff", what="b\ud800\x1b[2J", why="ü", fix="d\0")
     assert str(problem) == r"a\udcff: b\ud800\x1b[2J; ü. Fix: d\x00"
+
+
+def test_a_command_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    gone = f"cd {tmp_path}/gone && rmdir ../gone && exec {sys.executable} -m pipeline.run graph.py --check"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["sh", "-c", gone], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("working directory: it does not exist any more; ") and done.stderr.count("\n") == 1
