@@ -101,12 +101,21 @@ def _saved(run: Path) -> Iterator[bytes]:
 
 
 def _write(path: Path, pieces: Iterator[bytes], flag: str) -> None:
+    """Write a file, or leave what was there."""
     first = next(pieces)  # raises if there is no such run, before anything is written
+    partial = path.with_name(f".{path.name}.partial") if path.is_file() or not path.exists() else path  # or a device
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(first)
-            file.writelines(pieces)
+        try:
+            with partial.open("wb") as file:
+                file.write(first)
+                file.writelines(pieces)
+            if partial != path:
+                partial.replace(path)
+        except BaseException:
+            if partial != path:
+                partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise GraphError(
             Problem(

@@ -11,6 +11,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from pipeline.cli import console
 from pipeline.cli.output import discard, open_standard_files
+from pipeline.engine.termination import SIGNALS
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.precedence import SCRIPT, replaced
 
@@ -65,7 +67,7 @@ def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -
 
 def end(code: int) -> NoReturn:
     """End this process, after `LEFT_S` even if threads or child processes of user code are left, or an exit handler
-    does not return."""
+    does not return; at a signal, at once."""
 
     def leave() -> None:
         main = threading.main_thread()
@@ -76,6 +78,9 @@ def end(code: int) -> NoReturn:
         finally:
             os._exit(code)
 
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(code))  # the run is over: its code says how
     timer = threading.Timer(LEFT_S, leave)
     timer.daemon = True
     timer.start()

@@ -77,7 +77,7 @@ class Termination:
         if self._starting:
             _say(f"{name}: the run ends; its workers are still starting\n")
             raise SystemExit(self.exit_code)
-        _say(f"{name}: a step in training will be finished and saved; a second {name} ends the run at once\n")
+        _say(f"{name}: a step in training, if any, will be finished and saved; a second {name} ends the run at once\n")
 
     def _take_late(self, number: int, frame: FrameType | None) -> None:
         self._leave_in(LAST_S, self.exit_code if self.asked else 128 + number)

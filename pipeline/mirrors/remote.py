@@ -8,6 +8,7 @@ Keys come from where the storage's package looks for them: the environment, or f
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.writing import refuse_password
 CHUNK_BYTES = 16 << 20
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "cos", "memory"}  # they have no folders to make
 
+_FIXES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space there")
 Advance = Callable[[int], None]  # is called with the bytes of each part that has arrived
 
 
@@ -173,6 +175,6 @@ class Remote:
                     where=f"{self.url}/{name}" if name else self.url,
                     what=f"the storage did not do what it was asked: {message_of(error)}",
                     why="the run is mirrored there",
-                    fix="check the address, the keys and the network",
+                    fix=_FIXES.get(getattr(error, "errno", 0), "check the address, the keys and the network"),
                 )
             ) from error

@@ -366,5 +366,5 @@ def test_a_run_whose_output_is_not_read_goes_on_and_stops_when_asked(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
     os.close(reader)
-    assert "a second SIGTERM ends the run at once" in told and "resume: " in told
+    assert "a second SIGTERM ends the run at once" in told and "resume: " in told, (process.returncode, told)
     assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]

@@ -50,3 +50,11 @@ def test_a_command_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", gone], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("working directory: it does not exist any more; ") and done.stderr.count("\n") == 1
+
+
+def test_a_signal_while_a_process_ends_does_not_change_how_it_ended() -> None:
+    lines = [
+        "import atexit, os, signal, time", "from pipeline.cli import command",
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))", "command.end(3)",
+    ]  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=30, check=False).returncode == 3

@@ -166,3 +166,18 @@ def test_what_is_wrong_is_one_line(run, tmp_path, capsys, argv, told):
 def test_no_run_no_piece(tmp_path):
     with pytest.raises(GraphError, match="name a run directory"):
         perfetto(tmp_path)
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    def pieces():
+        yield b"new"
+        raise OSError(28, "No space left on device")
+
+    for before in (None, b"old"):
+        file = tmp_path / "trace.json"
+        if before:
+            file.write_bytes(before)
+        with pytest.raises(GraphError, match=r"trace\.json cannot be written: No space left on device"):
+            export._write(file, pieces(), "--perfetto")
+        assert [path.name for path in tmp_path.iterdir()] == (["trace.json"] if before else [])
+        assert not before or file.read_bytes() == before
