@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "SLUICE_PROCESS"  # the variable
-POLL_S = 0.5  # between looks at whether the process lives, and at what it has started
+POLL_S = 1.0  # between looks at whether the process lives, and at what it has started
 PIPE = 4096  # bytes that a pipe takes at once
 LEFT_S, LOOK_S = 5.0, 0.05  # how long to look for what a killed process has just started, and how often
 _watcher: subprocess.Popen[bytes] | None = None
@@ -85,12 +85,22 @@ def _watch(mark: str, process: int, session: int) -> None:
 def _descendants(process: int, session: int) -> Iterator[int]:
     """Yield the processes of the session that a process has started, and what those have started, as far as the system
     tells."""
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in map(int, task.read_text().split()):
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):  # hundreds under Ray
+            for pid in map(int, _children(f"/proc/{process}/task/{thread}/children")):
                 if os.getsid(pid) == session:
                     yield pid
                     yield from _descendants(pid, session)
+
+
+def _children(file: str) -> list[bytes]:
+    with suppress(OSError):
+        opened = os.open(file, os.O_RDONLY)
+        try:
+            return os.read(opened, 1 << 16).split()
+        finally:
+            os.close(opened)
+    return []
 
 
 def _left(mark: bytes, seen: dict[int, str], session: int) -> Iterator[int]:

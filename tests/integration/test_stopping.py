@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -354,17 +355,20 @@ def test_a_run_whose_output_is_not_read_goes_on_and_stops_when_asked(tmp_path):
         program = "\n".join((*first, f"run.main({[str(NUMBERS), *flags]})"))
         process = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, stdin=nothing, stdout=to,
-            stderr=subprocess.PIPE, text=True,
+            stderr=subprocess.PIPE,
         )  # fmt: skip
-        assert b"numbers: 10000 steps" in os.read(reader, 100)
-        os.set_blocking(writer, False)
-        with suppress(BlockingIOError):
-            while True:
-                os.write(writer, b"x")
-        os.set_blocking(writer, True)
-        assert "nobody has read the output for 1 s; the run goes on" in process.stderr.readline()
+        deadline_s = time.monotonic() + WAIT_S
+        while not run_dir.metrics.exists():  # a step has ended, and the run has taken the signals
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        while select.select([], [writer], [], 0.0)[1]:
+            os.write(writer, b"x" * select.PIPE_BUF)
+        said = b""
+        while b"nobody has read the output for 1 s; the run goes on" not in said:
+            said += (part := os.read(process.stderr.fileno(), 1 << 12))
+            assert part, said
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
+        told = (said + process.communicate(timeout=60)[1]).decode()
     os.close(reader)
     assert "a second SIGTERM ends the run at once" in told and "resume: " in told, (process.returncode, told)
     assert [event.error for event in events(run_dir, trace.Failed)] == ["interrupted"]
