@@ -22,6 +22,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.analysis.perfetto import perfetto
@@ -32,6 +33,7 @@ from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent, open_run
+from pipeline.writing import whole
 
 __all__ = ["kept_samples", "main", "metrics_csv", "perfetto", "spans_csv", "tables"]
 
@@ -103,19 +105,12 @@ def _saved(run: Path) -> Iterator[bytes]:
 def _write(path: Path, pieces: Iterator[bytes], flag: str) -> None:
     """Write a file, or leave what was there."""
     first = next(pieces)  # raises if there is no such run, before anything is written
-    partial = path.with_name(f".{path.name}.partial") if path.is_file() or not path.exists() else path  # or a device
+    is_device = path.exists() and not path.is_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                file.write(first)
-                file.writelines(pieces)
-            if partial != path:
-                partial.replace(path)
-        except BaseException:
-            if partial != path:
-                partial.unlink(missing_ok=True)
-            raise
+        with nullcontext(path) if is_device else whole(path) as partial, partial.open("wb") as file:
+            file.write(first)
+            file.writelines(pieces)
     except OSError as error:
         raise GraphError(
             Problem(

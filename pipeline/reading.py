@@ -40,6 +40,11 @@ def decode(data: bytes, kind: Any) -> Any:
         raise msgspec.DecodeError("its values are nested too deeply") from error
 
 
+def is_text(name: str) -> bool:
+    """Return whether the name of a file is text: what stands for bytes that are not UTF-8 cannot be recorded."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def reason(error: BaseException) -> str:
     """Return why a file cannot be read: one line."""
     if isinstance(error, OSError) and error.strerror:

@@ -42,7 +42,7 @@ from pipeline.mirrors.remote import check_address, check_apart
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
-from pipeline.reading import readable
+from pipeline.reading import is_text, readable
 from pipeline.record.lock import held
 from pipeline.rundir import RunDir
 from pipeline.writing import exhausted
@@ -336,7 +336,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
 
 def _run_dir(asked: _Asked) -> RunDir:
     named = asked.options.run_dir
-    if any("\ud800" <= letter <= "\udfff" for letter in f"{asked.here}{named}"):  # stand for bytes that are no text
+    if not is_text(f"{asked.here}{named}"):
         raise GraphError(
             Problem(
                 where=f"--run-dir {named or RUNS}",

@@ -2,6 +2,7 @@
 
 replace(run.plan, text)              # all of it or nothing
 refuse_password(url, flag=..., fix=...)   # of an address that is recorded with the flags
+with whole(path) as partial: ...  # the same for another file
 with recording(run.metrics): ...     # whatever else writes there
 way_out(error, "make it writable")   # what to do about an OSError
 exhausted(error)                  # the error of a run if a machine has no more files, disk or memory
@@ -87,18 +88,24 @@ def recording(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Write a file in the context under the name that this gives it, and give it its own at the end: until then, or if
+    that fails, the old one stays."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
 def replace(path: Path, content: bytes) -> None:
     """Write a file of a run that only its owner can read. Until all of it is on the disk, the old one stays. Raises
     CheckpointError if it cannot be written."""
-    partial = path.with_name(f".{path.name}.partial")
-    with recording(path):
-        try:
-            with private(partial).open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+    with recording(path), whole(path) as partial, private(partial).open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

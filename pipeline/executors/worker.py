@@ -590,14 +590,12 @@ async def _gathered(
                 check()
                 waiting.append(returned.own(output))
                 came.set()
-        except Exception:
-            check()
-            raise
-        except BaseException as error:  # in a task it would end the event loop, or pass as a cancellation
+        except BaseException as error:
             check()
             task = asyncio.current_task()
-            if (task and task.cancelling()) or not is_users(error):
+            if isinstance(error, Exception) or (task and task.cancelling()) or not is_users(error):
                 raise
+            # in a task it would end the event loop, or pass as a cancellation
             raise RuntimeError(message_of(error)) from error
 
     taking = asyncio.ensure_future(take())

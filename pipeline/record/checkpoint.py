@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from pipeline.errors import CheckpointError, Problem, naming
-from pipeline.reading import Count, decode, reason
+from pipeline.reading import Count, decode, is_text, reason
 from pipeline.rundir import RunDir
 from pipeline.writing import way_out
 
@@ -162,7 +162,7 @@ def files_below(folder: Path, place: Path) -> Iterator[tuple[str, Path]]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 kind = "a symbolic link" if path.is_symlink() else "neither a file nor a folder"
                 raise _unkept(path, f"is {kind}", "a checkpoint is files, which can be checked and copied")
-            if not _is_text(name := str(path.relative_to(folder))):
+            if not is_text(name := str(path.relative_to(folder))):
                 raise _unkept(path, "has a name that is not UTF-8", "the manifest of a checkpoint lists names")
             if path.is_file():
                 yield name, path
@@ -170,10 +170,6 @@ def files_below(folder: Path, place: Path) -> Iterator[tuple[str, Path]]:
 
 def _raise(error: OSError) -> NoReturn:
     raise error
-
-
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # what stands for bytes that are not UTF-8
 
 
 def _unkept(path: Path, what: str, why: str) -> CheckpointError:

@@ -96,8 +96,9 @@ def test_and_with_a_run_that_is_killed(tmp_path, starts):
     if starts == CLEAN:
         time.sleep(3 * POLL_S)  # the watcher knows it only by having seen it
     process.kill()
-    wait_for(0, seconds)
     process.communicate(timeout=WAIT_S)
+    wait_for(0, seconds)
+    assert not running(seconds)
 
 
 def test_a_service_in_a_session_of_its_own_stays(tmp_path):
