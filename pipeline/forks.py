@@ -1,4 +1,4 @@
-"""Keeps copies of a process that user code forks out of its run.
+"""Keeps copies of a process that user code forks out of its run, and user code from ending or replacing its process.
 
 A copy that came back from that code would go on with the run, and write to its record and to its data plane. A copy
 that lives on holds the files of its original open, and a process that waits for the end of such a pipe would wait.
@@ -6,12 +6,16 @@ that lives on holds the files of its original open, and a process that waits for
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, Any
 
 STDERR, ENDED = 2, 70  # the exit code of a copy that we end: EX_SOFTWARE of sysexits.h
+ENDING = ("_exit", "abort", "execv", "execve")  # functions of os: the run would end without a word, or with exit code 0
+_thread = threading.local()  # `original`: the process whose run is in user code in this thread
 
 
 class Original:
@@ -19,13 +23,17 @@ class Original:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        _guard()
 
     @contextmanager
     def only(self, whose: str) -> Iterator[None]:
-        """Run user code in the context, which only the original leaves; `whose` is a stage, or a file."""
+        """Run user code in the context, which only the original leaves; `whose` is a stage, or a file. In it, `ENDING`
+        raise RuntimeError in the original."""
+        before, _thread.original = getattr(_thread, "original", None), self._pid
         try:
             yield
         finally:
+            _thread.original = before
             self.check(whose)
 
     def check(self, whose: str) -> None:
@@ -46,3 +54,20 @@ def closed_in_copies(file: IO[bytes]) -> None:
             file.close()
 
     os.register_at_fork(after_in_child=close)
+
+
+@functools.cache
+def _guard() -> None:
+    """Put a check before each function of `ENDING`."""
+    for name in ENDING:
+        setattr(os, name, _guarded(name, getattr(os, name)))
+
+
+def _guarded(name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        if getattr(_thread, "original", None) == os.getpid():
+            raise RuntimeError(f"os.{name} would end the process of the run")
+        return function(*given, **named)
+
+    return checked

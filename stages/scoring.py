@@ -14,7 +14,7 @@ import re
 import reprlib
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -88,7 +88,7 @@ class Scorer:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         flat = [call for calls in waiting.values() for call in calls]
-        values = iter(self._loop.run_until_complete(_all(flat, self._calls)))
+        values = iter(_completed(self._loop, _all(flat, self._calls)))
         for at, calls in waiting.items():
             retried = sum(call.retried for call in calls)
             self._retried[f"{name_of(self._functions[at])}_retries"] = retried / max(1, len(calls))
@@ -163,6 +163,17 @@ def _raised(call: asyncio.Task[Any]) -> BaseException | None:
     """What a call that is done raised."""
     error = call.exception()
     return error.__cause__ if isinstance(error, _EndedError) else error
+
+
+def _completed(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, list[float]]) -> list[float]:
+    """Run the loop until the work is done. A function that stops the loop does not stop the others."""
+    task = loop.create_task(work)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except RuntimeError:  # also if the loop was stopped
+            if task.done():
+                raise
 
 
 async def _all(calls: Sequence[_RewardCall], limits: AsyncCalls) -> list[float]:

@@ -114,7 +114,7 @@ def sentence(plan: Plan, tasks: Tasks, by_stage: dict[str, float], ends_s: Seque
     step."""
     total_s = sum(by_stage.values())
     if not total_s:
-        return "no step has ended"
+        return "no step has ended since the run was last started"
     first = next(iter(by_stage))
     what = "bound by the driver" if first == NOBODY else f"{first}-bound"
     text = f"{what}: {100 * by_stage[first] / total_s:.0f} % of the step"

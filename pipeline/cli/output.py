@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _KEPT: list[_TextStream] = []  # a thread of user code may be printing to one, and `print` does not hold it itself
+_FAILS = (OSError, ValueError)  # ValueError: user code has closed the stream below
 FULL_S = 10.0  # how long a run waits for a reader that does not read, once
 
 
@@ -18,7 +19,7 @@ FULL_S = 10.0  # how long a run waits for a reader that does not read, once
 def outliving(record: str) -> Iterator[None]:
     """Within the context, drop what is printed to a pipe that nobody reads, or that cannot be written. If it is stdout,
     say so once on stderr; `record` names where the output can be found."""
-    before = sys.stdout, sys.stderr
+    before = _opened(sys.stdout), _opened(sys.stderr)
     rest = f"the run goes on, and its record is in {record}"
     ours = sys.stdout, sys.stderr = _TextStream(before[0], rest), _TextStream(before[1], "")
     _KEPT.extend(ours)
@@ -27,7 +28,7 @@ def outliving(record: str) -> Iterator[None]:
     finally:
         for stream in ours:  # user code may have put others in their place
             stream.end()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = map(_opened, before)
 
 
 def open_standard_files() -> None:
@@ -38,8 +39,12 @@ def open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout, sys.stderr = _opened(sys.stdout), _opened(sys.stderr)
+
+
+def _opened(stream: TextIO | None) -> TextIO:
+    """Return the stream, or one that goes nowhere if user code has closed it."""
+    return stream if stream and not stream.closed else open(os.devnull, "w")
 
 
 def discard(stream: TextIO) -> None:
@@ -57,7 +62,7 @@ class _TextStream:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text) if self._takes() else len(text)
-        except OSError as error:
+        except _FAILS as error:
             self._leave(error)
             return len(text)
 
@@ -65,7 +70,7 @@ class _TextStream:
         try:
             if self._takes():
                 self._stream.flush()
-        except OSError as error:
+        except _FAILS as error:
             self._leave(error)
 
     def close(self) -> None:
@@ -88,13 +93,13 @@ class _TextStream:
             self._say(f"nobody has read the output for {FULL_S:g} s")
         return bool(ready)
 
-    def _leave(self, error: OSError) -> None:
+    def _leave(self, error: Exception) -> None:
         self._discard()
-        pipe = isinstance(error, BrokenPipeError)
-        self._say("nobody reads the output any more" if pipe else f"the output cannot be written ({error.strerror})")
+        pipe, why = isinstance(error, BrokenPipeError), getattr(error, "strerror", error)
+        self._say("nobody reads the output any more" if pipe else f"the output cannot be written ({why})")
 
     def _discard(self) -> None:
-        with suppress(OSError):
+        with suppress(*_FAILS):
             discard(self._stream)
 
     def _say(self, why: str) -> None:

@@ -181,6 +181,29 @@ def test_only_the_original_leaves_the_code_of_a_stage():
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == ENDED
 
 
+@pytest.mark.parametrize(
+    ("code", "end"), [("_exit(3)", 3), ("abort()", -signal.SIGABRT), ("execvp('true', ['true'])", 0)]
+)
+def test_the_original_cannot_be_ended_or_replaced_by_user_code_and_a_copy_can(code, end):
+    original = Original()
+    with original.only("reward"), pytest.raises(RuntimeError, match="would end the process of the run"):
+        eval(f"os.{code}")
+    with original.only("reward"):
+        copy = os.fork()
+        if copy == 0:
+            eval(f"os.{code}")
+    assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == end
+
+
+@pytest.mark.parametrize("where", ["line", "first"])
+def test_output_that_user_code_closes_is_not_missed(tmp_path, where):
+    process = started(tmp_path, **{where: "import sys; sys.__stdout__.close()\n"})
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    lost = "the output cannot be written (I/O operation on closed file.); the run goes on, and its record is in run\n"
+    assert err == (lost if where == "line" else "")
+
+
 def test_a_copy_does_not_hold_a_pipe_open():
     reader, writer = os.pipe()
     file = open(writer, "wb")  # noqa: SIM115 - closed below

@@ -307,6 +307,15 @@ def test_a_function_that_cancels_itself_is_not_late():
         run(Reward(gone), texts("a"))
 
 
+def test_a_function_that_stops_the_loop_does_not_stop_the_others():
+    async def stops(response):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    assert run(Reward(stops), texts("a", "b")).columns["reward"].tolist() == [1, 1]
+
+
 def test_a_function_that_does_not_listen_to_its_cancellation_is_late_too():
     async def deaf(response):
         while True:
