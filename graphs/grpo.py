@@ -73,16 +73,26 @@ def graph(
     passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
     # Samples to score while others are still being sampled; 0 is all, in one turn of the GPUs or of the frozen weights.
     run = 0 if colocated else samples_per_prompt * max(4, learner_gpus)
+    # In turns nothing is scored in advance: the first update's own pass has its old logprobs.
+    prev = () if colocated else (PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),)
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(exact_match),
-            PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
+            *prev,
             RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run if trainer == "torch" else 0),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=loss, lr=lr, minibatches=minibatches, microbatch=passes),
+            Train(
+                policy,
+                on=learner,
+                loss=loss,
+                lr=lr,
+                minibatches=minibatches,
+                microbatch=passes,
+                prev="own" if colocated else "field",
+            ),
             Refit(policy, source=learner, target=sampler, transport=refit_transport),
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.held import Copies, Weighs
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.declare.saved_model import MODEL, Describes
-from pipeline.declare.sharding import Dynamic, Packed, Sharding
+from pipeline.declare.sharding import Dynamic, Microbatch, Packed, Shard, Sharding, Update
 from pipeline.errors import Problem, shown
 from stages.backends import (
     Batch,
     Engine,
     Optimization,
     backend_problems,
+    cut,
     engine,
     model_problems,
     one_shard,
@@ -43,6 +46,8 @@ from stages.vocabulary import (
 
 _LARGEST = ("staleness_max", "mismatch_ratio_max")  # maximum over ranks; other numbers are summed
 SCHEDULES = ("constant", "linear", "cosine")
+OWN = "own"
+PREVS = ("field", OWN)
 _COLUMNS = {
     "prompt_ids": PROMPT_IDS,
     "response_ids": RESPONSE_IDS,
@@ -66,6 +71,9 @@ class Train(Stage):
                                   concatenates them into rows without padding
     temperature                   the rollout's temperature
     checkpoint_activations        recompute activations in the backward pass: less memory, more time
+    prev                          where the denominator of the ratio comes from: "field", the field prev_logprobs of a
+                                  stage PrevLogprobs; or "own": the first minibatch has the logprobs of its own pass,
+                                  and the others are scored before the first update, in the rows of their updates
 
     Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat per token), `clip_fraction`, its part
     `clip_high` with a ratio above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat per
@@ -97,6 +105,7 @@ class Train(Stage):
     warmup: int = 0
     temperature: float = 1.0
     checkpoint_activations: bool = False
+    prev: Literal["field", "own"] = "field"
 
     name = "train"
     writes = (TRAINED_WEIGHTS,)
@@ -107,7 +116,7 @@ class Train(Stage):
             PROMPT_IDS,
             RESPONSE_IDS,
             ADVANTAGE,
-            PREV_LOGPROBS,
+            *(() if self.prev == OWN else (PREV_LOGPROBS,)),
             ROLLOUT_LOGPROBS,
             TOKEN_VERSIONS,
         )
@@ -146,6 +155,14 @@ class Train(Stage):
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
         if is_whole(self.minibatches, 1):
             yield from self._share_problems(graph)
+        for stage in graph.stages:
+            if self.prev == OWN and PREV_LOGPROBS in stage.writes:
+                yield Problem(
+                    where=str(self.location),
+                    what=f"{self.name!r} has prev={OWN!r} and stage {stage.name!r} computes these logprobs too",
+                    why="each token is scored once",
+                    fix=f"leave {stage.name!r} out, or prev={PREVS[0]!r}",
+                )
         for rollout in graph.stages:
             longest = self.loss.max_tokens if isinstance(self.loss, PolicyLoss) else None
             if isinstance(rollout, Rollout) and is_whole(longest, 1) and longest != rollout.max_tokens:
@@ -190,6 +207,8 @@ class Train(Stage):
         yield f"lr={self.lr!r}", legal, "the learning rate must be a number, 0 or more", "lr=1e-6"
         known, fix = "valid values are " + ", ".join(SCHEDULES), f"schedule={SCHEDULES[0]!r}"
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
+        known, fix = "valid values are " + ", ".join(PREVS), f"prev={OWN!r}"
+        yield f"prev={shown(self.prev)}", self.prev in PREVS, known, fix
         why = "epochs must be a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
         why = "warmup must be a whole number of updates, 0 (none) or more"
@@ -247,16 +266,36 @@ class TrainRunner:
         batch = Batch(**given, columns=read)
         shard = task.shard or one_shard(batch.prompt_ids, batch.response_ids, stage.sharding)
         start_s = time.monotonic()
-        results = [
-            self.learner.update(batch, stage.loss, temperature=stage.temperature, update=update, packed=shard.packed)
-            for _ in range(stage.epochs)
-            for update in shard.updates
-        ]
+        results, batch = self._updated(batch, shard)
         done = [result for result in results if not result["skipped"]]
         metrics = {name: sum(result[name] for result in done) / len(done) for name in done[0]} if done else {}
         counts = {"updates": float(len(done)), "skipped": float(len(results) - len(done))}
-        counts |= self._ages(batch, column[TOKEN_VERSIONS.name], task) | self._work(batch, time.monotonic() - start_s)
+        taken_s = time.monotonic() - start_s
+        counts |= self._ages(batch, column[TOKEN_VERSIONS.name], task) | self._work(batch, shard, taken_s)
         return Output(metrics=metrics | counts | division(shard), weights=(task.step + 1, ""))
+
+    def _updated(self, batch: Batch, shard: Shard) -> tuple[list[dict[str, float]], Batch]:
+        """Make all updates. Returns their metrics, and the batch with its old logprobs."""
+        own, results = batch.old_logprobs is None, []
+        rest = self._rest_scored(batch, shard) if own else []
+        for update in shard.updates * self.stage.epochs:
+            settings: Any = {"temperature": self.stage.temperature, "packed": shard.packed}
+            results.append(self.learner.update(batch, self.stage.loss, update=update, **settings))
+            if batch.old_logprobs is None:
+                batch = replace(batch, old_logprobs=Ragged.of([*self.learner.own_logprobs().rows(), *rest]))
+        return results, batch
+
+    def _rest_scored(self, batch: Batch, shard: Shard) -> list[Any]:
+        """Return the logprobs of the samples after the first minibatch, one row each, under the weights as they are."""
+        if not (rest := _rest_of(batch, shard)):
+            return []
+        first = _first_size(shard)
+        later = tuple(
+            Update(tuple(_moved(each, -first) for each in update.microbatches), update.tokens, update.samples)
+            for update in shard.updates[1:]
+        )
+        later_shard = msgspec.structs.replace(shard, updates=later)
+        return self.backend.score(self.stage.model, *rest, later_shard, temperature=self.stage.temperature).rows()
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
         """Distance of the sampler and its samples from the trained weights, over all ranks."""
@@ -264,6 +303,7 @@ class TrainRunner:
         from ops.kl import kl_k3
 
         assert batch.rollout_logprobs is not None
+        assert batch.old_logprobs is not None
         sampled, trained = batch.rollout_logprobs.values, batch.old_logprobs.values
         weight, square, largest = moments(trained, sampled)
         age = task.step - versions.values  # the weights before these updates are version `step`
@@ -285,13 +325,16 @@ class TrainRunner:
         means = {name: value if name in _LARGEST else value / tokens for name, value in totals.items()}
         return means | {"mismatch_ess": effective}
 
-    def _work(self, batch: Batch, taken_s: float) -> dict[str, float]:
+    def _work(self, batch: Batch, shard: Shard, taken_s: float) -> dict[str, float]:
         """Operations and speed over all ranks; empty if the model's operations are unknown."""
         stage = self.stage
         flops = self.backend.flops(stage.model, batch.prompt_ids, batch.response_ids, training=True)
         if flops is None:
             return {}
-        total = self.ranks.totals({"flops": stage.epochs * flops, "s": taken_s}, largest=("s",))
+        flops *= stage.epochs
+        if stage.prev == OWN and (rest := _rest_of(batch, shard)):
+            flops += self.backend.flops(stage.model, *rest, training=False) or 0.0
+        total = self.ranks.totals({"flops": flops, "s": taken_s}, largest=("s",))
         ranks = self.ranks.layout.size
         work = {"flops": total["flops"], "ranks": float(ranks)}
         return work | speed(total["flops"], total["s"], ranks, self.backend)
@@ -325,6 +368,21 @@ class TrainRunner:
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if it is incomplete."""
         self.learner.restore(folder)
+
+
+def _first_size(shard: Shard) -> int:
+    """Return the number of samples in the first minibatch."""
+    return sum(len(microbatch.samples) for microbatch in shard.updates[0].microbatches)
+
+
+def _rest_of(batch: Batch, shard: Shard) -> tuple[Ragged, Ragged] | None:
+    """Return prompts and responses after the first minibatch, if there are any. Minibatches are consecutive runs."""
+    first, count = _first_size(shard), len(batch)
+    return (cut(batch.prompt_ids, first, count), cut(batch.response_ids, first, count)) if first < count else None
+
+
+def _moved(microbatch: Microbatch, by: int) -> Microbatch:
+    return msgspec.structs.replace(microbatch, samples=tuple(sample + by for sample in microbatch.samples))
 
 
 def _divisors(number: int, near: int) -> list[int]:

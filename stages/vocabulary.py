@@ -23,7 +23,12 @@ MODEL_REWARD = Field("model_reward", dtype="float32", hint='add RewardModel(Mode
 REWARD = Field("reward", dtype="float32", hint="add Reward(exact_match)")
 KEPT = Field("kept", dtype="bool", hint="add Filter()")
 PREV_LOGPROBS = Field(
-    "prev_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0, hint="add PrevLogprobs(policy, on=learner)"
+    "prev_logprobs",
+    dtype="float32",
+    dims="N T",
+    unit="nat",
+    high=0.0,
+    hint="add PrevLogprobs(policy, on=learner), or Train(prev='own')",
 )
 REF_LOGPROBS = Field(
     "ref_logprobs",

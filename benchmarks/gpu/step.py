@@ -40,6 +40,7 @@ from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
 from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
 from stages.tasks import Generated
+from stages.train import PREVS
 
 ENGINES = ("rollout", "prev_logprobs", "train")
 
@@ -69,11 +70,11 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=options.samples, max_tokens=options.tokens),
             Reward(even),
-            PrevLogprobs(policy, on=learner, microbatch=cut),
+            *([PrevLogprobs(policy, on=learner, microbatch=cut)] if options.prev == "field" else []),
             Advantage("group_relative"),
             Train(
                 policy, on=learner, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-6, minibatches=2,
-                microbatch=cut,
+                microbatch=cut, prev=options.prev,
             ),
             Refit(policy, source=learner, target=sampler, transport=options.transport),
         ),
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="transport of the refit")
     parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
+    parser.add_argument("--prev", choices=PREVS, default="own", help="old logprobs: of a stage, or of the updates")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
@@ -208,7 +210,8 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     notes = (
         f"{options.sampler} GPUs sample (tensor parallel {options.sampler_tensor}), {options.learner} train {where} "
         f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "
-        f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps; the sampler may take "
+        f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps, old logprobs of "
+        f"{'the updates' if options.prev == 'own' else 'a stage'}; the sampler may take "
         f"{options.memory:g} of a GPU. Aim: under 2 % of a synchronous step outside the engines."
     )
     report("gpu.step", rows, list(rows[0]), notes, options.out)

@@ -141,14 +141,14 @@ class Optimization:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples of updates. `old_logprobs` are the denominator of the ratio; `rollout_logprobs` are the sampler's,
-    for a correction, and `ref_logprobs` the frozen model's, for a KL term. `columns` are additional fields that the
-    loss reads, one value per sample or per response token."""
+    """The samples of updates. `old_logprobs` are the denominator of the ratio, None for those of the update's own pass,
+    without a gradient; `rollout_logprobs` are the sampler's, for a correction, and `ref_logprobs` the frozen model's,
+    for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token."""
 
     prompt_ids: Ragged
     response_ids: Ragged
     advantage: torch.Tensor
-    old_logprobs: Ragged
+    old_logprobs: Ragged | None
     rollout_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
     columns: Mapping[str, torch.Tensor | Ragged] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Batch:
             part(self.prompt_ids, samples),
             part(self.response_ids, samples),
             self.advantage[list(samples)],
-            part(self.old_logprobs, samples),
+            None if self.old_logprobs is None else part(self.old_logprobs, samples),
             None if self.rollout_logprobs is None else part(self.rollout_logprobs, samples),
             None if self.ref_logprobs is None else part(self.ref_logprobs, samples),
             {
@@ -208,6 +208,10 @@ class Learner(Protocol):
         Returns, equal on all ranks: loss, clip_fraction, ratio_max, grad_norm, lr, entropy, skipped, and, depending on
         the loss, kl and the metrics of its correction.
         """
+
+    def own_logprobs(self) -> Ragged:
+        """What the last update's pass computed for its samples, in ascending order, before it changed the weights: only
+        of a batch without old logprobs. Equal on all ranks that share the samples; float32, on the CPU."""
 
     def save(self, folder: Path) -> None:
         """Save weights and optimizer state into an existing folder, bit-exact."""

@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,38 +45,17 @@ COUNTERS = "learner.json"
 File: TypeAlias = tuple[str, Iterable[tuple[str, torch.Tensor]]]  # a name, and tensors by name
 
 
-def objective_of(
-    part: Batch, loss: PolicyLoss, update: Update,
-    logprobs_NT: torch.Tensor, entropy_NT: torch.Tensor, mask_NT: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-    """Compute the objective of one microbatch of an update, whose samples are `part`."""
-
-    def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
-        wide = pad_right(column, 0, mask_NT.shape[1]) if isinstance(column, Ragged) else column
-        return sent(wide, mask_NT.device)
-
-    scored = Scored(
-        logprobs_NT=logprobs_NT,
-        old_logprobs_NT=padded(part.old_logprobs),
-        rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
-        advantage_N=sent(part.advantage, mask_NT.device),
-        mask_NT=mask_NT,
-        ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
-        entropy_NT=entropy_NT,
-        columns={name: padded(column) for name, column in part.columns.items()},
-    )
-    return on_device(loss, scored, tokens=update.tokens, samples=update.samples)
-
-
 class BaseLearner(Learner, ABC):
     """A network with its optimizer. All ranks call every method together."""
 
     _computing: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of an update
 
     def __init__(self, settings: Optimization, device: torch.device, ranks: Ranks) -> None:
-        self.settings, self.ranks = settings, ranks
+        self.settings, self.ranks, self._device = settings, ranks, device
         self.updates = self.skipped = 0
         self.parking = Parking(device)
+        self._own: dict[int, torch.Tensor] = {}  # by sample: the logprobs of an update's own pass, on the device
+        self._own_logprobs: Ragged | None = None
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
@@ -83,12 +63,15 @@ class BaseLearner(Learner, ABC):
         """Run one optimizer update. If its loss or gradient is not finite, it changes nothing on any rank, and counts
         as skipped."""
         self.parking.arrive()
+        self._own.clear()
         with self._computing():
             sums: dict[str, float] = {}
             for found in read(self._backward(batch, loss, temperature, update, packed)):
                 for name, value in found.items():
                     before = sums.get(name, 0.0)
                     sums[name] = max(before, value) if name in MAXIMA else before + value
+            if batch.old_logprobs is None:
+                self._own_logprobs = self._gathered(batch.response_ids, update)
             sums, norm = self._reduce(sums)
             rate = self.settings.learning_rate(self.updates)
             finite = math.isfinite(sums["loss"]) and math.isfinite(norm)
@@ -97,6 +80,49 @@ class BaseLearner(Learner, ABC):
         self.skipped += not finite
         means = {name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()}
         return means | {"grad_norm": norm, "lr": rate, "skipped": float(not finite)}
+
+    def own_logprobs(self) -> Ragged:
+        """Return what the last update's pass computed, if its batch had no old logprobs."""
+        assert self._own_logprobs is not None
+        return self._own_logprobs
+
+    def _gathered(self, response_ids: Ragged, update: Update) -> Ragged:
+        samples = sorted(chain.from_iterable(microbatch.samples for microbatch in update.microbatches))
+        lengths = tuple(response_ids.lengths[sample] for sample in samples)
+        values = torch.empty(sum(lengths), device=self._device)
+        if self._own:
+            values = torch.cat([self._own[sample] for sample in samples])
+        return Ragged(self._from_last(values).clamp_(max=0.0).cpu(), lengths)
+
+    def _from_last(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks have that compute the logprobs: all have them, unless layers are divided."""
+        return values
+
+    def _objective(
+        self, batch: Batch, loss: PolicyLoss, update: Update, samples: Sequence[int],
+        logprobs_NT: torch.Tensor, entropy_NT: torch.Tensor, mask_NT: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        """Compute the objective of one microbatch of an update, which has these samples."""
+        part, old_NT = batch.at(samples), logprobs_NT.detach()
+
+        def padded(column: torch.Tensor | Ragged) -> torch.Tensor:
+            wide = pad_right(column, 0, mask_NT.shape[1]) if isinstance(column, Ragged) else column
+            return sent(wide, mask_NT.device)
+
+        if part.old_logprobs is None:
+            rows = zip(samples, old_NT.float(), part.response_ids.lengths)
+            self._own |= {sample: row_T[:length] for sample, row_T, length in rows}
+        scored = Scored(
+            logprobs_NT=logprobs_NT,
+            old_logprobs_NT=padded(part.old_logprobs) if part.old_logprobs else old_NT,
+            rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
+            advantage_N=sent(part.advantage, mask_NT.device),
+            mask_NT=mask_NT,
+            ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
+            entropy_NT=entropy_NT,
+            columns={name: padded(column) for name, column in part.columns.items()},
+        )
+        return on_device(loss, scored, tokens=update.tokens, samples=update.samples)
 
     @abstractmethod
     def _backward(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -213,6 +213,11 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     again = engine.trained_weights(model)
     metrics["frozen is as before"] = float(torch.equal(frozen.values, before.values))
     metrics["trained is unchanged"] = float(weight_hash(again) == weight_hash(trained))
+    own = replace(batch, old_logprobs=None)
+    made = learner.update(own, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)
+    metrics |= {f"own {name}": value for name, value in made.items()}
+    lost = (learner.own_logprobs().values - after.values).abs().max().item()
+    metrics["own are those scored"] = float(lost < 1e-5)
     tensors = {f"gradient {name}": tensor for name, tensor in found.items()}
     tensors |= {f"weight {name}": tensor for name, tensor in trained.items()}
     tensors |= {f"sample {i} before": row.clone() for i, row in zip(shard.index, before.rows())}

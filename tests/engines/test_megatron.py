@@ -296,7 +296,8 @@ def compare(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scoring_with_the_frozen_copy_leaves_no_trace(alone: dict[str, Any], family: str) -> None:
     tensors, metrics = alone[family]
-    assert metrics["frozen is as before"] == metrics["trained is unchanged"] == 1.0
+    assert metrics["frozen is as before"] == metrics["trained is unchanged"] == metrics["own are those scored"] == 1.0
+    assert metrics["own ratio_max"] == metrics["own ratio_mean"] == 1.0
     assert not torch.equal(tensors["sample 0 before"], tensors["sample 0 after"])
 
 

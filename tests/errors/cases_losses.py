@@ -64,6 +64,8 @@ TRAINING = [
     trained("no_learning_rate", "loss=ClippedLoss()"),
     trained("learning_rate_is_a_text", "lr='1e-6'"),
     trained("unknown_learning_rate_schedule", "lr=1e-3, schedule='cosin'"),
+    trained("unknown_prev", "lr=1e-3, prev='stage'"),
+    trained("logprobs_computed_twice", "lr=1e-3, prev='own'"),
     trained("warmup_below_0", "lr=1e-3, warmup=-1"),
     trained("epochs_of_0", "lr=1e-3, epochs=0"),
     trained("epochs_of_a_half", "lr=1e-3, epochs=1.5"),

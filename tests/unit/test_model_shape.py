@@ -115,10 +115,12 @@ def test_the_default_of_grpo_counts_tokens() -> None:
 def test_on_megatron_grpo_packs_rows_and_scores_with_the_frozen_weights_once(colocated: bool) -> None:
     gpus: dict[str, Any] = {"generator": "vllm", "trainer": "megatron", "sampler_gpus": 1, "learner_gpus": 1}
     by_kind = {type(stage): stage for stage in grpo.graph(**gpus, colocated=colocated, microbatch=4096).stages}
-    for kind in (Train, PrevLogprobs, RefLogprobs):
+    for kind in (Train, RefLogprobs):
         assert by_kind[kind].microbatch == Packed(4096)
     assert by_kind[RefLogprobs].run_samples is None, "the whole batch: the weights change places once"
-    assert by_kind[PrevLogprobs].run_samples == (None if colocated else 32)
+    assert by_kind[Train].prev == ("own" if colocated else "field")
+    assert (PrevLogprobs in by_kind) != colocated
+    assert colocated or (by_kind[PrevLogprobs].microbatch, by_kind[PrevLogprobs].run_samples) == (Packed(4096), 32)
 
 
 def test_it_loads_no_torch(tmp_path: Path) -> None:

@@ -35,6 +35,6 @@ def test_ranks_that_share_a_model_share_its_operations(layout: RankLayout) -> No
     context = StageContext(group=stage.on, rank=0, seed=0, group_size=1, run_dir=None, shared={}, ranks=ranks)
     backend: Any = Backend()
     batch: Any = Batch()
-    work = TrainRunner(stage, backend, context)._work(batch, taken_s=0.5)
+    work = TrainRunner(stage, backend, context)._work(batch, None, taken_s=0.5)
     speed = 4.0 / layout.size
     assert work == {"flops": 2e12, "ranks": layout.size, "tflops_per_s": speed, "utilization": speed / 10.0}

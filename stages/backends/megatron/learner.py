@@ -24,7 +24,7 @@ from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import rows_of, run
 from stages.backends.objective import MAXIMA
-from stages.backends.trainer import BaseLearner, File, objective_of
+from stages.backends.trainer import BaseLearner, File
 from stages.losses import PolicyLoss
 
 
@@ -82,11 +82,14 @@ class MegatronLearner(BaseLearner):
         def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logprobs_R, entropy_R = self.network.logprobs(hidden_SNH, row, temperature)
             entropy_NT = row.rectangle(entropy_R if loss.needs_entropy else entropy_R.detach())
-            part = batch.at(update.microbatches[number].samples)
-            return objective_of(part, loss, update, row.rectangle(logprobs_R), entropy_NT, row.mask)
+            samples = update.microbatches[number].samples
+            return self._objective(batch, loss, update, samples, row.rectangle(logprobs_R), entropy_NT, row.mask)
 
         rows = rows_of(batch.prompt_ids, batch.response_ids, update.microbatches, self.groups, packed=packed)
         return run(self.buffered, self.network, rows, finish, backward=True)
+
+    def _from_last(self, values: torch.Tensor) -> torch.Tensor:
+        return self.groups.from_last(values)
 
     def _reduce(self, sums: dict[str, float]) -> tuple[dict[str, float], float]:
         message: list[Any] = [self.ranks.totals(sums, largest=MAXIMA) if self.groups.is_last else None]

@@ -22,11 +22,12 @@ from ops.logprobs import entropy, selected_logprobs
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Microbatch, Update
 from stages.backends import Batch, Optimization
+from stages.backends.interface import part
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import live_weights, load_weights, state
 from stages.backends.objective import MAXIMA
 from stages.backends.torch.score import predict
-from stages.backends.trainer import COUNTERS, BaseLearner, File, objective_of
+from stages.backends.trainer import COUNTERS, BaseLearner, File
 from stages.losses import PolicyLoss
 
 WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
@@ -62,20 +63,18 @@ class TorchLearner(BaseLearner):
     def _backward(
         self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, packed: bool
     ) -> list[dict[str, torch.Tensor]]:
-        return [
-            self._pass(batch.at(microbatch.samples), loss, temperature, update, microbatch, packed)
-            for microbatch in update.microbatches
-        ]
+        return [self._pass(batch, loss, temperature, update, microbatch, packed) for microbatch in update.microbatches]
 
     def _pass(
-        self, part: Batch, loss: PolicyLoss, temperature: float, update: Update, microbatch: Microbatch, packed: bool
+        self, batch: Batch, loss: PolicyLoss, temperature: float, update: Update, microbatch: Microbatch, packed: bool
     ) -> dict[str, torch.Tensor]:
-        ids = (part.prompt_ids, part.response_ids)
+        samples = microbatch.samples
+        ids = (part(batch.prompt_ids, samples), part(batch.response_ids, samples))
         made = predict(self.network, *ids, microbatch, temperature=temperature, pad=self.pad, packed=packed)
         with torch.set_grad_enabled(loss.needs_entropy):
             entropy_NT = made.rectangle(entropy(made.logits))
         logprobs_NT = made.rectangle(selected_logprobs(made.logits, made.ids))
-        value, sums = objective_of(part, loss, update, logprobs_NT, entropy_NT, made.mask_NT)
+        value, sums = self._objective(batch, loss, update, samples, logprobs_NT, entropy_NT, made.mask_NT)
         value.backward()
         for name, master in self.masters.items():
             parameter = self.parameters[name]
