@@ -32,6 +32,7 @@ from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
 from ops.refit.transports import TRANSPORTS
 from pipeline import Graph, Model, Schedule, WorkerGroup
+from pipeline.declare.group import CACHES
 from pipeline.declare.sharding import Packed
 from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
@@ -56,7 +57,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
         tensor_parallel=options.sampler_tensor, threads=1,
-        memory=options.memory,
+        memory=options.memory, cache=options.cache,
     )  # fmt: skip
     learner = WorkerGroup(
         "learner", backend="megatron", workers=options.learner, gpus=options.learner * gpus,
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--learner-tensor", type=int, default=1)
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
+    parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of the sampler's cache")
     parser.add_argument("--colocated", action="store_true", help="sampler and learner share GPUs; synchronous only")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="transport of the refit")
     parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
@@ -212,7 +214,8 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "
         f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps, old logprobs of "
         f"{'the updates' if options.prev == 'own' else 'a stage'}; the sampler may take "
-        f"{options.memory:g} of a GPU. Aim: under 2 % of a synchronous step outside the engines."
+        f"{options.memory:g} of a GPU, its cache is {options.cache}. Aim: under 2 % of a "
+        f"synchronous step outside the engines."
     )
     report("gpu.step", rows, list(rows[0]), notes, options.out)
 

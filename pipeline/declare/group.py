@@ -91,6 +91,8 @@ class WorkerGroup(_Located):
     colocated  the group whose GPUs this one shares (the same number): the two take turns, and the one that waits frees
                its memory for the other, so nothing runs ahead (max_staleness=0)
     memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
+    cache      number format of the keys and values of earlier tokens: "auto", the model's; or "fp8" (e4m3), half the
+               memory and the reading of bfloat16, for "vllm" on GPUs. Logprobs then differ more from the trainer's
     fully_sharded  shard a model's weights, gradients and optimizer over the data-parallel workers (FSDP2)
     python     the interpreter of its workers, such as "venv/bin/python", if their packages must not be the driver's. A
                relative path is relative to the working directory, like that of data or of a model. On a cluster, it and
@@ -113,6 +115,7 @@ class WorkerGroup(_Located):
     colocated: WorkerGroup | None = None
     memory: float = 0.85
     python: str | os.PathLike[str] | None = None
+    cache: Literal["auto", "fp8"] = "auto"
     own: Backend | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,4 +160,5 @@ class WorkerGroup(_Located):
         return self.workers // max(1, self.model_parallel)
 
 
+CACHES = ("auto", "fp8")
 HOST = "host"  # the worker group of stages without one

@@ -9,7 +9,7 @@ from math import lcm
 from pipeline.declare import interpreter
 from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
-from pipeline.declare.group import WorkerGroup
+from pipeline.declare.group import CACHES, WorkerGroup
 from pipeline.declare.parameters import Rule, at_least, broken, number, one_of, truth
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, counted, shown
@@ -40,6 +40,7 @@ _RULES = (
         why="memory must be a share of each GPU, above 0, at most 1",
         fix=0.85,
     ),
+    one_of("cache", CACHES, why="the cache has the model's number format, or 8-bit floats", fix="cache='auto'"),
     Rule(
         "python",
         lambda value: value is None or _is_path(value),
@@ -67,7 +68,7 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         yield from wrong
         usable += [] if wrong else [group]
     for group in usable:
-        for what, why, fix in _division(group, graph.batch):
+        for what, why, fix in (*_division(group, graph.batch), *_cache(group)):
             says = f"worker group {group.name!r} has {what}"
             yield Problem(where=str(group.location), what=says, why=why, fix=fix)
         for what, why, fix in _colocated(group, groups, graph) if group.colocated is not None else ():
@@ -83,6 +84,12 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
             why="every group holds its GPUs for the whole run",
             fix="use fewer GPUs per group, or more machines",
         )
+
+
+def _cache(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:
+    if group.cache != CACHES[0] and not (group.leads and group.gpus):
+        on = f"the backend {group.backend!r} on {counted(group.gpus, 'GPU')}"
+        yield f"cache={group.cache!r} and {on}", "only vLLM on GPUs has such a cache", f"cache={CACHES[0]!r}"
 
 
 def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:

@@ -152,6 +152,8 @@ GROUPS = [
     learner("fetch_by_a_leader_of_none", "workers=2, fetch='leader'"),
     learner("unknown_fetch", "workers=2, fetch='all'"),
     learner("memory_in_percent", "memory=50"),
+    learner("cache_of_integers", "cache='int4'"),
+    learner("cache_of_a_trainer", "cache='fp8'"),
     learner("fully_sharded_on_one_worker", "fully_sharded=True"),
     learner("fully_sharded_is_a_text", "workers=2, fully_sharded='fsdp'"),
     learner(

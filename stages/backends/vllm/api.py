@@ -76,9 +76,9 @@ def computes_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -> AsyncLLM:
+def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto") -> AsyncLLM:
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
-    each, or nearly all that is free if that is less.
+    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
@@ -87,6 +87,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float) -
         settings = {
             "enable_sleep_mode": True,
             "gpu_memory_utilization": min(memory, _left()),
+            "kv_cache_dtype": cache,
             "compilation_config": {"pass_config": passes()},
         }
     config = AsyncEngineArgs(

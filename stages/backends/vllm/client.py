@@ -47,6 +47,7 @@ class Setup:
     tensor_parallel: int
     memory: float  # share of a GPU
     where: str
+    cache: str = "auto"  # number format of keys and values
     replica: int = 0
     replicas: int = 1
 
@@ -217,7 +218,11 @@ class Client:
         setup = self.setup
         try:
             self._llm = llm = versions.open_llm(
-                setup.folder, gpus=setup.gpus, tensor_parallel=setup.tensor_parallel, memory=setup.memory
+                setup.folder,
+                gpus=setup.gpus,
+                tensor_parallel=setup.tensor_parallel,
+                memory=setup.memory,
+                cache=setup.cache,
             )
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)

@@ -82,7 +82,7 @@ class VllmEngine(Tokenizers):
             group, folder = self.group, model_folder(model, self.run_dir)
             setup = Setup(
                 folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, memory=group.memory,
-                where=str(group.location),
+                where=str(group.location), cache=group.cache,
                 replica=self._worker[0], replicas=self._worker[1],
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
