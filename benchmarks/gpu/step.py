@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,22 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
 from pipeline.rundir import RunDir
-from stages import Advantage, ClippedLoss, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
+from stages import (
+    Advantage,
+    ClippedLoss,
+    PrevLogprobs,
+    Prompts,
+    Refit,
+    RefLogprobs,
+    Reward,
+    Rollout,
+    Train,
+    TruncatedIS,
+)
 from stages.tasks import Generated
 from stages.train import PREVS
 
-ENGINES = ("rollout", "prev_logprobs", "train")
+ENGINES = ("rollout", "prev_logprobs", "ref_logprobs", "train")
 
 
 def even(response: str) -> float:
@@ -52,7 +64,7 @@ def even(response: str) -> float:
 
 
 def described(options: argparse.Namespace, staleness: int, policy: Model) -> Graph:
-    """GRPO without a reference model."""
+    """GRPO, with a reference model if `options.kl` is above 0."""
     gpus = 0 if options.cpu else 1
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
@@ -72,10 +84,11 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
             Rollout(policy, on=sampler, samples_per_prompt=options.samples, max_tokens=options.tokens),
             Reward(even),
             *([PrevLogprobs(policy, on=learner, microbatch=cut)] if options.prev == "field" else []),
+            *([RefLogprobs(policy.frozen(), on=learner, microbatch=cut)] if options.kl else []),
             Advantage("group_relative"),
             Train(
-                policy, on=learner, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-6, minibatches=2,
-                microbatch=cut, prev=options.prev,
+                policy, on=learner, loss=ClippedLoss(correction=TruncatedIS(cap=2.0), kl=options.kl), lr=1e-6,
+                minibatches=2, microbatch=cut, prev=options.prev,
             ),
             Refit(policy, source=learner, target=sampler, transport=options.transport),
         ),
@@ -101,7 +114,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
     response = options.groups * options.samples * mean("rollout/length_mean")
     step_s = statistics.fmean(line["time/step_s"] for line in lines)
     seconds = {stage: mean(f"time/{stage}_s") for stage in (*ENGINES, "refit", "reward", "advantage")}
-    trained_s = seconds["train"] + seconds["prev_logprobs"]
+    trained_s = seconds["train"] + seconds["prev_logprobs"] + seconds["ref_logprobs"]
     learner_gpus = 0 if options.colocated else options.learner
     return {
         "start s": round(start_s, 1),
@@ -146,6 +159,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
     parser.add_argument("--prev", choices=PREVS, default="own", help="old logprobs: of a stage, or of the updates")
+    parser.add_argument("--kl", type=float, default=0.0, help="above 0: score with the frozen model too")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
@@ -164,27 +178,32 @@ def main() -> None:
         policy = Model(model_of(options.model, Path(folder)))
         for staleness in options.staleness:
             rows.append({})
-            run(options, staleness, policy, Path(folder), rows)
+            run(described(options, staleness, policy), Path(folder) / str(staleness), options, rows, _write)
         if options.peer:
             rows.append(peer(options, Path(folder)))
             _write(rows, options)
 
 
-def run(options: argparse.Namespace, staleness: int, policy: Model, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Run once, into the last of the rows. The run has an extra step, during which it is stopped, since the final
-    checkpoint of a large model takes minutes."""
+def run(
+    graph: Graph,
+    folder: Path,
+    options: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    write: Callable[[list[dict[str, Any]], argparse.Namespace], None],
+) -> None:
+    """Run a graph once, into the last of the rows, which are written after each step. The run has an extra step, during
+    which it is stopped, since the final checkpoint of a large model takes minutes."""
     from pipeline.executors.ray import RayExecutor
 
-    graph = described(options, staleness, policy)
-    run_dir, begun_s = RunDir(folder / str(staleness)).create(), time.monotonic()
+    run_dir, begun_s = RunDir(folder).create(), time.monotonic()
 
     def note(step: int, metrics: dict[str, float]) -> None:
         print(f"step {step + 1}: {metrics.get('time/step_s', 0.0):.2f} s", flush=True)
         published = [event.at_s for _, event in trace.read(run_dir.events) if isinstance(event, trace.Published)]
         if step > 0 and len(published) > 2:
-            row = {"model": options.model, "max_staleness": staleness}
+            row = {"model": options.model, "max_staleness": graph.schedule.max_staleness}
             rows[-1] = row | measured(run_dir, options, published[0] - begun_s)
-            _write(rows, options)
+            write(rows, options)
         if step + 1 == options.steps:
             raise EnoughError
 
