@@ -33,7 +33,7 @@ from stages.vocabulary import (
     TOKEN_VERSIONS,
 )
 
-STEPS = 60
+STEPS, SEED = 25, 2  # its warm start is short, and what it learns in these steps is plain
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def one_thread():
 
 def reverse(**changes: Any) -> Graph:
     """Return the quickstart's graph on `reverse`, evaluated before and after training."""
-    return quickstart.graph(**({"steps": STEPS, "evaluate_every": 1000} | changes))
+    return quickstart.graph(**({"steps": STEPS, "seed": SEED, "evaluate_every": 1000} | changes))
 
 
 def with_stage(graph: Graph, name: str, other: Stage | None) -> Graph:
