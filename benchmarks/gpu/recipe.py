@@ -23,6 +23,7 @@ from benchmarks.gpu.step import described, run
 from benchmarks.report import report
 from graphs import grpo
 from pipeline import Graph, Model
+from pipeline.declare.group import CACHES
 
 KL = 0.001
 RECIPE, TUNED = "as it comes", "tuned by hand"
@@ -54,6 +55,7 @@ def main() -> None:
     add_work(parser)
     parser.add_argument("--budget", type=int, default=32960, help="tokens per packed row of the other graph")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU for the other graph's sampler")
+    parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of that sampler's cache")
     parser.add_argument("--only", choices=(RECIPE, TUNED), help="run only this one")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
@@ -62,7 +64,7 @@ def main() -> None:
     if options.cpu:
         options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
     one = {"sampler": 1, "sampler_tensor": 1, "learner": 1, "learner_tensor": 1, "learner_pipeline": 1}
-    fixed = {"colocated": not options.cpu, "transport": "auto", "cache": "auto", "prev": "own", "kl": KL}
+    fixed = {"colocated": not options.cpu, "transport": "auto", "prev": "own", "kl": KL}
     vars(options).update(one | fixed)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
