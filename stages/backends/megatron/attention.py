@@ -1,6 +1,10 @@
 """Causal attention over rectangles, packed rows and slices of packed rows, for Megatron-core's layers. Knows no model.
 
-Legend: S positions, N samples (1 for a packed row), H query heads, G key-value heads, D head size.
+In a row whose samples share prompts, each segment attends to the keys of its prefix and to its own. They are gathered
+first, so that the kernels are those of other rows: queries are the last positions of longer sequences.
+
+Legend: S positions, N samples (1 for a packed row), H query heads, G key-value heads, D head size, K keys of all
+segments.
 """
 
 from __future__ import annotations
@@ -15,6 +19,31 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+
+from stages.backends.megatron.microbatches import SharedRow
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor by index. The gradient of a row that is used often is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.rows = len(values)
+        return values.index_select(0, index_K)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slope,), (index_K,) = slopes, ctx.saved_tensors
+        wide = torch.promote_types(slope.dtype, torch.float32)
+        made = slope.new_zeros(ctx.rows, *slope.shape[1:], dtype=wide)
+        return made.index_add_(0, index_K, slope.to(wide)).to(slope.dtype), None
+
+
+def gathered(values: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor by index, [K, ...]; differentiable."""
+    made: torch.Tensor = _Gathered.apply(values, index_K)
+    return made
 
 
 class CausalAttention(MegatronModule):
@@ -42,15 +71,24 @@ class CausalAttention(MegatronModule):
         """Returns [S, N, H * D]. The mask is always causal."""
         if packed_seq_params is None:
             return self._causal(query_SNHD, key_SNGD, value_SNGD).flatten(-2)
+        if isinstance(packed_seq_params, SharedRow):
+            key_SNGD, value_SNGD = (gathered(each, packed_seq_params.keys_K) for each in (key_SNGD, value_SNGD))
         if query_SNHD.is_cuda and query_SNHD.dtype in (torch.bfloat16, torch.float16):
             return self._packed(query_SNHD, key_SNGD, value_SNGD, packed_seq_params).flatten(-2)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(tensor.split(lengths) for tensor in (query_SNHD, key_SNGD, value_SNGD)))
+        queries, keys = (
+            starts.diff().tolist() for starts in (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv)
+        )
+        parts = zip(query_SNHD.split(queries), key_SNGD.split(keys), value_SNGD.split(keys))
         return torch.cat([self._causal(*part) for part in parts]).flatten(-2)
 
-    def _causal(self, query_SNHD: torch.Tensor, key_SNGD: torch.Tensor, value_SNGD: torch.Tensor) -> torch.Tensor:
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SNHD, key_SNGD, value_SNGD))
-        made = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+    def _causal(self, query_SNHD: torch.Tensor, key_KNGD: torch.Tensor, value_KNGD: torch.Tensor) -> torch.Tensor:
+        """The queries are those of the last keys."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SNHD, key_KNGD, value_KNGD))
+        seen: Any = {"is_causal": True}
+        if earlier := len(key_KNGD) - len(query_SNHD):
+            mask_SK = torch.ones(len(query_SNHD), len(key_KNGD), dtype=torch.bool, device=query.device).tril(earlier)
+            seen = {"attn_mask": mask_SK}
+        made = scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=True, **seen)
         return made.permute(2, 0, 1, 3)
 
     def _packed(
@@ -123,7 +161,7 @@ def _by_engine(
         key_S1GD[:, 0],
         value_S1GD[:, 0],
         None,
-        AttnMaskType.padding_causal,
+        AttnMaskType.padding_causal_bottom_right if isinstance(packed, SharedRow) else AttnMaskType.padding_causal,
         packed_seq_params=replace(packed, qkv_format="thd"),
     )
     return made.reshape(len(made), 1, *query_S1HD.shape[2:])
