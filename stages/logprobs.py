@@ -195,6 +195,13 @@ def scoring_problems(
             why="microbatch is samples per pass (0 for all), or Dynamic or Packed with a number of tokens",
             fix="microbatch=0, or microbatch=Packed(tokens=8192)",
         )
+    if isinstance(microbatch, Packed) and not isinstance(microbatch.shared, bool):
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has a microbatch with shared={shown(microbatch.shared)}",
+            why="shared says whether rows may compute the prompt of a group once",
+            fix="shared=True, where it pays, or shared=False",
+        )
     yield from _slice_problems(stage, microbatch)
     for rollout in graph.stages:
         if not isinstance(rollout, Rollout):

@@ -98,7 +98,8 @@ class Lengths:
 def spared(prompts: Sequence[int], runs: Sequence[int]) -> list[int]:
     """The lengths, out of those of all samples of a row, of prompts that it does not compute again; none without
     `runs`."""
-    made, start = [], 0
+    made: list[int] = []
+    start = 0
     for size in runs:
         made += prompts[start + 1 : start + size]
         start += size

@@ -1,4 +1,5 @@
-"""The rows of context-parallel ranks, put together again, are the whole row: tokens, positions and targets."""
+"""The rows of context-parallel ranks, put together again, are the whole row: tokens, positions and targets. So is a row
+that has each shared prompt once."""
 
 from __future__ import annotations
 
@@ -65,3 +66,55 @@ def test_slices_of_a_row_are_the_whole_row(
     assert torch.equal(predicts, whole.ids_NS[0, whole.keep_M])
     wanted = zip(whole.ids_NS[0].tolist(), whole.positions_S.tolist())
     assert sorted(pair for pair in inputs if pair[0]) == sorted(pair for pair in wanted if pair[0])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=4)
+)
+@settings(deadline=None)
+def test_a_row_of_shared_prompts_predicts_the_same_tokens_from_the_same_keys(groups: list) -> None:
+    from stages.backends.megatron.microbatches import row_of, tokens_of
+    from stages.backends.megatron.slices import Slices
+
+    heads = [torch.arange(size) + 1000 * (i + 1) for i, (size, _) in enumerate(groups)]
+    prompts = Ragged.of([head for head, (_, responses) in zip(heads, groups) for _ in responses])
+    responses = ragged(tuple(size for _, sizes in groups for size in sizes), 5000)
+    plain = Microbatch(tuple(range(len(prompts))), max(prompts.lengths), max(responses.lengths))
+    shared = Microbatch(plain.samples, plain.prompt, plain.response, tuple(len(sizes) for _, sizes in groups))
+    for multiple, least in ((1, 0), (3, 0), (2, 90)):
+        how = {"packed": True, "multiple": multiple, "slices": Slices()}
+        count = tokens_of(prompts, responses, shared, **how)
+        saved = sum(size * (len(sizes) - 1) for size, sizes in groups)
+        computed = sum(prompts.lengths) + sum(responses.lengths) - len(prompts)
+        assert count == -(-(computed - saved) // multiple) * multiple
+        one, two = (row_of(prompts, responses, row, **how, least=least, device=CPU) for row in (plain, shared))
+        size = two.ids_NS.shape[1]
+        assert size == max(count, -(-least // multiple) * multiple) == two.packed.cu_seqlens_q[-1]
+        assert torch.equal(one.targets_M, two.targets_M) and torch.equal(one.mask, two.mask)
+        queries, keys = two.packed.cu_seqlens_q.diff(), two.packed.cu_seqlens_kv.diff()
+        assert (queries > 0).all() and (queries <= keys).all()
+        assert (two.packed.max_seqlen_q, two.packed.max_seqlen_kv) == (queries.max(), keys.max())
+        seen = {}  # by position of the row: what it attends to, itself last
+        at = two.packed.keys_K.split(keys.tolist())
+        for start, length, held in zip(two.packed.cu_seqlens_q.tolist(), queries.tolist(), at):
+            for i in range(length):
+                seen[start + i] = held[: len(held) - length + i + 1]
+        starts = one.packed.cu_seqlens_q.tolist()
+        for mine, theirs in zip(one.keep_M.tolist(), two.keep_M.tolist()):
+            start = max(s for s in starts if s <= mine)
+            assert torch.equal(one.ids_NS[0, start : mine + 1], two.ids_NS[0, seen[theirs]])
+            assert torch.equal(one.positions_S[start : mine + 1], two.positions_S[seen[theirs]])
+
+
+def test_the_gradient_of_gathered_keys_sums_all_their_uses() -> None:
+    from stages.backends.megatron.attention import gathered
+
+    index = torch.tensor([0, 1, 0, 1, 2, 1])
+    values = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(gathered(values, index), values[index])
+    assert torch.autograd.gradcheck(lambda each: gathered(each, index), values)
+    half = values.detach().bfloat16().requires_grad_()
+    slopes = torch.full((6, 3), 1.0, dtype=torch.bfloat16)
+    slopes[0], slopes[2] = 256.0, -256.0
+    gathered(half, index).backward(slopes)
+    assert half.grad is not None and half.grad[:, 0].tolist() == [0.0, 3.0, 1.0, 0.0]

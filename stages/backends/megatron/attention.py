@@ -10,6 +10,7 @@ segments.
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from stages.backends.megatron.microbatches import SharedRow
+
+
+class _LastKeys(Enum):
+    """Queries are those of the last keys. Transformer Engine has this mask; Megatron-core passes its name on, but lacks
+    a member for it."""
+
+    padding_causal_bottom_right = 1
 
 
 class _Gathered(torch.autograd.Function):
@@ -161,7 +169,7 @@ def _by_engine(
         key_S1GD[:, 0],
         value_S1GD[:, 0],
         None,
-        AttnMaskType.padding_causal_bottom_right if isinstance(packed, SharedRow) else AttnMaskType.padding_causal,
+        _LastKeys.padding_causal_bottom_right if isinstance(packed, SharedRow) else AttnMaskType.padding_causal,
         packed_seq_params=replace(packed, qkv_format="thd"),
     )
     return made.reshape(len(made), 1, *query_S1HD.shape[2:])
