@@ -8,10 +8,10 @@ Positions restart at 0 for each sample, which is how a network separates samples
 masking_utils.find_packed_sequence_indices). Callers decide which samples share a row.
 
 Samples that share a prompt can have it once, `pack(prompt_ids, response_ids, shared=(2, 1))`: the row then is a list of
-segments. A prompt is one, and each response one that continues its positions and attends to it as well. The prompt's
+sections. A prompt is one, and each response one that continues its positions and attends to it as well. The prompt's
 last position predicts the first token of every response.
 
-Legend: N samples, S tokens of the row, R response tokens of the row, K keys of all segments, T longest response, V
+Legend: N samples, S tokens of the row, R response tokens of the row, K keys of all sections, T longest response, V
 vocabulary.
 """
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 
-class Segment(NamedTuple):
+class Section(NamedTuple):
     """`size` neighboring tokens of a row, one after the other in one sample. They attend to each other and to
     `before` tokens from position `prefix` of the row, causally."""
 
@@ -40,14 +40,14 @@ class PackedRow:
     ids_1S, positions_1S   input ids, and positions inside each sample
     keep_R                 positions in the row whose logits predict the response tokens
     targets_1R             the response tokens
-    segments               the row, cut; a sample is one segment unless it shares its prompt
+    sections               the row, cut; a sample is one section unless it shares its prompt
     """
 
     ids_1S: torch.Tensor
     positions_1S: torch.Tensor
     keep_R: torch.Tensor
     targets_1R: torch.Tensor
-    segments: tuple[Segment, ...]
+    sections: tuple[Section, ...]
 
 
 def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], shared: Sequence[int] = ()) -> PackedRow:
@@ -66,22 +66,22 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], sha
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     keep: list[torch.Tensor] = []
-    segments: list[Segment] = []
+    sections: list[Section] = []
     start = first = 0  # the next token of the row, and the next sample
     for size in shared or [1] * len(prompts):
         prompt, begin, before = prompts[first], start, len(prompts[first])
         ids.append(prompt)
         positions.append(torch.arange(before))
         start += before
-        parts = [Segment(before)]
+        parts = [Section(before)]
         for response in responses[first : first + size]:
             own = len(response) - 1
             ids.append(response[:-1])
             positions.append(torch.arange(before, before + own))
             keep += [torch.tensor([begin + before - 1]), torch.arange(start, start + own)]
-            parts.append(Segment(own, begin, before))
+            parts.append(Section(own, begin, before))
             start += own
-        segments += [Segment(start - begin)] if size == 1 else [part for part in parts if part.size]
+        sections += [Section(start - begin)] if size == 1 else [part for part in parts if part.size]
         first += size
     where = prompts[0].device
     return PackedRow(
@@ -89,7 +89,7 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], sha
         torch.cat(positions)[None].to(where),
         torch.cat(keep).to(where),
         torch.cat(list(responses))[None],
-        tuple(segments),
+        tuple(sections),
     )
 
 
@@ -104,10 +104,10 @@ def differing(prompts: Sequence[torch.Tensor], shared: Sequence[int]) -> tuple[i
     return None
 
 
-def keys_of(segments: Sequence[Segment]) -> torch.Tensor:
-    """The positions in the row of the keys of each segment, [K] on the CPU: its prefix, then its own tokens."""
+def keys_of(sections: Sequence[Section]) -> torch.Tensor:
+    """The positions in the row of the keys of each section, [K] on the CPU: its prefix, then its own tokens."""
     made, start = [], 0
-    for size, prefix, before in segments:
+    for size, prefix, before in sections:
         made += [torch.arange(prefix, prefix + before), torch.arange(start, start + size)]
         start += size
     return torch.cat(made)

@@ -41,7 +41,7 @@ class Lengths:
         return len(self.total)
 
     def worth(self, tokens: int) -> float:
-        """The cost of a sequence of so many tokens."""
+        """The cost of a sequence of that many tokens."""
         return tokens + self.quadratic * tokens * tokens if self.quadratic else tokens
 
     @cached_property

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops.packing import Segment, differing, keys_of, pack, rectangle
+from ops.packing import Section, differing, keys_of, pack, rectangle
 
 
 def test_a_row_holds_the_samples_one_after_the_other() -> None:
@@ -36,8 +36,8 @@ def test_a_shared_prompt_is_in_the_row_once() -> None:
     assert packed.positions_1S.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
     assert packed.keep_R.tolist() == [1, 2, 3, 1, 1, 4, 5, 6]
     assert packed.targets_1R.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2]]
-    assert packed.segments == (Segment(2), Segment(2, 0, 2), Segment(1, 0, 2), Segment(2))
-    assert keys_of(packed.segments).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert packed.sections == (Section(2), Section(2, 0, 2), Section(1, 0, 2), Section(2))
+    assert keys_of(packed.sections).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6]
 
 
 def test_the_keys_of_a_segment_are_its_sample_up_to_its_end() -> None:
@@ -46,11 +46,11 @@ def test_the_keys_of_a_segment_are_its_sample_up_to_its_end() -> None:
     responses = [torch.arange(n) + 500 + 10 * n for n in (2, 5, 1, 1, 3, 2)]
     samples = [torch.cat([p, r[:-1]]).tolist() for p, r in zip(prompts, responses)]
     plain = pack(prompts, responses)
-    assert [each.size for each in plain.segments] == [len(sample) for sample in samples]
-    assert keys_of(plain.segments).tolist() == list(range(plain.ids_1S.shape[1]))
+    assert [each.size for each in plain.sections] == [len(sample) for sample in samples]
+    assert keys_of(plain.sections).tolist() == list(range(plain.ids_1S.shape[1]))
     for shared in ((2, 1, 3), (1, 1, 1, 3), (2, 1, 2, 1), (1,) * 6):
         row = pack(prompts, responses, shared)
-        keys = keys_of(row.segments).split([each.before + each.size for each in row.segments])
+        keys = keys_of(row.sections).split([each.before + each.size for each in row.sections])
         found = [row.ids_1S[0, key].tolist() for key in keys]
         assert all(row.positions_1S[0, key].tolist() == list(range(len(key))) for key in keys)
         assert all(text in found or len(response) == 1 for text, response in zip(samples, responses))

@@ -1,10 +1,10 @@
 """Causal attention over rectangles, packed rows and slices of packed rows, for Megatron-core's layers. Knows no model.
 
-In a row whose samples share prompts, each segment attends to the keys of its prefix and to its own. They are gathered
+In a row whose samples share prompts, each section attends to the keys of its prefix and to its own. They are gathered
 first, so that the kernels are those of other rows: queries are the last positions of longer sequences.
 
 Legend: S positions, N samples (1 for a packed row), H query heads, G key-value heads, D head size, K keys of all
-segments.
+sections.
 """
 
 from __future__ import annotations

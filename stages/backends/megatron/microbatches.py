@@ -5,7 +5,7 @@ causal attention never sees it. A packed row has the prompt of samples that shar
 slices of one packed row. Knows token ids, no model.
 
 Legend: N samples, S positions per row, P longest prompt, T longest response, R response tokens of all samples, M those
-that this rank predicts: R, except for a slice, K keys of all segments.
+that this rank predicts: R, except for a slice, K keys of all sections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import pad
 
-from ops.packing import Segment, keys_of, pack, rectangle
+from ops.packing import Section, keys_of, pack, rectangle
 from pipeline.declare.columns import Ragged
 from pipeline.declare.lengths import spared
 from pipeline.declare.sharding import Microbatch
@@ -27,7 +27,7 @@ from stages.backends.megatron.slices import Slices, found, ranges
 
 @dataclass
 class SharedRow(PackedSeqParams):
-    """The segments of a packed row whose samples share prompts: the starts of their queries and of their keys, the
+    """The sections of a packed row whose samples share prompts: the starts of their queries and of their keys, the
     last ones causal, and where in the row each key is, [K]."""
 
     keys_K: torch.Tensor = None  # type: ignore[assignment]  # the fields before it have defaults
@@ -140,12 +140,12 @@ def _packed(
 def _shared(
     prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, multiple: int, least: int, device: torch.device
 ) -> PassRow:
-    """A row that has each shared prompt once. Its segments have more keys than queries."""
+    """A row that has each shared prompt once. Its sections have more keys than queries."""
     row = pack(prompt_ids.rows(), response_ids.rows(), microbatch.shared)
     tokens = row.ids_1S.shape[1]
     spare = _up(max(tokens, least), multiple) - tokens
-    segments = [*row.segments, *([Segment(spare)] if spare else [])]
-    queries, keys = ([0, *counts] for counts in zip(*((each.size, each.before + each.size) for each in segments)))
+    sections = [*row.sections, *([Section(spare)] if spare else [])]
+    queries, keys = ([0, *counts] for counts in zip(*((each.size, each.before + each.size) for each in sections)))
     starts_q, starts_k = (sent(torch.tensor(counts).cumsum(0).to(torch.int32), device) for counts in (queries, keys))
     return PassRow(
         sent(pad(row.ids_1S, (0, spare)), device),
@@ -156,7 +156,7 @@ def _shared(
             cu_seqlens_kv=starts_k,
             max_seqlen_q=max(queries),
             max_seqlen_kv=max(keys),
-            keys_K=sent(keys_of(segments), device),
+            keys_K=sent(keys_of(sections), device),
         ),
         sent(row.keep_R, device),
         sent(row.targets_1R[0], device),
