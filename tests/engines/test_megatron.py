@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ops.flops import Transformer, model_flops
 from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model, StageError
@@ -505,6 +506,9 @@ def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder
     ]
     assert min(done) > 1e6
     assert done[3] == done[4]
+    model, columns = Model(str(folder / "qwen3")), (batch.prompt_ids, batch.response_ids)
+    once, shape = engine.flops(model, *columns, training=True, spared=[5, 3]), Transformer.of(engine._config(model))
+    assert once == done[2] - model_flops(shape, [5, 3], training=True, logits=[0, 0])
 
 
 def test_a_model_is_trained_once(cases: Any, engine: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.declare.columns import Ragged
-from pipeline.declare.lengths import Lengths, spared
+from pipeline.declare.lengths import Lengths
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding, balance, check_equal, saved, shard_batch
 from tests.examples import few
 
@@ -38,6 +38,24 @@ def batches(draw):
         "equal": draw(st.booleans()),
         "groups": groups,
     }
+
+
+def load(shard, row, arguments):
+    """The cost of a row: that of its samples, less that of the prompts it does not compute."""
+    at, quadratic = [shard.index[i] for i in row.samples], arguments["quadratic"]
+    starts = {0, *accumulate(row.shared)} if row.shared else set(range(len(at)))
+    counted = [arguments["prompts"][i] + arguments["responses"][i] for i in at]
+    again = [arguments["prompts"][i] for place, i in enumerate(at) if place not in starts]
+    return sum(n + quadratic * n * n for n in counted) - sum(n + quadratic * n * n for n in again)
+
+
+def imbalance(shards, arguments):
+    """The cost of the slowest rank over the mean, both summed over updates; 1 without any."""
+    slowest = mean = 0.0
+    for updates in zip(*(shard.updates for shard in shards)):
+        loads = [sum(load(shard, row, arguments) for row in made.microbatches) for shard, made in zip(shards, updates)]
+        slowest, mean = slowest + max(loads), mean + sum(loads) / len(loads)
+    return slowest / mean if mean else 1.0
 
 
 @settings(max_examples=few(250), deadline=None)
@@ -71,6 +89,7 @@ def test_every_sample_once_within_the_budget_and_prompts_counted_once(arguments)
     assert {shard.shared for shard in shards} == {saved(shards, prompts, responses)}
     assert shards[0].shared == pytest.approx(1 - computed / plain if plain else 0.0)
     assert shards[0].imbalance == balance(shards, prompts, responses, arguments["quadratic"])
+    assert shards[0].imbalance == pytest.approx(imbalance(shards, arguments), rel=1e-9)
     if arguments["equal"]:
         check_equal(shards)
 
@@ -79,20 +98,12 @@ def test_every_sample_once_within_the_budget_and_prompts_counted_once(arguments)
 @given(batches())
 def test_shared_rows_are_taken_only_where_the_slowest_rank_takes_less(arguments):
     """A rank's time is the cost of its rows and a sixteenth of a full row for each pass."""
-    prompts, responses, quadratic = (arguments[name] for name in ("prompts", "responses", "quadratic"))
 
     def slowest(shards, update):
-        loads = []
-        for shard in shards:
-            rows = shard.updates[update].microbatches
-            load = len(rows) * arguments["microbatching"].tokens / 16
-            for row in rows:
-                lengths = [prompts[shard.index[i]] for i in row.samples]
-                spare = spared(lengths, row.shared)
-                whole = [n + responses[shard.index[i]] for n, i in zip(lengths, row.samples)]
-                load += sum(n + quadratic * n * n for n in whole) - sum(n + quadratic * n * n for n in spare)
-            loads.append(load)
-        return max(loads)
+        fixed = arguments["microbatching"].tokens / 16
+        return max(
+            sum(fixed + load(shard, row, arguments) for row in shard.updates[update].microbatches) for shard in shards
+        )
 
     def rows_of(shards, update):
         return [[[s.index[i] for i in row.samples] for row in s.updates[update].microbatches] for s in shards]
@@ -113,6 +124,19 @@ def test_the_prompts_of_sixteen_samples_are_computed_once():
     assert shards[0].shared == pytest.approx(0.75)
     assert shards[0].imbalance == 1.0
     assert {row.shared for shard in shards for update in shard.updates for row in update.microbatches} == {(16, 16)}
+
+
+def test_rows_of_shared_prompts_cost_every_rank_about_the_same():
+    """Groups whose sizes, prompts and responses differ; cost grows with the square of a sample."""
+    rng = random.Random(1)
+    groups = [rng.randrange(4, 17) for _ in range(64)]
+    prompts = [n for size, n in zip(groups, (rng.randrange(200, 4000) for _ in groups)) for _ in range(size)]
+    responses = [min(int(rng.lognormvariate(6, 1)), 4000) for _ in prompts]
+    given = {"microbatching": Packed(33000), "groups": groups, "quadratic": 3e-5}
+    for ranks, most in ((2, 1.005), (4, 1.005), (8, 1.01)):
+        shards = shard_batch(prompts, responses, ranks=ranks, **given)
+        assert shards[0].shared > 0.4
+        assert shards[0].imbalance < most
 
 
 def test_a_group_that_fills_several_rows_has_its_prompt_in_each():
