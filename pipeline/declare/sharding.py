@@ -54,7 +54,7 @@ class Packed:
 Microbatching: TypeAlias = Plain | Dynamic | Packed
 _Parts: TypeAlias = list[list[list[int]]]  # one minibatch: [rank][microbatch][position in the batch]
 _PASS = 1 / 16  # fixed cost of a pass (launches, partly filled kernels) as a fraction of a full one's tokens
-_PAYS = 1 / 20  # the fraction of the cost that shared prompts must spare: they copy keys and values
+_PAYS = 1 / 20  # the fraction of the cost that shared prompts must spare, since they copy keys and values
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True):

@@ -212,6 +212,9 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     learner = engine.learner(model, optimization)
     numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
     part = learner.network.part
+    if case.grouped:
+        cores = [layer.self_attention.core_attention for layer in learner.network.decoder.layers]
+        assert {core.recomputed for core in cores} == {case.recompute}
     assert numbers == [layer + 1 for layer in stage_layers(learner.network.shape.layers, part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)

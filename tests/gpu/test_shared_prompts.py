@@ -65,7 +65,8 @@ def both(rank: int, folder: str, family: str) -> tuple[dict[str, torch.Tensor], 
     found = [attended(cases.MegatronEngine(groups).network(cases.Model(folder)), device)]
     for shared in (False, True):
         rows = cases.Packed(100, shared=shared)
-        case = cases.Case(family, cases.RankLayout(), microbatching=rows, grouped=True)
+        recompute = family == "qwen3_moe"
+        case = cases.Case(family, cases.RankLayout(), microbatching=rows, recompute=recompute, grouped=True)
         tensors, _ = cases.measure(cases.MegatronEngine(groups), Path(folder), case)
         found.append({name: tensor.float().cpu() for name, tensor in tensors.items()})
     return tuple(found)

@@ -9,6 +9,7 @@ sections.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from stages.backends.megatron.copies import gathered, with_copies
 from stages.backends.megatron.microbatches import SharedRow
 
 
@@ -31,35 +33,14 @@ class _LastKeys(Enum):
     padding_causal_bottom_right = 1
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows of a tensor by index. The gradient of a row that is used often is summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index_K)
-        ctx.rows = len(values)
-        return values.index_select(0, index_K)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (slope,), (index_K,) = slopes, ctx.saved_tensors
-        wide = torch.promote_types(slope.dtype, torch.float32)
-        made = slope.new_zeros(ctx.rows, *slope.shape[1:], dtype=wide)
-        return made.index_add_(0, index_K, slope.to(wide)).to(slope.dtype), None
-
-
-def gathered(values: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor by index, [K, ...]; differentiable."""
-    made: torch.Tensor = _Gathered.apply(values, index_K)
-    return made
-
-
 class CausalAttention(MegatronModule):
     """The `core_attention` of a layer. A packed row's samples attend only to themselves; no S x S tensor is kept.
 
     The row is not in Megatron-core's packed format, so that rotary embeddings are looked up by position instead of
     sample by sample; `packed_seq_params` holds the starts of its samples.
     """
+
+    recomputed = False  # whether its layer keeps only its input
 
     def __init__(self, config: TransformerConfig, **given: Any) -> None:
         super().__init__(config=config)
@@ -79,10 +60,10 @@ class CausalAttention(MegatronModule):
         """Returns [S, N, H * D]. The mask is always causal."""
         if packed_seq_params is None:
             return self._causal(query_SNHD, key_SNGD, value_SNGD).flatten(-2)
-        if isinstance(packed_seq_params, SharedRow):
-            key_SNGD, value_SNGD = (gathered(each, packed_seq_params.keys_K) for each in (key_SNGD, value_SNGD))
         if query_SNHD.is_cuda and query_SNHD.dtype in (torch.bfloat16, torch.float16):
             return self._packed(query_SNHD, key_SNGD, value_SNGD, packed_seq_params).flatten(-2)
+        if isinstance(packed_seq_params, SharedRow):
+            key_SNGD, value_SNGD = (gathered(each, packed_seq_params.keys_K) for each in (key_SNGD, value_SNGD))
         queries, keys = (
             starts.diff().tolist() for starts in (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv)
         )
@@ -104,18 +85,35 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """One kernel over all samples of the row; it needs as many key-value heads as query heads."""
         repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
-        made_SHD: Any = varlen_attn(
-            query_S1HD[:, 0],
-            key_S1GD[:, 0].repeat_interleave(repeat, 1),
-            value_S1GD[:, 0].repeat_interleave(repeat, 1),
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1, 0),  # causal
-        )
-        return made_SHD[:, None]
+
+        def attend(key_KHD: torch.Tensor, value_KHD: torch.Tensor) -> torch.Tensor:
+            made_SHD: Any = varlen_attn(
+                query_S1HD[:, 0],
+                key_KHD,
+                value_KHD,
+                packed.cu_seqlens_q,
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_q,
+                packed.max_seqlen_kv,
+                scale=self.scale,
+                window_size=(-1, 0),  # causal; the last query is that of the last key
+            )
+            return made_SHD[:, None]
+
+        key_SHD, value_SHD = (each[:, 0].repeat_interleave(repeat, 1) for each in (key_S1GD, value_S1GD))
+        return self._by_kernel(attend, key_SHD, value_SHD, packed)
+
+    def _by_kernel(
+        self,
+        attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        key_SGD: torch.Tensor,
+        value_SGD: torch.Tensor,
+        packed: PackedSeqParams,
+    ) -> torch.Tensor:
+        """`attend` with the keys and values of all sections. In a recomputed layer nothing is kept anyway."""
+        if isinstance(packed, SharedRow):
+            return with_copies(attend, key_SGD, value_SGD, packed.keys_K, keep=self.recomputed)
+        return attend(key_SGD, value_SGD)
 
 
 class EngineAttention(CausalAttention):
@@ -130,7 +128,10 @@ class EngineAttention(CausalAttention):
     def _packed(
         self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        return _by_engine(self.engine, query_S1HD, key_S1GD, value_S1GD, packed)
+        def attend(key_KGD: torch.Tensor, value_KGD: torch.Tensor) -> torch.Tensor:
+            return _by_engine(self.engine, query_S1HD[:, 0], key_KGD, value_KGD, packed)
+
+        return self._by_kernel(attend, key_S1GD[:, 0], value_S1GD[:, 0], packed)
 
 
 class SlicedAttention(MegatronModule):
@@ -157,19 +158,20 @@ class SlicedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams,
     ) -> torch.Tensor:
         """Returns [S, 1, H * D], S being this rank's positions. The mask is always causal."""
-        return _by_engine(self.around, query_S1HD, key_S1GD, value_S1GD, packed_seq_params).flatten(-2)
+        inputs = (query_S1HD[:, 0], key_S1GD[:, 0], value_S1GD[:, 0])
+        return _by_engine(self.around, *inputs, packed_seq_params).flatten(-2)
 
 
 def _by_engine(
-    attention: Any, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
+    attention: Any, query_SHD: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, packed: PackedSeqParams
 ) -> torch.Tensor:
     """Returns [S, 1, H, D] of Transformer Engine's attention over a packed row, or this rank's slice of it."""
     made = attention(
-        query_S1HD[:, 0],
-        key_S1GD[:, 0],
-        value_S1GD[:, 0],
+        query_SHD,
+        key_KGD,
+        value_KGD,
         None,
         _LastKeys.padding_causal_bottom_right if isinstance(packed, SharedRow) else AttnMaskType.padding_causal,
         packed_seq_params=replace(packed, qkv_format="thd"),
     )
-    return made.reshape(len(made), 1, *query_S1HD.shape[2:])
+    return made.reshape(len(made), 1, *query_SHD.shape[1:])
