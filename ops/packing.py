@@ -64,21 +64,21 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], sha
     if different := differing(prompts, shared):
         raise ValueError(f"samples {different[0]} and {different[1]} are to share a prompt, and have different ones")
     ids: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    keep: list[torch.Tensor] = []
+    positions: list[tuple[int, int]] = []  # from, and how many
+    keep: list[tuple[int, int]] = []
     sections: list[Section] = []
     start = first = 0  # the next token of the row, and the next sample
     for size in shared or [1] * len(prompts):
         prompt, begin, before = prompts[first], start, len(prompts[first])
         ids.append(prompt)
-        positions.append(torch.arange(before))
+        positions.append((0, before))
         start += before
         parts = [Section(before)]
         for response in responses[first : first + size]:
             own = len(response) - 1
             ids.append(response[:-1])
-            positions.append(torch.arange(before, before + own))
-            keep += [torch.tensor([begin + before - 1]), torch.arange(start, start + own)]
+            positions.append((before, own))
+            keep += [(begin + before - 1, 1), (start, own)]
             parts.append(Section(own, begin, before))
             start += own
         sections += [Section(start - begin)] if size == 1 else [part for part in parts if part.size]
@@ -86,8 +86,8 @@ def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], sha
     where = prompts[0].device
     return PackedRow(
         torch.cat(ids)[None],
-        torch.cat(positions)[None].to(where),
-        torch.cat(keep).to(where),
+        ranges(*torch.tensor(positions).T)[None].to(where),
+        ranges(*torch.tensor(keep).T).to(where),
         torch.cat(list(responses))[None],
         tuple(sections),
     )
@@ -108,9 +108,15 @@ def keys_of(sections: Sequence[Section]) -> torch.Tensor:
     """The positions in the row of the keys of each section, [K] on the CPU: its prefix, then its own tokens."""
     made, start = [], 0
     for size, prefix, before in sections:
-        made += [torch.arange(prefix, prefix + before), torch.arange(start, start + size)]
+        made += [(prefix, before), (start, size)]
         start += size
-    return torch.cat(made)
+    return ranges(*torch.tensor(made).T)
+
+
+def ranges(start_N: torch.Tensor, size_N: torch.Tensor) -> torch.Tensor:
+    """Concatenated ranges of whole numbers: `size` numbers from `start`, for each entry."""
+    first_N = size_N.cumsum(0) - size_N
+    return (start_N - first_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()))
 
 
 def rectangle(

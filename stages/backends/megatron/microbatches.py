@@ -17,12 +17,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import pad
 
-from ops.packing import Section, keys_of, pack, rectangle
+from ops.packing import Section, keys_of, pack, ranges, rectangle
 from pipeline.declare.columns import Ragged
 from pipeline.declare.lengths import spared
 from pipeline.declare.sharding import Microbatch
 from stages.backends.device import sent
-from stages.backends.megatron.slices import Slices, found, ranges
+from stages.backends.megatron.slices import Slices, found
 
 
 @dataclass
