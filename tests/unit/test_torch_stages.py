@@ -550,6 +550,22 @@ def test_a_prompt_that_is_not_computed_again_does_not_count_as_work(monkeypatch:
     assert done == [pytest.approx(model_flops(shape, spared, training=False, logits=[0] * len(spared)))] * 2
 
 
+def test_scoring_within_an_update_counts_a_shared_prompt_once() -> None:
+    """Of two minibatches, the second one is scored before the first update, in rows that share prompts too."""
+    columns, stage = batch_columns(), Train(POLICY, on=LEARNER, lr=0.0, minibatches=2, prev="own")
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    run, done = stage.setup(context(LEARNER)), []
+    for shares in (False, True):
+        cut = Sharding.of(Packed(500), minibatches=2, shares=shares)
+        (shard,) = cut.shards(lengths, 1, [G] * 4)
+        done.append(run(columns, Task(stage="train", step=0, groups=(0, 1, 2, 3), shard=shard)).metrics["flops"])
+    spared = shard.spared(lengths["P"])
+    halves = [spared[: len(spared) // 2], spared[len(spared) // 2 :]]
+    shape = Transformer.of(CONFIG | {"vocab_size": 1})
+    one, two = (model_flops(shape, half, training=False, logits=[0] * len(half)) for half in halves)
+    assert done[0] - done[1] == pytest.approx(3 * (one + two) + two)
+
+
 class FakeGpu:
     def peak_tflops(self) -> float:
         return 10.0
