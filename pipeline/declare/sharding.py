@@ -12,49 +12,30 @@ rank packed on its own, they would run different numbers of collectives and hang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
 
 import msgspec
 
-from pipeline.declare.bundles import shared_rows
+from pipeline.declare.division import Dynamic, Microbatching, Packed, Parts, Plain, divided_over
 from pipeline.declare.lengths import Lengths, spared
-from pipeline.declare.partition import exchanged, rows_within, spread
 
-
-@dataclass(frozen=True)
-class Plain:
-    """Runs of `samples` samples, padded to one rectangle; 0 means all of the rank's samples of a minibatch."""
-
-    samples: int = 0
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """Microbatches of samples of similar length (prompt and response together), of at most `tokens` tokens each,
-    padding included."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Samples concatenated in rows of at most `tokens` tokens, without padding. One row is a microbatch.
-
-    shared  compute the prompt of a group once per row, where the backend can and the batch becomes cheaper by it;
-            False never does
-    """
-
-    tokens: int
-    shared: bool = field(default=True, repr=False)
-
-
-Microbatching: TypeAlias = Plain | Dynamic | Packed
-_Parts: TypeAlias = list[list[list[int]]]  # one minibatch: [rank][microbatch][position in the batch]
-_PASS = 1 / 16  # fixed cost of a pass (launches, partly filled kernels) as a fraction of a full one's tokens
-_PAYS = 1 / 20  # the fraction of the cost that shared prompts must spare, since they copy keys and values
+__all__ = [
+    "Dynamic",
+    "Microbatch",
+    "Microbatching",
+    "Packed",
+    "Plain",
+    "Shard",
+    "Sharding",
+    "Update",
+    "balance",
+    "check_equal",
+    "saved",
+    "shard_batch",
+    "waste",
+]
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True):
@@ -190,12 +171,11 @@ def shard_batch(
     batch = Lengths(prompts, responses, quadratic, groups)
     _check_arguments(batch, ranks, microbatching, minibatches)
     size = len(batch) // minibatches
-    divided = [
-        _divided(batch, range(start, start + size), ranks, microbatching, equal) for start in range(0, len(batch), size)
-    ]
+    runs = [range(start, start + size) for start in range(0, len(batch), size)]
+    divided = [divided_over(batch, run, ranks, microbatching, equal) for run in runs]
     parts = [part for part, _ in divided]
     pads = [_pads(batch, part, microbatching, equal) for part in parts]
-    tokens = [sum(batch.responses[start : start + size]) for start in range(0, len(batch), size)]
+    tokens = [sum(batch.responses[i] for i in run) for run in runs]
     shards = []
     for rank in range(ranks):
         index = sorted(chain.from_iterable(chain.from_iterable(part[rank] for part in parts)))
@@ -321,38 +301,7 @@ def _check_arguments(batch: Lengths, ranks: int, microbatching: Microbatching, m
         )
 
 
-def _divided(
-    batch: Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool
-) -> tuple[_Parts, bool]:
-    """Return the microbatches of one minibatch on every rank, and whether their samples share prompts."""
-    plain = _parts(batch, members, ranks, microbatching, equal)
-    if not (isinstance(microbatching, Packed) and batch.can_share):
-        return plain, False
-    fixed = _PASS * microbatching.tokens
-
-    def slowest(parts: _Parts, cost: Callable[[Sequence[int]], float]) -> float:
-        return max(sum(cost(row) + fixed for row in part) for part in parts)
-
-    alone = slowest(plain, lambda row: sum(map(batch.cost.__getitem__, row)))
-    ways = [_dealt(rows, batch.row_cost, ranks) for rows in shared_rows(batch, members, ranks, microbatching.tokens)]
-    best = min(ways, key=lambda parts: slowest(parts, batch.row_cost), default=plain)
-    return (best, True) if slowest(best, batch.row_cost) < (1 - _PAYS) * alone else (plain, False)
-
-
-def _parts(batch: Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool) -> _Parts:
-    """Return the microbatches of one minibatch on every rank."""
-    if not equal and ranks > 1:
-        return [_parts(batch, share, 1, microbatching, equal)[0] for share in _shares(batch, members, ranks)]
-    match microbatching:
-        case Plain():
-            return _plain(batch, members, ranks, microbatching.samples)
-        case Dynamic():
-            return _dynamic(batch, members, ranks, microbatching)
-        case Packed():
-            return _packed(batch, members, ranks, microbatching)
-
-
-def _pads(batch: Lengths, parts: _Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
+def _pads(batch: Lengths, parts: Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
     """Return `prompt` and `response` of each microbatch, [rank][microbatch]."""
     if isinstance(microbatching, Plain):
         whole = max(batch.prompts), max(batch.responses)
@@ -360,78 +309,3 @@ def _pads(batch: Lengths, parts: _Parts, microbatching: Microbatching, equal: bo
     if not equal:
         return [[batch.pad(samples) for samples in part] for part in parts]
     return [[batch.pad(list(chain.from_iterable(together))) for together in zip(*parts)]] * len(parts)
-
-
-def _shares(batch: Lengths, members: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return each rank's samples in canonical order, with counts that differ by at most one and similar costs."""
-    by_cost = batch.descending(members, batch.cost)
-    shares = spread(by_cost, [batch.cost[i] for i in by_cost], ranks)
-    return [sorted(share) for share in exchanged(shares, batch.cost)]
-
-
-def _plain(batch: Lengths, members: Sequence[int], ranks: int, samples: int) -> _Parts:
-    """Give each rank the same number of samples, in canonical order, cut into runs."""
-    if len(members) % ranks:
-        raise ValueError(f"{ranks} ranks do not divide a minibatch of {len(members)} samples")
-    step = samples or len(members)
-    return [[share[i : i + step] for i in range(0, len(share), step)] for share in _shares(batch, members, ranks)]
-
-
-def _dynamic(batch: Lengths, members: Sequence[int], ranks: int, microbatching: Dynamic) -> _Parts:
-    """Sort samples by length, give each rank one sample of every block of neighbors, and cut between blocks.
-
-    A last block that is not full joins the previous one.
-    """
-    order = batch.descending(members, batch.total)
-    starts = range(0, max(len(order) // ranks, 1) * ranks, ranks)
-    widths, rows = [batch.total[order[start]] for start in starts], [1] * len(starts)
-    if len(order) % ranks:
-        rows[-1] = 2
-    if (edges := _cut(widths, rows, microbatching.tokens)) is None:
-        raise ValueError(
-            f"{microbatching}: {ranks} ranks do not divide {len(order)} samples, and two of {widths[-1]} tokens, the "
-            "shortest ones, do not fit together"
-        )
-    shares = spread(order, [batch.cost[i] for i in order], ranks)
-    return [[share[start:stop] for start, stop in pairwise(edges)] for share in shares]
-
-
-def _cut(widths: Sequence[int], rows: Sequence[int], tokens: int) -> list[int] | None:
-    """Return the edges of the cheapest microbatches, counted in samples of a rank's share.
-
-    None if a block does not fit. A block has a width, descending, and adds `rows` rows to a microbatch of every rank. A
-    microbatch costs its tokens, padding included, plus a fixed part, which is why it is not best to cut everywhere.
-    """
-    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first n blocks: the cost, and where the last microbatch starts
-    for stop in range(1, len(widths) + 1):
-        held, found = 0, []
-        for start in reversed(range(stop)):
-            held += rows[start]
-            if held * widths[start] > tokens:
-                break
-            found.append((best[start][0] + held * widths[start] + _PASS * tokens, start))
-        if not found:
-            return None
-        best.append(min(found))
-    edges = [len(widths)]
-    while edges[-1]:
-        edges.append(best[edges[-1]][1])
-    return [*reversed(edges[1:]), sum(rows)]
-
-
-def _packed(batch: Lengths, members: Sequence[int], ranks: int, microbatching: Packed) -> _Parts:
-    """Return rows within the budget, the same number on every rank; the i-th rows of all ranks cost about the same."""
-    rows = rows_within(microbatching.tokens, members, batch.total, batch.cost, multiple=ranks)
-    if len(rows) % ranks:
-        raise ValueError(
-            f"{microbatching}: {len(members)} samples take {len(rows)} rows, and {ranks} ranks need a multiple of "
-            f"{ranks}, none empty"
-        )
-    return _dealt(rows, lambda row: sum(map(batch.cost.__getitem__, row)), ranks)
-
-
-def _dealt(rows: Sequence[list[int]], cost: Callable[[Sequence[int]], float], ranks: int) -> _Parts:
-    """Give each rank the same number of rows; `ranks` divide them."""
-    costs = [cost(row) for row in rows]
-    order = sorted(range(len(rows)), key=costs.__getitem__, reverse=True)
-    return [[rows[i] for i in share] for share in spread(order, [costs[i] for i in order], ranks)]
