@@ -7,15 +7,30 @@
 Positions restart at 0 for each sample, which is how a network separates samples (transformers,
 masking_utils.find_packed_sequence_indices). Callers decide which samples share a row.
 
-Legend: N samples, S tokens of the row, R response tokens of the row, T longest response, V vocabulary.
+Samples that share a prompt can have it once, `pack(prompt_ids, response_ids, shared=(2, 1))`: the row then is a list of
+sections. A prompt is one, and each response one that continues its positions and attends to it as well. The prompt's
+last position predicts the first token of every response.
+
+Legend: N samples, S tokens of the row, R response tokens of the row, K keys of all sections, T longest response, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Section(NamedTuple):
+    """`size` neighboring tokens of a row, one after the other in one sample. They attend to each other and to
+    `before` tokens from position `prefix` of the row, causally."""
+
+    size: int
+    prefix: int = 0
+    before: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,32 +40,83 @@ class PackedRow:
     ids_1S, positions_1S   input ids, and positions inside each sample
     keep_R                 positions in the row whose logits predict the response tokens
     targets_1R             the response tokens
+    sections               the row, cut; a sample is one section unless it shares its prompt
     """
 
     ids_1S: torch.Tensor
     positions_1S: torch.Tensor
     keep_R: torch.Tensor
     targets_1R: torch.Tensor
+    sections: tuple[Section, ...]
 
 
-def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor]) -> PackedRow:
+def pack(prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], shared: Sequence[int] = ()) -> PackedRow:
     """Pack one prompt [P] and one response [T] per sample, ids of one integer dtype, into a row.
 
-    Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample.
+    `shared` are the sizes of runs of samples with the same prompt, which the row has once; empty: no sample shares.
+
+    Raises ValueError for a sample without prompt or response: its first token would be predicted from another sample;
+    and for samples that are said to share a prompt and have different ones.
     """
-    ids, positions, keep = [], [], []
-    start = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not len(prompt) or not len(response):
             raise ValueError(f"sample {i} has {len(prompt)} prompt and {len(response)} response tokens; both need one")
-        size = len(prompt) + len(response) - 1
-        ids += [prompt, response[:-1]]
-        positions.append(torch.arange(size, device=prompt.device))
-        keep.append(torch.arange(start + len(prompt) - 1, start + size, device=prompt.device))
-        start += size
+    if different := differing(prompts, shared):
+        raise ValueError(f"samples {different[0]} and {different[1]} are to share a prompt, and have different ones")
+    ids: list[torch.Tensor] = []
+    positions: list[tuple[int, int]] = []  # from, and how many
+    keep: list[tuple[int, int]] = []
+    sections: list[Section] = []
+    start = first = 0  # the next token of the row, and the next sample
+    for size in shared or [1] * len(prompts):
+        prompt, begin, before = prompts[first], start, len(prompts[first])
+        ids.append(prompt)
+        positions.append((0, before))
+        start += before
+        parts = [Section(before)]
+        for response in responses[first : first + size]:
+            own = len(response) - 1
+            ids.append(response[:-1])
+            positions.append((before, own))
+            keep += [(begin + before - 1, 1), (start, own)]
+            parts.append(Section(own, begin, before))
+            start += own
+        sections += [Section(start - begin)] if size == 1 else [part for part in parts if part.size]
+        first += size
+    where = prompts[0].device
     return PackedRow(
-        torch.cat(ids)[None], torch.cat(positions)[None], torch.cat(keep), torch.cat(list(responses))[None]
+        torch.cat(ids)[None],
+        ranges(*torch.tensor(positions).T)[None].to(where),
+        ranges(*torch.tensor(keep).T).to(where),
+        torch.cat(list(responses))[None],
+        tuple(sections),
     )
+
+
+def differing(prompts: Sequence[torch.Tensor], shared: Sequence[int]) -> tuple[int, int] | None:
+    """Two samples of one of the runs, whose sizes are `shared`, with different prompts; None if there are none."""
+    first = 0
+    for size in shared:
+        for i in range(first + 1, first + size):
+            if not torch.equal(prompts[i], prompts[first]):
+                return first, i
+        first += size
+    return None
+
+
+def keys_of(sections: Sequence[Section]) -> torch.Tensor:
+    """The positions in the row of the keys of each section, [K] on the CPU: its prefix, then its own tokens."""
+    made, start = [], 0
+    for size, prefix, before in sections:
+        made += [(prefix, before), (start, size)]
+        start += size
+    return ranges(*torch.tensor(made).T)
+
+
+def ranges(start_N: torch.Tensor, size_N: torch.Tensor) -> torch.Tensor:
+    """Concatenated ranges of whole numbers: `size` numbers from `start`, for each entry."""
+    first_N = size_N.cumsum(0) - size_N
+    return (start_N - first_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()))
 
 
 def rectangle(

@@ -76,7 +76,8 @@ class _Logprobs(Stage):
             start_s = time.monotonic()
             logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
             metrics = {"logprob_mean": logprobs.values.mean().item()} | division(shard)
-            flops = backend.flops(self.model, prompt_ids, response_ids, training=False)
+            spared = shard.spared(prompt_ids.lengths)
+            flops = backend.flops(self.model, prompt_ids, response_ids, training=False, spared=spared)
             if flops is not None:
                 ranks = context.group.processes // context.group.data_parallel  # they score these samples together
                 metrics |= speed(flops, time.monotonic() - start_s, ranks, backend)
@@ -154,13 +155,16 @@ def sharding(
     backend = group.description if group else None
     whole_rows = isinstance(microbatch, Packed) and backend is not None and not backend.separates
     quadratic = 0.0 if whole_rows else attention_cost(model)
-    return Sharding.of(microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic)
+    shares = group is not None and group.context_parallel == 1 and backend is not None and backend.shares
+    return Sharding.of(microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares)
 
 
 def division(shard: Shard) -> dict[str, float]:
-    """The metrics `padding`, `imbalance` and `microbatches` (passes of a rank) of a batch, equal on all ranks."""
+    """The metrics `padding`, `shared`, `imbalance` and `microbatches` (passes of a rank) of a batch, equal on all
+    ranks."""
     passes = sum(len(update.microbatches) for update in shard.updates)
-    return {"padding": shard.padding, "imbalance": shard.imbalance, "microbatches": float(passes)}
+    fractions = {"padding": shard.padding, "shared": shard.shared, "imbalance": shard.imbalance}
+    return fractions | {"microbatches": float(passes)}
 
 
 def speed(flops: float, taken_s: float, ranks: int, backend: Engine) -> dict[str, float]:
@@ -190,6 +194,13 @@ def scoring_problems(
             what=f"stage {stage.name!r} has microbatch={shown(microbatch)}",
             why="microbatch is samples per pass (0 for all), or Dynamic or Packed with a number of tokens",
             fix="microbatch=0, or microbatch=Packed(tokens=8192)",
+        )
+    if isinstance(microbatch, Packed) and not isinstance(microbatch.shared, bool):
+        yield Problem(
+            where=where,
+            what=f"stage {stage.name!r} has a microbatch with shared={shown(microbatch.shared)}",
+            why="shared says whether rows may compute the prompt of a group once",
+            fix="shared=True, where it pays, or shared=False",
         )
     yield from _slice_problems(stage, microbatch)
     for rollout in graph.stages:

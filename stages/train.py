@@ -68,7 +68,8 @@ class Train(Stage):
     clip_grad                     maximum gradient norm; 0 means no clipping
     microbatch                    samples per pass of a worker, with accumulated gradients; 0 means its whole part of
                                   a minibatch. Dynamic(tokens) groups samples of similar length, Packed(tokens)
-                                  concatenates them into rows without padding
+                                  concatenates them into rows without padding, with Megatron-core also without
+                                  computing the prompt of a group again, if that pays
     temperature                   the rollout's temperature
     checkpoint_activations        recompute activations in the backward pass: less memory, more time
     prev                          where the denominator of the ratio comes from: "field", the field prev_logprobs of a
@@ -83,10 +84,11 @@ class Train(Stage):
     effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
-    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `imbalance`,
+    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `shared`,
+    the fraction of the samples' tokens that is not computed, since samples of a group share their prompt; `imbalance`,
     the cost of the slowest rank over the mean of all ranks; `microbatches`, the passes of a rank per epoch. `flops`
-    of all forward and backward passes, counted from sequence lengths; `ranks` of the worker group; `tflops_per_s`
-    per rank; `utilization`, its fraction of the GPU's peak, if known.
+    of all forward and backward passes, counted from sequence lengths, a shared prompt once; `ranks` of the worker
+    group; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
     model: Model
@@ -328,12 +330,14 @@ class TrainRunner:
     def _work(self, batch: Batch, shard: Shard, taken_s: float) -> dict[str, float]:
         """Operations and speed over all ranks; empty if the model's operations are unknown."""
         stage = self.stage
-        flops = self.backend.flops(stage.model, batch.prompt_ids, batch.response_ids, training=True)
+        lengths, given = batch.prompt_ids.lengths, (stage.model, batch.prompt_ids, batch.response_ids)
+        flops = self.backend.flops(*given, training=True, spared=shard.spared(lengths))
         if flops is None:
             return {}
         flops *= stage.epochs
         if stage.prev == OWN and (rest := _rest_of(batch, shard)):
-            flops += self.backend.flops(stage.model, *rest, training=False) or 0.0
+            later = msgspec.structs.replace(shard, updates=shard.updates[1:]).spared(lengths)
+            flops += self.backend.flops(stage.model, *rest, training=False, spared=later) or 0.0
         total = self.ranks.totals({"flops": flops, "s": taken_s}, largest=("s",))
         ranks = self.ranks.layout.size
         work = {"flops": total["flops"], "ranks": float(ranks)}

@@ -20,6 +20,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -30,6 +31,7 @@ from benchmarks.gpu.mixture import PROMPT, columns_of
 from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
 from pipeline import Model, StageContext, Task, WorkerGroup
+from pipeline.declare.columns import Columns
 from pipeline.declare.sharding import Packed
 from stages import ClippedLoss, PrevLogprobs, Train
 
@@ -63,15 +65,25 @@ def switch_off(names: tuple[str, ...]) -> None:
 
 def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
     """The line of one variant, measured in this process."""
+    switch_off(VARIANTS[name])
+    columns = columns_of(options, SHAPES[options.model]["vocab_size"])
+    row, again = updates(path, Packed(options.budget), columns, options)
+    row = {"kernels": name, **row}
+    return row | profiled(again) if options.profile and not options.cpu else row
+
+
+def updates(
+    path: str, microbatch: Packed, columns: Columns, options: argparse.Namespace
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """The numbers of updates and of scoring with these columns in this process, and one update more. `options` are
+    `cpu`, `recompute` and `updates`."""
     import torch
 
-    switch_off(VARIANTS[name])
     learner = WorkerGroup("learner", backend="megatron", gpus=0 if options.cpu else 1)
-    cut: Any = {"on": learner, "microbatch": Packed(options.budget)}
+    cut: Any = {"on": learner, "microbatch": microbatch}
     train = Train(Model(path), loss=ClippedLoss(), lr=1e-6, checkpoint_activations=options.recompute, **cut)
     context = StageContext(group=learner, rank=0, seed=0, group_size=1, run_dir=None, shared={}, steps=100)
     runner, scorer = train.setup(context), PrevLogprobs(Model(path), **cut).setup(context)
-    columns = columns_of(options, SHAPES[options.model]["vocab_size"])
     took_s, scored_s, records = [], [], []
 
     def timed(call: Any, stage: str, seconds: list[float]) -> Any:
@@ -86,9 +98,9 @@ def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any
         timed(scorer, "prev_logprobs", scored_s)
         records.append(timed(runner, "train", took_s).metrics)
     update_s = statistics.median(took_s[WARM:])
-    tokens = options.samples * (PROMPT + options.tokens)
+    given: Any = columns
+    tokens = sum(given["prompt_ids"].lengths) + sum(given["response_ids"].lengths)
     row = {
-        "kernels": name,
         "ms/update": round(1e3 * update_s, 1),
         "score ms": round(1e3 * statistics.median(scored_s[WARM:]), 1),
         "tokens/s": round(tokens / update_s),
@@ -97,9 +109,10 @@ def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any
         "first loss": records[0]["loss"],
         "first grad norm": records[0]["grad_norm"],
     }
-    if options.profile and not options.cpu:
-        row |= profiled(lambda: runner(columns, Task(stage="train", step=0)))
-    return row
+    shared = 100 * records[0]["shared"]
+    return row | ({"not computed %": round(shared, 1)} if shared else {}), lambda: runner(
+        columns, Task(stage="train", step=0)
+    )
 
 
 def profiled(call: Any) -> dict[str, float]:

@@ -53,6 +53,10 @@ def print_plan(plan: Plan) -> None:
     out.print("An actor is one process; the stages of a worker group share its actors. The view shows their nodes.")
     for group in (group for group in plan.groups if group.python):
         out.print(f"The actors of {group.name} run with {group.python}", markup=False)
+    if sharing := [stage.name for stage in plan.stages if stage.sharding and stage.sharding.shares]:
+        out.print(
+            f"A packed row computes the prompt of a group once, where that pays: {', '.join(sharing)}", markup=False
+        )
     out.print()
     edges = Table("field", "from", "bytes per step", "read by", "partition", box=None, padding=(0, 2, 0, 0))
     home = {field: made.name.partition(".")[2] for made in plan.partitions for field in made.fields}

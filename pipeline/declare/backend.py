@@ -36,6 +36,7 @@ class Backend:
     leads     whether one process starts all ranks of a replica itself and allocates its share of GPU memory at once
     separates whether attention in a packed row computes each sample alone, so that its cost grows with the square of
               the sample; otherwise it computes the whole row and masks, and a row costs what its tokens cost
+    shares    whether it computes the prompt of samples once in a packed row that says so (`Microbatch.shared`)
     slices    whether context-parallel workers divide packed rows and nothing else, so that stages need Packed
     own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
               comes with a model; Model(trust_remote_code=True) is then refused
@@ -50,6 +51,7 @@ class Backend:
     fits: str | Callable[[Any, Any, str], Any] | None = None
     leads: bool = False
     separates: bool = True
+    shares: bool = False
     slices: bool = False
     own_classes: bool = False
 

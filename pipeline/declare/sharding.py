@@ -12,42 +12,30 @@ rank packed on its own, they would run different numbers of collectives and hang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any, Literal, TypeAlias
+from itertools import chain
+from typing import Any, Literal
 
 import msgspec
 
-from pipeline.declare.partition import exchanged, rows_within, spread
+from pipeline.declare.division import Dynamic, Microbatching, Packed, Parts, Plain, divided_over
+from pipeline.declare.lengths import Lengths, spared
 
-
-@dataclass(frozen=True)
-class Plain:
-    """Runs of `samples` samples, padded to one rectangle; 0 means all of the rank's samples of a minibatch."""
-
-    samples: int = 0
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """Microbatches of samples of similar length (prompt and response together), of at most `tokens` tokens each,
-    padding included."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Samples concatenated in rows of at most `tokens` tokens, without padding. One row is a microbatch."""
-
-    tokens: int
-
-
-Microbatching: TypeAlias = Plain | Dynamic | Packed
-_Parts: TypeAlias = list[list[list[int]]]  # one minibatch: [rank][microbatch][position in the batch]
-_PASS = 1 / 16  # fixed cost of a pass (launches, partly filled kernels) as a fraction of a full one's tokens
+__all__ = [
+    "Dynamic",
+    "Microbatch",
+    "Microbatching",
+    "Packed",
+    "Plain",
+    "Shard",
+    "Sharding",
+    "Update",
+    "balance",
+    "check_equal",
+    "saved",
+    "shard_batch",
+    "waste",
+]
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True):
@@ -55,11 +43,15 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True):
 
     A row has `prompt + response` tokens and holds one sample, prompt and response together. `response` is at least the
     longest response. A prompt may be longer than `prompt` if its response is shorter by as much.
+
+    `shared` are the sizes of runs of samples that share a prompt, which the row computes once; empty if it computes the
+    prompt of every sample. Computing all of them gives the same numbers.
     """
 
     samples: tuple[int, ...]
     prompt: int
     response: int
+    shared: tuple[int, ...] = ()
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
@@ -73,8 +65,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """The share of one rank out of `ranks`. `index` holds positions in the batch, ascending (canonical order).
 
-    Of all ranks together: `padding`, the fraction of computed tokens that is padding, and `imbalance`, the cost of the
-    slowest rank over the mean; see `waste` and `balance`.
+    Of all ranks together: `padding`, the fraction of computed tokens that is padding, `imbalance`, the cost of the
+    slowest rank over the mean, and `shared`, the fraction of the samples' tokens that is not computed, since samples
+    share prompts; see `waste`, `balance` and `saved`.
     """
 
     rank: int
@@ -84,6 +77,12 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     packed: bool
     padding: float = 0.0
     imbalance: float = 1.0
+    shared: float = 0.0
+
+    def spared(self, prompts: Sequence[int]) -> list[int]:
+        """The lengths of the prompts that this rank does not compute again; `prompts` are those of its samples."""
+        rows = [microbatch for update in self.updates for microbatch in update.microbatches]
+        return [n for row in rows for n in spared([prompts[i] for i in row.samples], row.shared)]
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +93,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     equal         whether every rank has the same number of microbatches; required if the ranks run collectives
     lengths       the ragged dimensions of prompt and response
     quadratic     attention's share of the cost: a sample of n tokens costs n + quadratic * n^2; 0 counts tokens only
+    shares        whether packed rows may compute the prompt of a group once
     """
 
     mode: Literal["plain", "dynamic", "packed"] = "plain"
@@ -102,18 +102,26 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool = True
     lengths: tuple[str, str] = ("P", "T")
     quadratic: float = 0.0
+    shares: bool = False
 
     @staticmethod
     def of(
-        microbatching: Microbatching, *, minibatches: int = 1, equal: bool = True, quadratic: float = 0.0
+        microbatching: Microbatching,
+        *,
+        minibatches: int = 1,
+        equal: bool = True,
+        quadratic: float = 0.0,
+        shares: bool = False,
     ) -> Sharding:
-        """Build from the user's settings."""
+        """Build from the user's settings. `shares` says whether the backend can share prompts."""
         mode: Any = type(microbatching).__name__.lower()
         size = microbatching.samples if isinstance(microbatching, Plain) else microbatching.tokens
-        return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal, quadratic=quadratic)
+        shares = shares and isinstance(microbatching, Packed) and microbatching.shared
+        return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares)
 
-    def shards(self, lengths: Mapping[str, Sequence[int]], ranks: int) -> list[Shard]:
-        """Return one shard per rank for samples of these lengths. Raises ValueError as `shard_batch` does."""
+    def shards(self, lengths: Mapping[str, Sequence[int]], ranks: int, groups: Sequence[int] = ()) -> list[Shard]:
+        """Return one shard per rank for samples of these lengths, in groups of these sizes. Raises ValueError as
+        `shard_batch` does."""
         kinds = {"plain": Plain, "dynamic": Dynamic, "packed": Packed}
         prompts, responses = (lengths[dim] for dim in self.lengths)
         made = shard_batch(
@@ -124,6 +132,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
             minibatches=self.minibatches,
             equal=self.equal,
             quadratic=self.quadratic,
+            groups=groups if self.shares else (),
         )
         if self.equal:
             check_equal(made)
@@ -139,6 +148,7 @@ def shard_batch(
     minibatches: int = 1,
     equal: bool = True,
     quadratic: float = 0.0,
+    groups: Sequence[int] = (),
 ) -> list[Shard]:
     """Return one shard per rank, from the prompt and response lengths of all samples, in tokens, in canonical order.
 
@@ -147,6 +157,9 @@ def shard_batch(
                  of all ranks have the same shape. Without it, each rank packs its share alone, which is allowed only
                  for stages without collectives between ranks
     quadratic    a sample of n tokens costs n + quadratic * n^2, and ranks are balanced by cost; 0 balances tokens
+    groups       sizes of consecutive groups of samples whose prompts, if they have the same length, are the same. A
+                 Packed minibatch then shares them, if its slowest rank takes 5 % less; a row's budget counts a shared
+                 prompt once, and ranks have the same number of rows even if not `equal`. None: nothing is shared
 
     With one rank, Plain returns runs of samples in canonical order. All microbatches of Plain have the same shape, for
     the longest prompt and the longest response; those of Dynamic have the length of their longest sample. A Packed row
@@ -155,14 +168,14 @@ def shard_batch(
     Raises ValueError if no plan exists. One always exists if the ranks divide a minibatch and each sample fits the
     budget.
     """
-    batch = _Lengths(list(map(int, prompts)), list(map(int, responses)), quadratic)
+    batch = Lengths(prompts, responses, quadratic, groups)
     _check_arguments(batch, ranks, microbatching, minibatches)
     size = len(batch) // minibatches
-    parts = [
-        _parts(batch, range(start, start + size), ranks, microbatching, equal) for start in range(0, len(batch), size)
-    ]
+    runs = [range(start, start + size) for start in range(0, len(batch), size)]
+    divided = [divided_over(batch, run, ranks, microbatching, equal) for run in runs]
+    parts = [part for part, _ in divided]
     pads = [_pads(batch, part, microbatching, equal) for part in parts]
-    tokens = [sum(batch.responses[start : start + size]) for start in range(0, len(batch), size)]
+    tokens = [sum(batch.responses[i] for i in run) for run in runs]
     shards = []
     for rank in range(ranks):
         index = sorted(chain.from_iterable(chain.from_iterable(part[rank] for part in parts)))
@@ -170,17 +183,25 @@ def shard_batch(
         updates = tuple(
             Update(
                 tuple(
-                    Microbatch(tuple(sorted(place[position] for position in samples)), *pad)
+                    Microbatch(
+                        tuple(sorted(place[position] for position in samples)),
+                        *pad,
+                        batch.runs(sorted(samples)) if shares else (),
+                    )
                     for samples, pad in zip(part[rank], pads_of[rank])
                 ),
                 count,
                 size,
             )
-            for part, pads_of, count in zip(parts, pads, tokens)
+            for (part, shares), pads_of, count in zip(divided, pads, tokens)
         )
         shards.append(Shard(rank, ranks, tuple(index), updates, isinstance(microbatching, Packed)))
-    padding, imbalance = waste(shards, prompts, responses), balance(shards, prompts, responses, quadratic)
-    return [msgspec.structs.replace(shard, padding=padding, imbalance=imbalance) for shard in shards]
+    of_all = {
+        "padding": waste(shards, prompts, responses),
+        "imbalance": balance(shards, prompts, responses, quadratic),
+        "shared": saved(shards, prompts, responses),
+    }
+    return [msgspec.structs.replace(shard, **of_all) for shard in shards]
 
 
 def check_equal(shards: Sequence[Shard]) -> None:
@@ -220,54 +241,36 @@ def waste(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[i
     return 1.0 - (sum(prompts) + sum(responses)) / padded if padded else 0.0
 
 
+def saved(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int]) -> float:
+    """Return the fraction of the tokens of all samples that no rank computes, since samples share prompts."""
+    spare = sum(sum(shard.spared([prompts[i] for i in shard.index])) for shard in shards)
+    return spare / (sum(prompts) + sum(responses)) if spare else 0.0
+
+
 def balance(shards: Sequence[Shard], prompts: Sequence[int], responses: Sequence[int], quadratic: float = 0.0) -> float:
     """Return the cost of the slowest rank over the mean of all ranks; 1 is perfect. Ranks wait for each other after
     every update. Padding counts as computed."""
-    cost = _Lengths(list(prompts), list(responses), quadratic).cost
+    batch = Lengths(prompts, responses, quadratic)
     slowest = mean = 0.0
     for updates in zip(*(shard.updates for shard in shards)):
         loads = [
-            sum(_cost(shard, microbatch, cost, quadratic) for microbatch in update.microbatches)
+            sum(_cost(shard, microbatch, batch) for microbatch in update.microbatches)
             for shard, update in zip(shards, updates)
         ]
         slowest, mean = slowest + max(loads), mean + sum(loads) / len(loads)
     return slowest / mean if mean else 1.0
 
 
-def _cost(shard: Shard, microbatch: Microbatch, cost: Sequence[float], quadratic: float) -> float:
-    """Return the cost of one pass; `cost` is that of each sample of the batch."""
+def _cost(shard: Shard, microbatch: Microbatch, batch: Lengths) -> float:
+    """Return the cost of one pass."""
     if shard.packed:
-        return sum(cost[shard.index[i]] for i in microbatch.samples)
-    width = microbatch.prompt + microbatch.response
-    return len(microbatch.samples) * (width + quadratic * width * width)
+        row = [shard.index[i] for i in microbatch.samples]
+        spare = spared([batch.prompts[i] for i in row], microbatch.shared)
+        return sum(batch.cost[i] for i in row) - sum(map(batch.worth, spare))
+    return len(microbatch.samples) * batch.worth(microbatch.prompt + microbatch.response)
 
 
-class _Lengths:
-    """The lengths of a batch in tokens, and the cost of each sample."""
-
-    def __init__(self, prompts: list[int], responses: list[int], quadratic: float) -> None:
-        if len(prompts) != len(responses):
-            raise ValueError(f"{len(prompts)} lengths of prompts for {len(responses)} of responses")
-        if not (math.isfinite(quadratic) and quadratic >= 0):
-            raise ValueError(f"quadratic={quadratic} is not a number of 0 or more")
-        self.prompts, self.responses = prompts, responses
-        self.total = [prompt + response for prompt, response in zip(prompts, responses)]
-        self.cost = [n + quadratic * n * n for n in self.total] if quadratic else self.total
-
-    def __len__(self) -> int:
-        return len(self.total)
-
-    def descending(self, positions: Sequence[int], by: Sequence[float]) -> list[int]:
-        """Sort `positions` by descending `by`; equal ones stay in canonical order."""
-        return sorted(positions, key=by.__getitem__, reverse=True)
-
-    def pad(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Return the smallest `prompt` and `response` of a rectangle that holds these samples."""
-        response = max(map(self.responses.__getitem__, positions))
-        return max(map(self.total.__getitem__, positions)) - response, response
-
-
-def _check_arguments(batch: _Lengths, ranks: int, microbatching: Microbatching, minibatches: int) -> None:
+def _check_arguments(batch: Lengths, ranks: int, microbatching: Microbatching, minibatches: int) -> None:
     """Check each argument by itself; each mode checks on its own whether the ranks must divide a minibatch."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} is not 1 or more")
@@ -298,20 +301,7 @@ def _check_arguments(batch: _Lengths, ranks: int, microbatching: Microbatching, 
         )
 
 
-def _parts(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool) -> _Parts:
-    """Return the microbatches of one minibatch on every rank."""
-    if not equal and ranks > 1:
-        return [_parts(batch, share, 1, microbatching, equal)[0] for share in _shares(batch, members, ranks)]
-    match microbatching:
-        case Plain():
-            return _plain(batch, members, ranks, microbatching.samples)
-        case Dynamic():
-            return _dynamic(batch, members, ranks, microbatching)
-        case Packed():
-            return _packed(batch, members, ranks, microbatching)
-
-
-def _pads(batch: _Lengths, parts: _Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
+def _pads(batch: Lengths, parts: Parts, microbatching: Microbatching, equal: bool) -> list[list[tuple[int, int]]]:
     """Return `prompt` and `response` of each microbatch, [rank][microbatch]."""
     if isinstance(microbatching, Plain):
         whole = max(batch.prompts), max(batch.responses)
@@ -319,73 +309,3 @@ def _pads(batch: _Lengths, parts: _Parts, microbatching: Microbatching, equal: b
     if not equal:
         return [[batch.pad(samples) for samples in part] for part in parts]
     return [[batch.pad(list(chain.from_iterable(together))) for together in zip(*parts)]] * len(parts)
-
-
-def _shares(batch: _Lengths, members: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return each rank's samples in canonical order, with counts that differ by at most one and similar costs."""
-    by_cost = batch.descending(members, batch.cost)
-    shares = spread(by_cost, [batch.cost[i] for i in by_cost], ranks)
-    return [sorted(share) for share in exchanged(shares, batch.cost)]
-
-
-def _plain(batch: _Lengths, members: Sequence[int], ranks: int, samples: int) -> _Parts:
-    """Give each rank the same number of samples, in canonical order, cut into runs."""
-    if len(members) % ranks:
-        raise ValueError(f"{ranks} ranks do not divide a minibatch of {len(members)} samples")
-    step = samples or len(members)
-    return [[share[i : i + step] for i in range(0, len(share), step)] for share in _shares(batch, members, ranks)]
-
-
-def _dynamic(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Dynamic) -> _Parts:
-    """Sort samples by length, give each rank one sample of every block of neighbors, and cut between blocks.
-
-    A last block that is not full joins the previous one.
-    """
-    order = batch.descending(members, batch.total)
-    starts = range(0, max(len(order) // ranks, 1) * ranks, ranks)
-    widths, rows = [batch.total[order[start]] for start in starts], [1] * len(starts)
-    if len(order) % ranks:
-        rows[-1] = 2
-    if (edges := _cut(widths, rows, microbatching.tokens)) is None:
-        raise ValueError(
-            f"{microbatching}: {ranks} ranks do not divide {len(order)} samples, and two of {widths[-1]} tokens, the "
-            "shortest ones, do not fit together"
-        )
-    shares = spread(order, [batch.cost[i] for i in order], ranks)
-    return [[share[start:stop] for start, stop in pairwise(edges)] for share in shares]
-
-
-def _cut(widths: Sequence[int], rows: Sequence[int], tokens: int) -> list[int] | None:
-    """Return the edges of the cheapest microbatches, counted in samples of a rank's share.
-
-    None if a block does not fit. A block has a width, descending, and adds `rows` rows to a microbatch of every rank. A
-    microbatch costs its tokens, padding included, plus a fixed part, which is why it is not best to cut everywhere.
-    """
-    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first n blocks: the cost, and where the last microbatch starts
-    for stop in range(1, len(widths) + 1):
-        held, found = 0, []
-        for start in reversed(range(stop)):
-            held += rows[start]
-            if held * widths[start] > tokens:
-                break
-            found.append((best[start][0] + held * widths[start] + _PASS * tokens, start))
-        if not found:
-            return None
-        best.append(min(found))
-    edges = [len(widths)]
-    while edges[-1]:
-        edges.append(best[edges[-1]][1])
-    return [*reversed(edges[1:]), sum(rows)]
-
-
-def _packed(batch: _Lengths, members: Sequence[int], ranks: int, microbatching: Packed) -> _Parts:
-    """Return rows within the budget, the same number on every rank; the i-th rows of all ranks cost about the same."""
-    rows = rows_within(microbatching.tokens, members, batch.total, batch.cost, multiple=ranks)
-    if len(rows) % ranks:
-        raise ValueError(
-            f"{microbatching}: {len(members)} samples take {len(rows)} rows, and {ranks} ranks need a multiple of "
-            f"{ranks}, none empty"
-        )
-    costs = [sum(map(batch.cost.__getitem__, row)) for row in rows]
-    order = sorted(range(len(rows)), key=costs.__getitem__, reverse=True)
-    return [[rows[i] for i in share] for share in spread(order, [costs[i] for i in order], ranks)]

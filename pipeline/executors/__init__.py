@@ -11,7 +11,7 @@ import msgspec
 
 from pipeline.data_plane import DataPlane
 from pipeline.declare.graph import Graph
-from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.handle import KVBatchMeta, groups_of
 from pipeline.declare.task import Task
 from pipeline.errors import Problem, StageError
 from pipeline.executors.worker import SHARD, TaskResult, WorkerSettings
@@ -66,7 +66,7 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
     """
     assert stage.sharding is not None
     try:
-        made = stage.sharding.shards(meta.lengths, replicas)
+        made = stage.sharding.shards(meta.lengths, replicas, tuple(groups_of(meta.keys).values()))
     except ValueError as error:
         raise StageError(
             Problem(

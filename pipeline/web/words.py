@@ -59,6 +59,7 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     ("time/step_s", _words("Step", TIME, "From the first admission to the end of the step; steps overlap when the run is ahead.", "s")),
     (r"time/(.+)_s", _words("{}", TIME, "Seconds of all its tasks in the step.", "s")),
     (r"(\w+)/padding", _words("Padding: {}", TIME, "Share of the computed tokens that is padding. Above 10 %, use Dynamic or Packed, or a smaller budget of tokens.", "%")),
+    (r"(\w+)/shared", _words("Shared prompts: {}", TIME, "Share of the samples' tokens that is not computed: Packed rows compute the prompt of a group once where that pays.", "%")),
     (r"(\w+)/imbalance", _words("Imbalance: {}", TIME, "Cost of the slowest worker over the mean; the others wait for it. Near 1. Attention counts where the model's shape is known.")),
     (r"(\w+)/microbatches", _words("Microbatches: {}", TIME, "Passes of each worker per epoch. Few and full ones are faster.")),
     (r"(\w+)/utilization", _words("Model FLOP utilization: {}", TIME, "Share of the GPU's peak while the stage runs.", "%")),

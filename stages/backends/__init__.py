@@ -111,6 +111,7 @@ for _backend in (
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.limits:problems",
         fits="stages.backends.megatron.limits:fits",
+        shares=True,
         slices=True,
         own_classes=True,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -193,9 +194,17 @@ def samples_of(groups: Sequence[int], size: int) -> list[int]:
 
 
 def one_shard(prompt_ids: Ragged, response_ids: Ragged, sharding: Sharding | None = None) -> Shard:
-    """The shard of a single worker, which has the whole batch."""
-    lengths = {"P": prompt_ids.lengths, "T": response_ids.lengths}
-    return (sharding or Sharding()).shards(lengths, ranks=1)[0]
+    """The shard of a single worker, which has the whole batch. Neighbors with the same prompt are a group."""
+    lengths, sharding = {"P": prompt_ids.lengths, "T": response_ids.lengths}, sharding or Sharding()
+    groups = _groups(prompt_ids) if sharding.shares else ()
+    return sharding.shards(lengths, 1, groups)[0]
+
+
+def _groups(prompt_ids: Ragged) -> list[int]:
+    """The sizes of runs of neighbors with the same prompt."""
+    prompts = prompt_ids.rows()
+    starts = [i for i, row in enumerate(prompts) if not i or not row.equal(prompts[i - 1])]
+    return [stop - start for start, stop in pairwise([*starts, len(prompts)])]
 
 
 class Learner(Protocol):
@@ -300,9 +309,12 @@ class Trainer(Texts, Protocol):
 
         Raises PeerLost if another worker failed."""
 
-    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
+    def flops(
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool, spared: Sequence[int] = ()
+    ) -> float | None:
         """Floating-point operations of a forward pass over these samples, and with `training` of a backward pass,
-        without padding and recomputation; None if they are unknown for the architecture."""
+        without padding and recomputation; None if they are unknown for the architecture. `spared` are the lengths of
+        prompts that were not computed, since samples share them."""
 
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of this worker's device, dense bfloat16; None if unknown."""

@@ -278,7 +278,9 @@ class BaseTrainer(Tokenizers, ABC):
             learner.leave()
         return before_bytes, bytes_in_use(self.device)
 
-    def flops(self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool) -> float | None:
+    def flops(
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool, spared: Sequence[int] = ()
+    ) -> float | None:
         """Operations of a forward pass of the whole model, or of both passes; None unless it is a Llama-style
         transformer."""
         try:
@@ -286,7 +288,8 @@ class BaseTrainer(Tokenizers, ABC):
         except ValueError:
             return None
         lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        return model_flops(shape, lengths, training=training, logits=response_ids.lengths)
+        done = model_flops(shape, lengths, training=training, logits=response_ids.lengths)
+        return done - model_flops(shape, spared, training=training, logits=[0] * len(spared))
 
     @abstractmethod
     def describe(self, model: Model, folder: Path) -> None:

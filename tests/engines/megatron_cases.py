@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
 TEMPERATURE = 0.7
 LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
 OPTIMIZATION = Optimization(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+GROUPS = (5, 3)  # samples of each prompt of a grouped batch
 DEADLINE_S = 120.0
 _COMMON = {
     "vocab_size": VOCAB,
@@ -87,7 +89,8 @@ SHAPES = {  # sizes that ranks do not divide evenly
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one layout of two or four ranks; `microbatching` as in a stage."""
+    """One model on one layout of two or four ranks; `microbatching` as in a stage. The samples of a `grouped` batch
+    share prompts."""
 
     family: str
     layout: RankLayout
@@ -95,6 +98,7 @@ class Case:
     expert_tensor: int | None = None
     microbatching: Microbatching = field(default_factory=lambda: Plain(2))
     recompute: bool = False
+    grouped: bool = False
 
 
 CASES = {
@@ -117,6 +121,10 @@ CASES = {
     ),
     "context": Case("qwen3", RankLayout(context=2), microbatching=Packed(64)),
     "context, experts": Case("qwen3_moe", RankLayout(context=2), expert=2, microbatching=Packed(64), recompute=True),
+    "shared, tensor": Case("qwen2", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),
+    "shared, data": Case("qwen3", RankLayout(data=2), microbatching=Packed(40), grouped=True),
+    "shared, pipeline": Case("llama", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, grouped=True),
+    "shared, expert": Case("qwen3_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
 }
 OF_FOUR = {
     "4, pipeline, 5 layers": Case("llama, 5 layers", RankLayout(pipeline=4), microbatching=Packed(64)),
@@ -143,14 +151,17 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
     return folder
 
 
-def frozen_batch() -> Batch:
-    """Return eight samples of various lengths, with made-up logprobs near those of an untrained model."""
+def frozen_batch(*, grouped: bool = False) -> Batch:
+    """Return eight samples of various lengths, with made-up logprobs near those of an untrained model. Grouped ones are
+    five of one prompt and three of another."""
     generator = torch.Generator().manual_seed(5)
 
     def ids(lengths: tuple[int, ...]) -> Ragged:
         return Ragged(torch.randint(0, VOCAB, (sum(lengths),), generator=generator), lengths)
 
     prompts, responses = ids((5, 3, 9, 4, 7, 1, 6, 2)), ids((7, 12, 2, 20, 1, 9, 4, 15))
+    if grouped:
+        prompts = Ragged.of([prompts.rows()[2]] * GROUPS[0] + [prompts.rows()[4]] * GROUPS[1])
 
     def logprobs() -> Ragged:
         noise = torch.randn(sum(responses.lengths), generator=generator)
@@ -160,10 +171,12 @@ def frozen_batch() -> Batch:
     return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs())
 
 
-def shards_of(batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1) -> list[Shard]:
-    """Return the shards of the batch for the data-parallel ranks."""
+def shards_of(
+    batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1, groups: Sequence[int] = ()
+) -> list[Shard]:
+    """Return the shards of the batch for the data-parallel ranks. Samples of `groups` share prompts in packed rows."""
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
-    return Sharding.of(microbatching, minibatches=minibatches).shards(lengths, ranks)
+    return Sharding.of(microbatching, minibatches=minibatches, shares=True).shards(lengths, ranks, groups)
 
 
 def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str, torch.Tensor]:
@@ -182,9 +195,12 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics.
 
     Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
-    model, whole = Model(str(folder)), frozen_batch()
+    model, whole = Model(str(folder)), frozen_batch(grouped=case.grouped)
     ranks = engine.groups.ranks
-    shard = shards_of(whole, case.microbatching, ranks.layout.data)[ranks.replica]
+    groups = GROUPS if case.grouped else ()
+    shard = shards_of(whole, case.microbatching, ranks.layout.data, groups=groups)[ranks.replica]
+    wanted = case.grouped and isinstance(case.microbatching, Packed) and case.microbatching.shared
+    assert (shard.shared > 0) == wanted
     batch = whole.at(shard.index)
     given = (batch.prompt_ids, batch.response_ids, shard)
     optimization = Optimization(
@@ -196,6 +212,9 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     learner = engine.learner(model, optimization)
     numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
     part = learner.network.part
+    if case.grouped:
+        cores = [layer.self_attention.core_attention for layer in learner.network.decoder.layers]
+        assert {core.recomputed for core in cores} == {case.recompute}
     assert numbers == [layer + 1 for layer in stage_layers(learner.network.shape.layers, part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ops.flops import Transformer, model_flops
 from ops.logprobs import entropy, selected_logprobs
 from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model, StageError
@@ -47,6 +48,10 @@ CASES = (
     "tensor, experts apart",
     "context",
     "context, experts",
+    "shared, tensor",
+    "shared, data",
+    "shared, pipeline",
+    "shared, expert",
     "4, pipeline, 5 layers",
     "4, tensor, 2 key-value heads",
     "4, expert and pipeline",
@@ -121,12 +126,12 @@ def measured(running: Any) -> None:
 
 @pytest.fixture(scope="module")
 def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
-    """The measurements of one rank, by family and shape."""
-    measured = {}
-    for family in (*FAMILIES, *cases.SHAPES):
-        case = cases.Case(family, RankLayout(), microbatching=Plain(3))
-        measured[family] = cases.measure(cases.MegatronEngine(groups), folder / family, case)
-    return measured
+    """The measurements of one rank, by family and shape; of a grouped batch as `grouped <family>`."""
+    given = {family: cases.Case(family, RankLayout(), microbatching=Plain(3)) for family in (*FAMILIES, *cases.SHAPES)}
+    given |= {f"grouped {family}": replace(given[family], grouped=True) for family in FAMILIES}
+    return {
+        name: cases.measure(cases.MegatronEngine(groups), folder / case.family, case) for name, case in given.items()
+    }
 
 
 @pytest.fixture
@@ -253,6 +258,28 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
         compare(tensors, metrics, *alone[family])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [30, 100])
+def test_prompts_computed_once_give_the_gradients_of_prompts_computed_for_each_sample(
+    cases: Any, groups: Any, alone: dict[str, Any], folder: Path, family: str, tokens: int
+) -> None:
+    """Logprobs, gradients, metrics and two updates: with the prompt of a group in several rows, and in one."""
+    case = cases.Case(family, RankLayout(), microbatching=Packed(tokens), grouped=True)
+    tensors, metrics = cases.measure(cases.MegatronEngine(groups), folder / family, case)
+    compare(tensors, metrics, *alone[f"grouped {family}"])
+
+
+def test_samples_of_a_group_with_different_prompts_are_refused(cases: Any, engine: Any, folder: Path) -> None:
+    batch = cases.frozen_batch(grouped=True)
+    batch.prompt_ids.values[9 * 2 + 4] += 1  # of the third sample
+    (shard,) = cases.shards_of(batch, Packed(100), 1, groups=cases.GROUPS)
+    given = (Model(str(folder / "qwen3")), batch.prompt_ids, batch.response_ids)
+    with pytest.raises(StageError, match=r"samples 0 and 2 .* different tokens.*Fix: .*Packed\(tokens, shared=False\)"):
+        engine.score(*given, shard, temperature=1.0)
+    (plain,) = cases.shards_of(batch, Packed(100, shared=False), 1, groups=cases.GROUPS)
+    assert engine.score(*given, plain, temperature=1.0).lengths == batch.response_ids.lengths
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_several_ranks_give_the_numbers_of_one(
     cases: Any, measured: None, alone: dict[str, Any], folder: Path, name: str
@@ -268,7 +295,7 @@ def test_several_ranks_give_the_numbers_of_one(
         assert not [key for key in other if not key.startswith("sample ")]  # only rank 0 writes weights and gradients
         assert all(torch.equal(found[key], other[key]) for key in found.keys() & other.keys())
         found |= other
-    compare(found, metrics, *alone[case.family])
+    compare(found, metrics, *alone[f"grouped {case.family}" if case.grouped else case.family])
 
 
 def test_all_cases_are_compared(cases: Any) -> None:
@@ -479,6 +506,9 @@ def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder
     ]
     assert min(done) > 1e6
     assert done[3] == done[4]
+    model, columns = Model(str(folder / "qwen3")), (batch.prompt_ids, batch.response_ids)
+    once, shape = engine.flops(model, *columns, training=True, spared=[5, 3]), Transformer.of(engine._config(model))
+    assert once == done[2] - model_flops(shape, [5, 3], training=True, logits=[0, 0])
 
 
 def test_a_model_is_trained_once(cases: Any, engine: Any, folder: Path) -> None:

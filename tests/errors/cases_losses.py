@@ -83,6 +83,7 @@ TRAINING = [
     trained("packed_without_tokens", "lr=1e-3, microbatch=Packed()"),
     scored_by("dynamic_of_0", "microbatch=Dynamic(0)"),
     scored_by("packed_of_a_text", "microbatch=Packed('8')"),
+    scored_by("packed_shared_of_a_text", "microbatch=Packed(4096, shared='no')"),
     scored_by("packed_of_a_fraction", "microbatch=Packed(4096.0)"),
     scored_by("logprobs_at_temperature_0", "temperature=0"),
     Case(

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pipeline.cli.console import Progress, drawing, print_plan, print_problems, print_summary
 from pipeline.declare.fields import Field
+from pipeline.declare.sharding import Packed, Sharding
 from pipeline.errors import Problem
 from pipeline.plan.planner import plan
 from tests.unit import toy
@@ -87,6 +89,18 @@ def test_the_plan_is_drawn_from_top_to_bottom(capsys):
     assert "\n".join(drawing(made())) + "\n" == DRAWING
     print_plan(made())
     assert lines(capsys.readouterr().out) == f"toy  3 steps of 4 prompts x 2 samples\n\n{DRAWING}\n{TABLES}"
+
+
+def test_the_plan_says_which_stages_share_prompts(capsys):
+    planned = made()
+    print_plan(planned)
+    assert "packed row" not in capsys.readouterr().out
+    sharing = Sharding.of(Packed(64), shares=True)
+    stages = [
+        msgspec.structs.replace(stage, sharding=sharing) if stage.name == "train" else stage for stage in planned.stages
+    ]
+    print_plan(msgspec.structs.replace(planned, stages=tuple(stages)))
+    assert "A packed row computes the prompt of a group once, where that pays: train\n" in capsys.readouterr().out
 
 
 def test_large_fields_are_shown_in_kib_and_unread_ones_as_such(capsys):

@@ -52,6 +52,17 @@ def test_every_rank_gets_its_samples_and_how_it_cuts_them() -> None:
     assert handle().extra_info == {}
 
 
+def test_samples_of_a_group_share_their_prompt_if_the_stage_can() -> None:
+    """Two samples of each of four groups; the second group has prompts of different lengths."""
+    whole = msgspec.structs.replace(handle(), lengths={"P": (5, 5, 4, 3, 6, 6, 7, 7), "T": (2,) * 8})
+    for shares in (False, True):
+        stage = msgspec.structs.replace(planned(0), sharding=Sharding.of(Packed(30), shares=shares))
+        (part,) = shards(stage, TASK, whole, replicas=1)
+        shard = msgspec.convert(part.extra_info[SHARD], Shard)
+        runs = {row.shared for update in shard.updates for row in update.microbatches}
+        assert sum(shard.spared(whole.lengths["P"])) == (18 if shares else 0), runs
+
+
 def test_a_batch_that_cannot_be_divided_is_an_error_of_the_stage() -> None:
     with pytest.raises(StageError, match="the batch of stage 'prev_logprobs' at step 5 cannot be divided"):
         shards(planned(2, equal=True), TASK, handle(), replicas=3)

@@ -145,6 +145,16 @@ def test_what_is_not_a_dense_transformer_is_an_error(config, text):
     assert text in str(caught.value)
 
 
+def test_a_shared_prompt_is_the_work_of_its_tokens_and_pairs():
+    """Three samples of a prompt of 50 tokens: the responses' tokens and the pairs in which they are queries."""
+    inputs, prompt = [57, 53, 50], 50
+    ours = model_flops(SHAPE, inputs, training=True) - model_flops(SHAPE, [50] * 2, training=True, logits=[0] * 2)
+    tokens = prompt + sum(n - prompt for n in inputs)
+    pairs = sum(range(1, prompt + 1)) + sum(j for n in inputs for j in range(prompt + 1, n + 1))
+    products = 2.0 * (tokens * SHAPE.layer_weights + sum(inputs) * SHAPE.logit_weights)
+    assert ours == 3 * (products + 4.0 * pairs * SHAPE.layers * SHAPE.heads * SHAPE.head_dim)
+
+
 @pytest.mark.parametrize("lengths, logits", [([4], [5]), ([4], [4, 4]), ([-1], None), ([4], [-1])])
 def test_lengths_that_do_not_fit_are_an_error(lengths, logits):
     with pytest.raises(ValueError, match="do not fit"):

@@ -95,6 +95,23 @@ def test_stages_divide_their_batch_by_it(backend: Any, microbatch: Any, expected
         assert stage.sharding.quadratic == expected
 
 
+@pytest.mark.parametrize(
+    ("group", "microbatch", "expected"),
+    [
+        (learner("megatron"), Packed(8192), True),
+        (learner("megatron"), Packed(8192, shared=False), False),
+        (learner("megatron"), Dynamic(8192), False),
+        (learner("torch"), Packed(8192), False),
+        (learner(Backend(name="mine")), Packed(8192), False),
+        (learner(Backend(name="mine", shares=True)), Packed(8192), True),
+        (WorkerGroup("learner", backend="megatron", gpus=2, context_parallel=2), Packed(8192), False),
+    ],
+)
+def test_packed_rows_share_prompts_where_the_workers_can(group: WorkerGroup, microbatch: Any, expected: bool) -> None:
+    train = Train(MODEL, on=group, lr=1e-3, microbatch=microbatch)
+    assert train.sharding.shares == PrevLogprobs(MODEL, on=group, microbatch=microbatch).sharding.shares == expected
+
+
 def test_it_is_a_number_of_the_plan() -> None:
     made = quickstart.graph()
     assert plan(made)[0].stage("train").sharding.quadratic == 0.0

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.backends.megatron.slices import Slices, found, ranges
+from ops.packing import ranges
+from stages.backends.megatron.slices import Slices, found
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 5)

@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 
 from graphs.quickstart import graph as quickstart
+from ops.flops import Transformer, model_flops
 from ops.refit.share import digest_of
 from ops.refit.transports import TRANSPORTS
 from ops.rewards import digit_match, exact_match
@@ -525,6 +526,44 @@ def test_scoring_counts_its_work_per_rank(monkeypatch: pytest.MonkeyPatch) -> No
     forward = trained.metrics["flops"] / 3  # a backward pass is two forward passes
     assert made.metrics["tflops_per_s"] == pytest.approx(forward / 2.0 / 1e12)
     assert speed(3e12, 2.0, 3, FakeGpu()) == {"tflops_per_s": 0.5, "utilization": 0.05}  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_not_computed_again_does_not_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend says what it computed by the shard: here it computes all of it, and only the count is looked at."""
+    columns, groups = batch_columns(), (0, 1, 2, 3)
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    plain, shared = (Sharding.of(Packed(500), shares=shares).shards(lengths, 1, [G] * 4)[0] for shares in (False, True))
+    spared = shared.spared(lengths["P"])
+    assert len(spared) == 4 * (G - 1) and shared.shared == sum(spared) / sum(map(sum, lengths.values()))
+    done = []
+    for stage, passes in ((Train(POLICY, on=LEARNER, lr=0.0), 3), (PrevLogprobs(POLICY, on=LEARNER), 1)):
+        run = stage.setup(context(LEARNER))
+        monkeypatch.setattr(
+            f"{type(stage).__module__}.time", SimpleNamespace(monotonic=iter((0.0, 2.0, 0.0, 2.0)).__next__)
+        )
+        of = [
+            run(columns, Task(stage=stage.name, step=0, groups=groups, shard=each)).metrics for each in (plain, shared)
+        ]
+        assert [metrics["shared"] for metrics in of] == [0.0, shared.shared]
+        done.append((of[0]["tflops_per_s"] - of[1]["tflops_per_s"]) * 2e12 / passes)
+    shape = Transformer.of(CONFIG | {"vocab_size": 1})
+    assert done == [pytest.approx(model_flops(shape, spared, training=False, logits=[0] * len(spared)))] * 2
+
+
+def test_scoring_within_an_update_counts_a_shared_prompt_once() -> None:
+    """Of two minibatches, the second one is scored before the first update, in rows that share prompts too."""
+    columns, stage = batch_columns(), Train(POLICY, on=LEARNER, lr=0.0, minibatches=2, prev="own")
+    lengths = {"P": columns["prompt_ids"].lengths, "T": columns["response_ids"].lengths}
+    run, done = stage.setup(context(LEARNER)), []
+    for shares in (False, True):
+        cut = Sharding.of(Packed(500), minibatches=2, shares=shares)
+        (shard,) = cut.shards(lengths, 1, [G] * 4)
+        done.append(run(columns, Task(stage="train", step=0, groups=(0, 1, 2, 3), shard=shard)).metrics["flops"])
+    spared = shard.spared(lengths["P"])
+    halves = [spared[: len(spared) // 2], spared[len(spared) // 2 :]]
+    shape = Transformer.of(CONFIG | {"vocab_size": 1})
+    one, two = (model_flops(shape, half, training=False, logits=[0] * len(half)) for half in halves)
+    assert done[0] - done[1] == pytest.approx(3 * (one + two) + two)
 
 
 class FakeGpu:

@@ -1,10 +1,11 @@
 """Turns a microbatch into the tensors of one pass: a packed row or a rectangle, and where logits are needed.
 
 Both hold each sample as prompt and response without the last token, from position 0; padding is at the end, where
-causal attention never sees it. Context-parallel ranks get slices of one packed row. Knows token ids, no model.
+causal attention never sees it. A packed row has the prompt of samples that share it once. Context-parallel ranks get
+slices of one packed row. Knows token ids, no model.
 
 Legend: N samples, S positions per row, P longest prompt, T longest response, R response tokens of all samples, M those
-that this rank predicts: R, except for a slice.
+that this rank predicts: R, except for a slice, K keys of all sections.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import pad
 
-from ops.packing import pack, rectangle
+from ops.packing import Section, keys_of, pack, ranges, rectangle
 from pipeline.declare.columns import Ragged
+from pipeline.declare.lengths import spared
 from pipeline.declare.sharding import Microbatch
 from stages.backends.device import sent
-from stages.backends.megatron.slices import Slices, found, ranges
+from stages.backends.megatron.slices import Slices, found
+
+
+@dataclass
+class SharedRow(PackedSeqParams):
+    """The sections of a packed row whose samples share prompts: the starts of their queries and of their keys, the
+    last ones causal, and where in the row each key is, [K]."""
+
+    keys_K: torch.Tensor = None  # type: ignore[assignment]  # the fields before it have defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +38,7 @@ class PassRow:
     """The inputs of one pass.
 
     ids_NS, positions_S   input tokens and positions; N is 1 in a packed row
-    packed                the starts of a packed row's samples, also of a slice's whole row
+    packed                the starts of a packed row's samples, also of a slice's whole row; or a `SharedRow`
     keep_M, targets_M     indices in [S * N], position-major, at which response tokens are predicted, and the tokens
     here_M                of a slice: which of the R response tokens these are
     lengths, width        response lengths, and the width of the rectangle that they are padded to
@@ -59,7 +69,8 @@ def tokens_of(
 ) -> int:
     """Number of input tokens of the pass, padding included; of all slices of a row together."""
     if packed:
-        return _up(sum(slices.padded(_lengths(prompt_ids, response_ids))), multiple * slices.multiple)
+        tokens = sum(slices.padded(_lengths(prompt_ids, response_ids)))
+        return _up(tokens - sum(spared(prompt_ids.lengths, microbatch.shared)), multiple * slices.multiple)
     return len(prompt_ids) * _up(microbatch.prompt + microbatch.response - 1, multiple)
 
 
@@ -78,6 +89,9 @@ def row_of(
 
     Of a packed row, only this rank's slice; `least` counts the whole row.
     """
+    if packed and microbatch.shared:
+        assert slices.ranks == 1, "slices are of whole samples"
+        return _shared(prompt_ids, response_ids, microbatch, multiple, least, device)
     if packed:
         return _packed(prompt_ids, response_ids, microbatch, multiple, slices, least, device)
     assert slices.ranks == 1, "a rectangle has no slices"
@@ -120,6 +134,34 @@ def _packed(
         response_ids.lengths,
         microbatch.response,
         here_M,
+    )
+
+
+def _shared(
+    prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, multiple: int, least: int, device: torch.device
+) -> PassRow:
+    """A row that has each shared prompt once. Its sections have more keys than queries."""
+    row = pack(prompt_ids.rows(), response_ids.rows(), microbatch.shared)
+    tokens = row.ids_1S.shape[1]
+    spare = _up(max(tokens, least), multiple) - tokens
+    sections = [*row.sections, *([Section(spare)] if spare else [])]
+    queries, keys = ([0, *counts] for counts in zip(*((each.size, each.before + each.size) for each in sections)))
+    starts_q, starts_k = (sent(torch.tensor(counts).cumsum(0).to(torch.int32), device) for counts in (queries, keys))
+    return PassRow(
+        sent(pad(row.ids_1S, (0, spare)), device),
+        sent(pad(row.positions_1S[0], (0, spare)), device),
+        SharedRow(
+            qkv_format="sbhd",
+            cu_seqlens_q=starts_q,
+            cu_seqlens_kv=starts_k,
+            max_seqlen_q=max(queries),
+            max_seqlen_kv=max(keys),
+            keys_K=sent(keys_of(sections), device),
+        ),
+        sent(row.keep_R, device),
+        sent(row.targets_1R[0], device),
+        response_ids.lengths,
+        microbatch.response,
     )
 
 

@@ -118,7 +118,7 @@ class Network(GPTModel):
     def recompute(self) -> None:
         """From now on, keep only layer inputs and recompute activations in the backward pass."""
         for layer in self.decoder.layers:
-            layer.recomputes = True
+            layer.recomputes = layer.self_attention.core_attention.recomputed = True
 
 
 def rotary_frequencies(decoder: Decoder) -> torch.Tensor:

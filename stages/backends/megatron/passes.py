@@ -15,8 +15,11 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ops.packing import differing
+from pipeline import StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
+from pipeline.errors import Problem
 from stages.backends.interface import part
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import PassRow, row_of, tokens_of
@@ -88,6 +91,8 @@ def rows_of(
         "slices": Slices(rank=groups.process.cp.rank(), ranks=groups.layout.context),
     }
     cuts = [(part(prompt_ids, each.samples), part(response_ids, each.samples), each) for each in microbatches]
+    for prompts, _, microbatch in cuts:
+        _check_shared(prompts, microbatch)
     least = [0] * len(microbatches)
     if groups.expert > 1:
         counts = [tokens_of(*cut, **how) for cut in cuts]
@@ -95,6 +100,20 @@ def rows_of(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.process.ep)
         least = largest.tolist()
     return [partial(row_of, *cut, **how, least=size, device=groups.device) for cut, size in zip(cuts, least)]
+
+
+def _check_shared(prompt_ids: Ragged, microbatch: Microbatch) -> None:
+    """Raise StageError if samples of a microbatch that are to share a prompt have different ones."""
+    if different := differing(prompt_ids.rows(), microbatch.shared):
+        one, other = (microbatch.samples[i] for i in different)
+        raise StageError(
+            Problem(
+                where=f"samples {one} and {other} of a worker's batch",
+                what="they are of one group, and their prompts have the same length and different tokens",
+                why="a packed row computes the prompt of a group once",
+                fix="the same prompt for all samples of a group, or microbatch=Packed(tokens, shared=False)",
+            )
+        )
 
 
 def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float) -> Ragged:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ops.packing import ranges
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
@@ -45,12 +47,6 @@ class Slices:
         chunks = (self.rank, 2 * self.ranks - 1 - self.rank)
         start_C = torch.stack([start_N + chunk * chunk_N for chunk in chunks], dim=1).flatten()
         return ranges(start_C, chunk_N.repeat_interleave(2))
-
-
-def ranges(start_N: torch.Tensor, size_N: torch.Tensor) -> torch.Tensor:
-    """Concatenated ranges of whole numbers: `size` numbers from `start`, for each entry."""
-    first_N = size_N.cumsum(0) - size_N
-    return (start_N - first_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()))
 
 
 def found(positions_S: torch.Tensor, wanted_R: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
