@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu.recipe [--model 0.6B] [--budget 32960] [--only "as it comes"] [--steps 3] [--out FILE]
 
-Both do the same work in turns on one GPU: vLLM samples, Megatron-core scores with the frozen weights and trains, in two
-updates a step. The recipe gets the flags that its help names for that, and chooses everything else itself; the other
+Both do the same work in turns on one GPU: vLLM samples, Megatron-core scores with the frozen weights and trains, with two
+updates per step. The recipe gets the flags that its help names for that, and chooses everything else itself; the other
 graph (benchmarks/gpu/step.py) has packed rows of `--budget` tokens, as were measured to be the fastest that fit.
 `--cpu` tries the script with a tiny model.
 
@@ -83,7 +83,7 @@ def _write(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
         rows[0]["of tuned %"] = round(100 * rows[0]["tokens/s/GPU"] / row["tokens/s/GPU"], 1)
     notes = (
         f"{options.model}: {options.groups} x {options.samples} samples of {options.tokens} tokens, in turns on one "
-        f"GPU, two updates a step, frozen model; by hand: rows of {options.budget}. Aim: 90 %."
+        f"GPU, two updates per step, frozen model; by hand: rows of {options.budget}. Aim: 90 %."
     )
     report("gpu.recipe", rows, [*rows[0]], notes, options.out)
 
