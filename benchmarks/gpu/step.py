@@ -144,7 +144,8 @@ def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
     return made
 
 
-def main() -> None:
+def flags() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
     parser.add_argument("--sampler", type=int, default=1, help="number of sampling GPUs")
@@ -164,6 +165,11 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
+    return parser
+
+
+def main() -> None:
+    parser = flags()
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(
