@@ -50,7 +50,11 @@ UPDATES = {  # kept results of updates: the model, the samples, the kernels by r
     "gpu.update.rows.h200": ("0.6B", 128),
     "gpu.mixture": ("30B-A3B-2-layers", 32),
 }
-FITTED = {"gpu.step": ("rollout",)}  # figures that a table was fitted to
+FITTED = {  # figures that a table, or the memory of a backend, was fitted to
+    "gpu.step": ("rollout s",),
+    "gpu.step.colocated.h200": ("sampler in use GiB", "learner in use GiB"),
+    "gpu.step.colocated.4B": ("learner in use GiB",),
+}
 ENGINES = ("rollout", "prev_logprobs", "train")
 
 
@@ -83,7 +87,8 @@ def seconds() -> Iterator[dict[str, Any]]:
             _, found = foretold(name, number)
             label = f"{name}, k = {kept['max_staleness']}"
             for part in ("step", *(ENGINES if not kept["max_staleness"] else ENGINES[1:])):
-                yield _row(label, f"{part} s", found[part], kept[f"{part} s"], part in FITTED.get(name, ()))
+                figure = f"{part} s"
+                yield _row(label, figure, found[part], kept[figure], figure in FITTED.get(name, ()))
 
 
 def memory() -> Iterator[dict[str, Any]]:
@@ -93,7 +98,8 @@ def memory() -> Iterator[dict[str, Any]]:
             made = foretold(name, number)[0] if "sampler awake GiB" in kept else None
             for group in ("sampler", "learner") if made else ():
                 one = made.memory[group]
-                yield _row(name, f"{group} in use GiB", one.before_bytes / 2**30, kept[f"{group} awake GiB"], False)
+                figure, seen = f"{group} in use GiB", kept[f"{group} awake GiB"]
+                yield _row(name, figure, one.before_bytes / 2**30, seen, figure in FITTED.get(name, ()))
     for name, (model, samples) in UPDATES.items():
         for kept in rows(name):
             yield _row(

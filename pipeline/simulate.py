@@ -1,11 +1,13 @@
 """`python -m pipeline.simulate RUN [flags]`: simulate a run under another schedule, in virtual time.
 
-RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --stage
-gives the seconds of every stage. A parameter of graph() that has the name of another flag of this command is set with
-the prefix --graph-, as in --graph-workers. The scheduler is the same as in real runs. Exit codes: 0 done; 2 RUN or a
-flag is wrong; 3 the simulated run cannot continue.
+RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --on
+names GPUs, for which time and memory are foretold, or --stage gives the seconds of every stage. A parameter of graph()
+that has the name of another flag of this command is set with the prefix --graph-, as in --graph-workers. The scheduler
+is the same as in real runs. Exit codes: 0 done; 2 RUN or a flag is wrong, or a worker group does not fit on the GPUs; 3
+the simulated run cannot continue.
 
     python -m pipeline.simulate runs/quickstart-... --max-staleness 2 --on-stale drop --workers sampler=4
+    python -m pipeline.simulate graphs/grpo.py --on h200:2 --generator vllm --trainer megatron ...
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,21 @@ from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import Flag, add_flags, given_in
+from pipeline.cli.foretold import (
+    add_assumptions,
+    add_on,
+    foretold,
+    gpus_of,
+    memory_summary,
+    print_memory,
+    unknown_times,
+)
 from pipeline.cli.load import GraphFile, in_time, load
+from pipeline.declare.graph import Graph
+from pipeline.declare.interpreter import elsewhere
 from pipeline.errors import GraphError, Problem
+from pipeline.foretell.forecast import Forecast
+from pipeline.foretell.gpu import Gpus
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent
@@ -74,29 +90,73 @@ def _main(argv: list[str]) -> int:
                 fix="--cores 2",
             )
         )
-    changes = _changes(options)
-    if problems := tuple(range_problems(changes)):
+    changes, gpus = _changes(options), gpus_of(options)
+    if problems := (*range_problems(changes), *_misplaced(options, file)):
         raise GraphError(*problems)
     if file is None:
         with consistent(path):
             return _simulate(recorded(path, cores=options.cores), changes, options)
-    with in_time(path):
-        planned = _planned(file, values)
-    return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
+    with in_time(path), elsewhere() if gpus else nullcontext():
+        graph = file.build(values)
+        planned = _planned(graph, gpus)
+        made = foretold(graph, planned, gpus, options) if gpus else None
+        if gpus and made and (problems := tuple(unknown_times(graph, made, gpus, changes.stages))):
+            raise GraphError(*problems)
+    if gpus is None or made is None:
+        return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
+    return _simulate(made.recording, changes, options, made, gpus)
 
 
-def _simulate(recording: Recording, changes: Changes, options: argparse.Namespace) -> int:
+def _simulate(
+    recording: Recording,
+    changes: Changes,
+    options: argparse.Namespace,
+    made: Forecast | None = None,
+    gpus: Gpus | None = None,
+) -> int:
+    """Simulate, and print what was found; of a forecast, also memory and tokens/s."""
     seed = options.seed or 0
     changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
-        print(msgspec.json.encode(_as_json(options, recording, measured, *changed)).decode())
+        found = _as_json(options, recording, measured, *changed) | (_foretold_json(made, changed[1]) if made else {})
+        print(msgspec.json.encode(found).decode())
         return 0
+    if made and gpus:
+        print_memory(made, gpus)
     columns: dict[str, Report] = {"simulated": changed[1]}
     if measured and changes:
         columns = {"simulated as it was": simulated(recording, Changes(), seed=seed)[1], "changed": changed[1]}
-    print_reports(changed[0].name, ({"measured": measured} if measured else {}) | columns, recording.notes)
+    columns = ({"measured": measured} if measured else {}) | columns
+    print_reports(changed[0].name, columns, recording.notes, tokens=made.tokens if made else 0)
     return 0
+
+
+def _misplaced(options: argparse.Namespace, file: GraphFile | None) -> Iterator[Problem]:
+    """Yield why flags do not go with --on."""
+    if options.on and file is None:
+        yield Problem(
+            where=f"--on {options.on}",
+            what="RUN is a run directory",
+            why="its durations were recorded; GPUs are named for a graph that was never run",
+            fix="name the graph file, or leave out --on",
+        )
+    for flag, value in (("--workers", options.workers), ("--groups", options.groups)):
+        if options.on and value:
+            yield Problem(
+                where=flag,
+                what="it does not go with --on",
+                why="what a stage needs follows from the graph",
+                fix="set the graph's own parameters, see --help",
+            )
+
+
+def _foretold_json(made: Forecast, report: Report) -> dict[str, Any]:
+    return {"tokens_per_s": _per_second(made.tokens, report), "memory_bytes": memory_summary(made)}
+
+
+def _per_second(tokens: int, report: Report) -> float:
+    return tokens / report.steps.mean if report.steps.mean else 0.0
 
 
 def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[GraphFile, dict[str, Any]]:
@@ -152,11 +212,11 @@ def _unset(clashing: Sequence[Flag], options: argparse.Namespace) -> Iterator[Pr
             )
 
 
-def _planned(file: GraphFile, values: Mapping[str, Any]) -> Plan:
-    """Return the plan of a graph file with these values of its parameters."""
+def _planned(graph: Graph, gpus: Gpus | None) -> Plan:
+    """Return the plan of a graph, for these GPUs."""
     from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
 
-    planned, warnings = plan(file.build(values))
+    planned, warnings = plan(graph, gpus=gpus.count if gpus else None)
     console.print_problems(warnings)
     return planned
 
@@ -205,6 +265,8 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str, kind: st
 def _parser(*, add_help: bool = True) -> Parser:
     parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]", add_help=add_help)
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
+    add_on(parser)
+    add_assumptions(parser)
     parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
     parser.add_argument(
         "--max-staleness", type=whole, metavar="N", help="maximum age of a sample, in versions; default: as in RUN"
@@ -247,12 +309,12 @@ def _as_json(
     }
 
 
-def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]) -> None:
-    """Print the reports side by side, then the notes."""
+def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str], *, tokens: int = 0) -> None:
+    """Print the reports side by side, then the notes. `tokens` are those of a foretold step."""
     from rich.table import Table
 
     table = Table(name, *reports, box=None, padding=(0, 2, 0, 0))
-    rows = [_rows(report) for report in reports.values()]
+    rows = [_rows(report, tokens) for report in reports.values()]
     for label in dict.fromkeys(label for row in rows for label in row):
         table.add_row(label, *(row.get(label, "-") for row in rows))
     out = console.console()
@@ -263,14 +325,17 @@ def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]
         out.print(f"note: {note}", markup=False)
 
 
-def _rows(report: Report) -> dict[str, str]:
+def _rows(report: Report, tokens: int) -> dict[str, str]:
     rows = {
         "step, mean": f"{report.steps.mean:.3f} s",
         "step, median": f"{report.steps.median:.3f} s",
         "first steps": " ".join(f"{seconds:.2f}" for seconds in report.steps.warm_up) + " s",
     }
     rows |= {f"{name} busy": f"{100 * share:.0f} %" for name, share in report.utilisation.items()}
-    rows["cores busy"] = f"{report.cores:.2f}"
+    if tokens:
+        rows["response tokens/s"] = f"{_per_second(tokens, report):,.0f}"
+    else:
+        rows["cores busy"] = f"{report.cores:.2f}"
     total = sum(report.staleness.samples.values())
     for age, count in report.staleness.samples.items():
         rows[f"samples {age} versions old"] = f"{100 * count / total:.1f} %"

@@ -25,7 +25,8 @@ _elsewhere = ContextVar("elsewhere", default=False)
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Inside this context, workers are taken to run on another machine, which has their interpreters and packages."""
+    """Inside this context, workers are taken to run on another machine, which has what they need:
+    interpreters, packages, the files of models."""
     token = _elsewhere.set(True)
     try:
         yield

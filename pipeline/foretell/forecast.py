@@ -15,9 +15,10 @@ from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Task
 from pipeline.declare.work import Decoding, Foretells, GpuWork
+from pipeline.errors import Problem
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import Assumed, Lengths
-from pipeline.foretell.memory import GroupMemory, memory
+from pipeline.foretell.memory import GroupMemory, memory, memory_problems
 from pipeline.foretell.seconds import finished, lacking, seconds
 from pipeline.plan.plan import Plan
 from pipeline.simulation.distributions import Distribution
@@ -26,10 +27,16 @@ from pipeline.simulation.recording import Recording
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph to simulate, and the memory of its worker groups. `tokens` are those of all responses of a step."""
+    """A graph to simulate on GPUs of a kind.
+
+    memory    of each worker group, by name
+    problems  of groups that do not fit on their GPUs
+    tokens    of all responses of a step
+    """
 
     recording: Recording
     memory: dict[str, GroupMemory]
+    problems: tuple[Problem, ...]
     tokens: int
 
 
@@ -101,6 +108,7 @@ def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecas
     return Forecast(
         recording=Recording(plan=planned, durations=Durations(times, costs), notes=notes),
         memory=found,
+        problems=tuple(memory_problems(graph, found, lengths, gpu)),
         tokens=sum(sum(lengths.of(group)) for group in range(graph.batch)),
     )
 

@@ -20,13 +20,16 @@ USABLE = 0.98  # of a GPU: the rest is lost to fragments
 class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a worker group on one GPU. `held` stays between tasks; `passing` is by stage, while a task runs.
 
-    `beside_bytes` is what groups on the same GPUs keep meanwhile. `unknown` are the stages whose memory is not known.
+    beside_bytes  what groups on the same GPUs keep meanwhile
+    fits          what to write so that a stage's tasks fit on the GPU, by stage
+    unknown       stages whose memory is not known
     """
 
     group: WorkerGroup
     held: Sequence[GpuPart]
     passing: Mapping[str, Sequence[GpuPart]]
     beside_bytes: float = 0.0
+    fits: Mapping[str, str] = {}
     unknown: Sequence[str] = ()
 
     @property
@@ -62,7 +65,14 @@ def memory(graph: Graph, lengths: Lengths, gpu: Gpu) -> dict[str, GroupMemory]:
     for name, group in groups.items():
         beside = sum(whole[other].resting_bytes for other in _partners(group, groups.values()))
         load = lengths.load(group, range(graph.batch), gpu, room_bytes=gpu.memory_bytes - beside)
-        found[name] = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
+        one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
+        room = USABLE * gpu.memory_bytes - one.before_bytes
+        fits = {
+            stage.name: stage.fitting(load, room)
+            for stage in graph.all_stages()
+            if stage.name in one.passing and isinstance(stage, Foretells)
+        }
+        found[name] = msgspec.structs.replace(one, fits=fits)
     return found
 
 
@@ -90,22 +100,18 @@ def _group(graph: Graph, load: Load) -> GroupMemory:
 
 def memory_problems(graph: Graph, found: Mapping[str, GroupMemory], lengths: Lengths, gpu: Gpu) -> Iterator[Problem]:
     """Yield a problem for each worker group that does not fit on its GPUs, or whose cache holds no sample."""
-    stages = {stage.name: stage for stage in graph.all_stages()}
     for one in found.values():
         room = gpu.memory_bytes - one.beside_bytes
         load = lengths.load(one.group, range(graph.batch), gpu, room_bytes=room)
-        limit = USABLE * gpu.memory_bytes
-        if one.peak_bytes > limit:
-            stage = stages.get(one.largest)
-            yield _too_much(one, stage, load, limit)
-        for name in (stage.name for stage in graph.all_stages() if one.group in stage.groups()):
-            yield from _no_cache(stages[name], one, load)
+        own = [stage for stage in graph.all_stages() if one.group.name in {group.name for group in stage.groups()}]
+        if no_cache := [problem for stage in own for problem in _no_cache(stage, one, load)]:
+            yield from no_cache
+        elif one.peak_bytes > USABLE * gpu.memory_bytes:
+            yield _too_much(one, next((stage for stage in own if stage.name == one.largest), None), gpu)
 
 
-def _too_much(one: GroupMemory, stage: Stage | None, load: Load, limit: float) -> Problem:
-    fix = ""
-    if isinstance(stage, Foretells):
-        fix = stage.fitting(load, limit - one.before_bytes)
+def _too_much(one: GroupMemory, stage: Stage | None, gpu: Gpu) -> Problem:
+    fix = one.fits.get(one.largest, "")
     parts = [*one.held, *one.passing.get(one.largest, ())]
     largest = sorted(parts, key=lambda part: -part.size_bytes)[:3]
     listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in largest)
@@ -113,7 +119,7 @@ def _too_much(one: GroupMemory, stage: Stage | None, load: Load, limit: float) -
     return Problem(
         where=str((stage or one.group).location),
         what=f"worker group {one.group.name!r} needs {gib(one.peak_bytes)} of a GPU{beside}: {listed}",
-        why=f"{gib(limit)} of {gib(load.gpu_bytes)} can be used",
+        why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
         fix=f"{fix} in {stage.name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
     )
 

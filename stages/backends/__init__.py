@@ -398,4 +398,4 @@ def _folder_problems(model: Model) -> Iterator[Problem]:
     for file, what, why in faults or weight_faults(folder, config):
         yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")
     yield from code_problems(model)
-    yield from lacking_problems(model)
+    yield from [] if is_elsewhere() else lacking_problems(model)

@@ -1,0 +1,115 @@
+"""The flags that name GPUs and what a run is taken to do, and the table of the memory that worker groups need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pipeline.cli import console
+from pipeline.cli.command import one_of, whole
+from pipeline.declare.graph import Graph
+from pipeline.errors import GraphError, Problem
+from pipeline.foretell.forecast import Forecast, forecast
+from pipeline.foretell.gpu import Gpus, asked, known
+from pipeline.foretell.loads import PROMPT, Assumed
+from pipeline.foretell.memory import GroupMemory, gib
+from pipeline.plan.plan import Plan
+
+WHEN = {"moved": "on the host in other turns", "dropped": "freed in other turns", "always": "", "task": ""}
+ASSUMED = ("prompt_tokens", "mean_tokens")
+
+
+def add_on(parser: Any) -> None:
+    """Add the flag that names GPUs."""
+    kinds = " or ".join(known())
+    parser.add_argument("--on", metavar="GPU:N", help=f"check placement and memory for N GPUs of a kind: {kinds}")
+
+
+def add_assumptions(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of what a run is taken to do."""
+    kernels = one_of("fused", "plain")
+    parser.add_argument("--prompt-tokens", type=whole, metavar="N", help=f"with --on: of prompts; default: {PROMPT}")
+    parser.add_argument("--mean-tokens", type=whole, metavar="N", help="with --on: of responses; default: the most")
+    parser.add_argument("--kernels", **kernels, help="with --on: fused needs Transformer Engine; default: fused")
+
+
+def gpus_of(options: argparse.Namespace) -> Gpus | None:
+    """Return the GPUs that the flags name. Raises GraphError if they are not known, or an assumption is not a length,
+    or made without GPUs."""
+    problems = []
+    for name in (*ASSUMED, "kernels"):
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        if value is not None and not options.on:
+            what, why = "there is no --on", "it says what a run on named GPUs is taken to do"
+            problems.append(Problem(where=flag, what=what, why=why, fix=f"--on {known()[-1]}:1, or leave it out"))
+        elif name in ASSUMED and value is not None and value < 1:
+            why = "a length is a whole number of tokens, 1 or more"
+            problems.append(
+                Problem(where=f"{flag} {value}", what="it is not a length", why=why, fix=f"{flag} {PROMPT}")
+            )
+    if problems:
+        raise GraphError(*problems)
+    return asked(options.on) if options.on else None
+
+
+def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespace) -> Forecast:
+    """Return the forecast of a graph on these GPUs. Raises GraphError if a worker group does not fit."""
+    assumed = Assumed(
+        prompt=options.prompt_tokens or PROMPT, mean=options.mean_tokens, kernels=options.kernels or "fused"
+    )
+    made = forecast(graph, planned, gpus.gpu, assumed)
+    if made.problems:
+        raise GraphError(*made.problems)
+    return made
+
+
+def unknown_times(graph: Graph, made: Forecast, gpus: Gpus, given: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each stage on GPUs whose time is not known, except the `given` ones."""
+    for stage in graph.all_stages():
+        if stage.name not in {*made.recording.durations.stages, *given} and stage.shape != "external":
+            backend = stage.groups()[-1].backend
+            yield Problem(
+                where=str(stage.location),
+                what=f"the time of stage {stage.name!r} on {gpus.name} is not known",
+                why=f"it was not measured for its kind of model and the backend {backend!r}",
+                fix=f"--stage {stage.name}=SECONDS",
+            )
+
+
+def print_memory(made: Forecast, gpus: Gpus) -> None:
+    """Print the memory of each worker group on one of its GPUs, by part."""
+    from rich.table import Table
+
+    title = f"memory on each GPU ({gpus.name}: {gib(gpus.gpu.memory_bytes)})"
+    table = Table("worker group", title, "GiB", "", box=None, padding=(0, 2, 0, 0))
+    for name, one in made.memory.items():
+        for number, (part, size, said) in enumerate(_parts(one)):
+            table.add_row("" if number else name, part, size, said)
+    console.console().print(table)
+
+
+def _parts(one: GroupMemory) -> list[tuple[str, str, str]]:
+    """Return the rows of a worker group: a part, its GiB, and a remark."""
+    rows = [(part.name, part.size_bytes, WHEN[part.when]) for part in one.held]
+    rows += [("kept by the groups beside it", one.beside_bytes, "")] if one.beside_bytes else []
+    rows += [(part.name, part.size_bytes, f"in {one.largest}") for part in one.passing.get(one.largest, ())]
+    fits = one.fits.get(one.largest)
+    rows += [("at most", one.peak_bytes, f"up to {fits}" if fits else "")]
+    found = [(part, f"{size / 2**30:.1f}", said) for part, size, said in rows]
+    unknown = [(f"{', '.join(one.unknown)}: not known for backend {one.group.backend!r}", "-", "")]
+    return found + (unknown if one.unknown else [])
+
+
+def memory_summary(made: Forecast) -> dict[str, Any]:
+    """Return the memory of each worker group on one of its GPUs as plain values, in bytes."""
+    return {
+        name: {
+            "held": {part.name: round(part.size_bytes) for part in one.held},
+            "beside": round(one.beside_bytes),
+            "tasks": {stage: sum(round(part.size_bytes) for part in parts) for stage, parts in one.passing.items()},
+            "peak": round(one.peak_bytes),
+            "unknown": list(one.unknown),
+        }
+        for name, one in made.memory.items()
+    }
